@@ -24,13 +24,12 @@ MAX_BYTES = 150_000
 ADDRESSES = {
     "text": "text",
     "choices": "choices",
-    "long": "long",
     "steer": "steer",
     "sweep": "sweep",
     "vectors": "vectors?opened=mood",
     "models": "models",
 }
-HEIGHTS = {"text": 1080, "choices": 1360, "long": 1320, "steer": 1290, "sweep": 1640,
+HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640,
            "vectors": 1640, "models": 1080}  # fmt: skip
 
 

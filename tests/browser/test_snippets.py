@@ -19,7 +19,7 @@ ADDRESSES = {
     "text": "text",
     "text, steered": "text?beside=steered&vector=mood",
     "choices": "choices?context=It's%20%22Tom%22%20%5Cn",
-    "long": "long?length=32&stride=16",
+    "text, by windows": "text?read=windows&length=32&stride=16",
     "steer": "steer?vector=mood&max_tokens=8",
     "steer, in a chat": "steer?vector=mood&mode=chat&prompt=Don't%20be%20sad%20%C3%A9&max_tokens=8",
     "steer, clamped": "steer?vector=mood&op=clamp&positions=slices&max_tokens=8",
@@ -56,6 +56,8 @@ def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -
     view = VIEW[name]
     if view == "vectors":
         seen.page.locator("[data-vector=mood]").wait_for()
+    elif "windows" in name:
+        seen.see_windows()
     else:
         seen.see(view)
     printed = run_all(seen, tmp_path, ("curl", "python", "cli"))

@@ -2,10 +2,15 @@
 
 import csv
 import io
+import json
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from playwright.sync_api import Locator, expect
+from safetensors.numpy import load
 
 from logsteer import Client
 from logsteer.errors import APIError
@@ -146,6 +151,95 @@ def test_tokens_are_shown_while_they_are_generated(visit: OpenPage) -> None:
     assert len(grown) >= 3, counts
 
 
+def sent_to(seen: Visit, path: str) -> list[Any]:
+    """The bodies of all POSTs to a path, without `stream`."""
+    asked = [r for r in seen.requests if r.method == "POST" and r.url.endswith(path)]
+    return [{k: v for k, v in r.post_data_json.items() if k != "stream"} for r in asked]
+
+
+def test_vectors_scales_samples_and_texts_are_rows_of_one_table(
+    visit: OpenPage, api: Client
+) -> None:
+    more = quote(json.dumps(["vector=mood&scale=0.5&layers=3"]))
+    prompts = quote(json.dumps(["Tom felt"]))
+    seen = visit(
+        f"steer?vector=mood&layers=2&scales=-2,2&n=2&max_tokens=9&more={more}&prompts={prompts}"
+    )
+    view = seen.page.locator("#view-steer")
+    seen.button("Generate").click()  # so many texts wait for the button
+    table = view.get_by_role("region", name="All texts")
+    table.wait_for()
+    first, second = sorted(sent_to(seen, "/steer"), key=lambda b: not b.get("baseline"))
+    vectors = [
+        [(v["name"], v["layers"], v["scale"]) for v in body["steering"]["vectors"]]
+        for body in (first, second)
+    ]
+    assert vectors == [[("mood", [2], scale), ("mood", [3], 0.5)] for scale in (-2, 2)]
+    expected = {}
+    for body in (first, second):
+        scale = body["steering"]["vectors"][0]["scale"]
+        for prompt, result in zip(body["prompts"], api.steer(**body).results, strict=True):
+            for name, completions in (("unsteered", result.baseline), (scale, result.completions)):
+                for one in completions or []:
+                    expected[str(name).replace("-", MINUS), prompt, one.seed] = one
+    assert len(expected) == 3 * 2 * 2
+    table.get_by_role("button", name="Score a token").click()
+    scores = []
+    for row in table.locator("tbody tr").all():
+        name = row.locator("th").inner_text()
+        prompt, seed, score, _, tokens, text = row.locator("td").all_inner_texts()
+        one = expected.pop((name, prompt, int(seed)))
+        assert (text, int(tokens)) == (one.text.strip(), one.num_tokens)
+        scores.append(read(score))
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_both_sides_of_a_chat_go_on_from_their_own_replies(visit: OpenPage, api: Client) -> None:
+    turns = quote(json.dumps(["Tell me a story."]))
+    seen = visit(
+        f"steer?vector=mood&layers=4&scale=12&mode=chat&max_tokens=9&turns={turns}&prompt=Why%3F"
+    )
+    view = seen.see("steer")
+    opening = [{"role": "user", "content": "Tell me a story."}]
+    told = api.steer(messages=opening, prompts=None, **{
+        name: value for name, value in sent_to(seen, "/steer")[0].items()
+        if name != "messages"
+    }).results[0]  # fmt: skip
+    assert told.baseline is not None
+    assert told.baseline[0].text != told.completions[0].text
+    replies = {"/steer": told.completions[0].text, "/generate": told.baseline[0].text}
+    for path, reply in replies.items():
+        messages = sent_to(seen, path)[-1]["messages"]
+        assert messages[1:] == [
+            {"role": "assistant", "content": reply}, {"role": "user", "content": "Why?"}
+        ]  # fmt: skip
+    columns = [column.inner_text() for column in view.locator(".column").all()]
+    for column, reply in zip(columns, (replies["/generate"], replies["/steer"]), strict=True):
+        assert " ".join(reply.split()) in " ".join(column.split())
+
+
+def test_a_text_goes_on_from_an_alternative(visit: OpenPage, api: Client) -> None:
+    seen = visit("steer?vector=mood&scale=1&max_tokens=8&temperature=0")
+    view = seen.see("steer")
+    (body,) = sent_to(seen, "/steer")
+    (result,) = api.steer(**body).results
+    ids = [*result.prompt_ids, *result.completions[0].token_ids[:2]]
+    item = {"context_ids": ids, "target_ids": [[result.completions[0].token_ids[2]]]}
+    top = api.logprob([item], steering=body["steering"], top=6).results[0].targets[0].top
+    assert top is not None
+    box = view.get_by_role("listbox", name="Steered: the text, by its tokens")
+    box.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
+        seen.page.keyboard.press(key)
+    card = seen.page.get_by_role("dialog", name="Token")
+    card.get_by_role("button").nth(1).click()
+    seen.see("steer").locator(".note").wait_for()
+    expect(card).to_be_hidden()
+    seen.page.wait_for_function("() => location.hash.includes('branch=')")
+    expect(view.locator(".continuations[aria-busy=false]")).to_be_visible()
+    assert sent_to(seen, "/steer")[-1]["prompt_ids"] == [[*ids, top.token_ids[0][1]]]
+
+
 def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
     seen = visit("steer?vector=mood&layers=99")
     seen.expect(422)
@@ -154,7 +248,6 @@ def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
     with pytest.raises(APIError) as refused:
         api.steer("Once upon a time", {"vectors": [{"name": "mood", "layers": [99]}]})
     assert refused.value.detail in alert.inner_text()
-    seen.page.locator("summary", has_text="Vector, layers").click()
     seen.page.get_by_label("Layers", exact=True).fill("three")
     expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
 
@@ -206,7 +299,7 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
     answer = api.sweep(**sent)
 
     view.locator("summary", has_text="All points").click()
-    rows = view.locator("tbody tr").all()
+    rows = view.get_by_role("region", name="All points").locator("tbody tr").all()
     assert len(rows) == len(answer.points)
     for row, point in zip(rows, answer.points, strict=True):
         cells = [read(cell) for cell in row.locator("td").all_inner_texts()[-5:]]
@@ -215,7 +308,7 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
         assert cells[4] == pytest.approx(point.texts[0].perplexity, rel=6e-3)
 
     with seen.page.expect_download() as download:
-        view.get_by_role("button", name="CSV").first.click()
+        view.locator(".chart").first.get_by_role("button", name="CSV").click()
     download.value.save_as(tmp_path / "sweep.csv")
     table = list(csv.DictReader(io.StringIO((tmp_path / "sweep.csv").read_text())))
     steered = [line for line in table if line["target"] and line["layers"] != "unsteered"]
@@ -236,26 +329,45 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_point_is_explained_in_words(visit: OpenPage, api: Client) -> None:
-    seen = visit("sweep?vector=mood&points=5")
+def test_a_cell_is_shown_in_numbers_and_generated_with(visit: OpenPage, api: Client) -> None:
+    seen = visit("sweep?vector=mood&points=5&layers=3%3B4")
     view = seen.see("sweep")
     chart = view.get_by_role("img").first
     chart.focus()
     for _ in range(2):  # the first press chooses the first point
         chart.press("ArrowRight")
-    words = view.get_by_role("region", name="The chosen scale in words")
+    words = view.get_by_role("region", name="The chosen scale")
     expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
     point = api.sweep(**seen.sent_to("/sweep")).points[1]
     assert point.relative_norm is not None
     assert f"{100 * point.relative_norm:.3g} %" in words.inner_text()
     change = point.items[0].targets[0].change
     assert change is not None
-    assert f"{change:+.2f} nats".replace("-", MINUS) in words.inner_text()
+    assert f"{change:+.2f}".replace("-", MINUS) in words.inner_text()
     chart.hover()
     box = chart.bounding_box()
     assert box is not None
-    chart.hover(position={"x": 0.97 * box["width"], "y": 0.4 * box["height"]})
+    chart.hover(position={"x": 0.95 * box["width"], "y": 0.4 * box["height"]})
     expect(words.get_by_role("heading")).to_have_text("At scale 4")
+
+    answer = api.sweep(**seen.sent_to("/sweep"))
+    cells = view.locator(".heat tbody button").all_inner_texts()
+    wanted = [
+        sum((a.logprob or 0) - (b.logprob or 0) for a, b in (i.targets for i in p.items)) / 2
+        for p in answer.points
+    ]
+    assert [read(cell) for cell in cells] == pytest.approx(wanted, abs=6e-3)
+    view.locator("[data-cell='1-1']").click()  # layer 4, scale -2
+    view.locator(".said .continuations[aria-busy=false]").wait_for()
+    sent = seen.sent_to("/steer")
+    (vector,) = sent["steering"]["vectors"]
+    assert (vector["layers"], vector["scale"]) == ([4], -2)
+    sent.pop("stream")
+    texts = [
+        result.completions[0].text for result in api.steer(sent.pop("prompts"), **sent).results
+    ]
+    table = view.get_by_role("region", name="All texts").inner_text()
+    assert all(text.strip() in table for text in texts)
 
 
 # ------------------------------------------------------------------ Vectors
@@ -338,6 +450,40 @@ def test_a_vector_is_combined_and_deleted_after_a_question(
     dialog.get_by_role("button", name="Delete").click()
     expect(entry).to_have_count(0, timeout=TIMEOUT_MS)
     assert own not in [card.name for card in api.vectors.list().vectors]
+
+
+def test_a_vector_is_tried_on_other_pairs(visit: OpenPage, api: Client, own: str) -> None:
+    api.vectors.train(own, EXAMPLE, method="logistic")
+    seen = visit("vectors?opened=mood")
+    view = seen.see("vectors")
+    view.locator("summary", has_text="Try it on other pairs").click()
+    pairs = [
+        ("He laughed with joy.", "He cried."), ("A kind day.", "A gloomy day."), ("Fun!", "No."),
+    ]  # fmt: skip
+    view.get_by_label("Pairs that it was not trained").fill("\n".join(map(" | ".join, pairs)))
+    seen.button("Evaluate").click()
+    table = view.get_by_role("region", name="mood on these pairs")
+    table.wait_for()
+    readings = [
+        [np.mean([v for v in probe.before if v is not None]) for probe in result.tokens.probes]
+        for result in api.perplexity(
+            **{**sent_to(seen, "/perplexity")[-1], "stream": False}
+        ).results
+    ]
+    positive, negative = np.array(readings[:3]), np.array(readings[3:])
+    areas = (positive[:, None] > negative[None]).mean(axis=(0, 1))
+    shown = [read(row.locator("td").first.inner_text()) for row in table.locator("tbody tr").all()]
+    assert shown == pytest.approx(areas, abs=6e-4)
+
+    seen.button("Compare the stored vectors").click()
+    layer = str(api.vectors.get("mood").layers[-1])
+    found = {name: load(api.vectors.download(name)) for name in ("mood", own)}
+    a, b = (next(v for n, v in f.items() if f".{layer}." in n) for f in found.values())
+    cosine = float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+    names = view.locator(".cosines thead th").all_inner_texts()[1:]
+    cell = view.locator(f".cosines [data-cell='{names.index('mood')}-{names.index(own)}']")
+    assert read(cell.inner_text()) == pytest.approx(cosine, abs=6e-3)
+    api.vectors.delete(own)
 
 
 def test_what_the_server_refuses_of_a_file_is_told(visit: OpenPage, tmp_path: Path) -> None:

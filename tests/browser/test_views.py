@@ -1,6 +1,8 @@
 """Each view shows what the API answers: the same numbers, the same tokens."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from safetensors.numpy import load
 from logsteer import Client
 from tests.browser.conftest import OpenPage
 from tests.browser.visits import MINUS
+from tests.conftest import ServerFactory, fake_model
 
 pytestmark = pytest.mark.engine
 
@@ -96,9 +99,58 @@ def test_choices_shows_shares_and_tokens(visit: OpenPage, api: Client) -> None:
     assert rows[item.best].evaluate("row => row.classList.contains('is-strong')")
 
 
+def test_a_table_of_questions_is_answered_under_two_conditions(
+    visit: OpenPage, api: Client, tmp_path: Path
+) -> None:
+    cases = [
+        ("The capital of France is", [" Paris", " London"], 0),
+        ("Tom was, as ever,", [" sad and lonely.", " happy."], 1),
+    ]
+    lines = [json.dumps({"context": c, "targets": t, "answer": a}) for c, t, a in cases]
+    (tmp_path / "cases.jsonl").write_text("\n".join(lines))
+    seen = visit(
+        "choices?mode=table&shares=pmi&neutral=So&beside=steered&vector=mood&layers=4&scale=4"
+    )
+    view = seen.page.locator("#view-choices")
+    view.get_by_label("File: Choose a file").set_input_files(tmp_path / "cases.jsonl")
+    table = view.get_by_role("region", name="Questions")
+    expect(table.locator("tbody tr")).to_have_count(2)
+    seen.wait_frames()
+    seen.button("Compare").click()
+    steering = {"vectors": [{"name": "mood", "scale": 4, "layers": [4]}]}
+    wanted = []
+    for steered in (None, steering):
+        items = [{"context": c, "targets": t} for c, t, _ in cases]
+        neutral = [{"context": "So", "targets": t} for _, t, _ in cases]
+        results = api.logprob([*items, *neutral], steering=steered).results
+        for own, other in zip(results[:2], results[2:], strict=True):
+            gains = [a.logprob - b.logprob for a, b in zip(own.targets, other.targets, strict=True)]
+            wanted.append(100 * np.exp(max(gains)) / np.exp(gains).sum())
+    expect(table).to_contain_text("Paris")
+    rows = [row.locator("td").all_inner_texts() for row in table.locator("tbody tr").all()]
+    shown = [rows[0][3], rows[1][3], rows[0][5], rows[1][5]]
+    for text, share in zip(shown, wanted, strict=True):
+        assert read(text.lstrip("<>")) == pytest.approx(share, rel=0.06, abs=0.06)
+
+
+def test_a_model_is_drained_and_loaded_again(
+    visit_any: OpenPage, start_server: ServerFactory
+) -> None:
+    server = start_server({"models": [fake_model("one")]})
+    seen = visit_any(server.url, "models")
+    model = seen.see("models").get_by_role("article", name="one")
+    for button, state in (("Drain", "Draining"), ("Load", "Ready"), ("Unload", "Unloaded")):
+        model.get_by_role("button", name=button, exact=True).first.click()
+        if button == "Unload":
+            seen.page.get_by_role("dialog").get_by_role("button", name="Unload").click()
+        expect(model.locator(".model-state")).to_contain_text(state)
+        with Client(server.url) as client:
+            assert client.models().models[0].state == state.lower()
+
+
 def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
-    seen = visit("long")
-    view = seen.see("long")
+    seen = visit("text?read=windows")
+    view = seen.see_windows()
     expect(view.get_by_role("status").filter(has_text=DONE_WITH)).to_be_visible()
     sent = seen.sent_to("/perplexity")
     assert sent["stream"] is True
@@ -109,10 +161,10 @@ def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
 
 
 def test_long_text_takes_a_file_and_can_be_cancelled(visit: OpenPage, api: Client) -> None:
-    seen = visit("long?model=other")
-    view = seen.see("long")
+    seen = visit("text?read=windows&model=other")
+    view = seen.see_windows()
     text = "The girl went home. " * 2500  # a shorter one is scored without the button, too
-    view.get_by_label("File to score").set_input_files(
+    view.get_by_label("File: Choose a file").set_input_files(
         {"name": "home.txt", "mimeType": "text/plain", "buffer": text.encode()}
     )
     expect(view.get_by_role("textbox")).to_have_value(text)

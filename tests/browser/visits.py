@@ -11,16 +11,16 @@ TIMEOUT_MS = 60_000
 MINUS = "\N{MINUS SIGN}"
 """What the page writes before negative numbers."""
 
-VIEWS = ("text", "choices", "long", "steer", "sweep", "vectors", "models")
+VIEWS = ("text", "choices", "steer", "sweep", "vectors", "models", "sessions")
 
 DONE = {
     "text": "#view-text .result .token",
     "choices": "#view-choices .choice",
-    "long": "#view-long .result",
     "steer": "#view-steer .continuations[aria-busy=false] + .receipt",
     "sweep": "#view-sweep .explained",
     "vectors": "#view-vectors .vector .quality",
     "models": "#view-models .model",
+    "sessions": "#view-sessions [role=status]",
 }
 """View -> what is there once it shows an answer."""
 
@@ -113,6 +113,11 @@ class Visit:
         """Wait until a view shows an answer; return the view."""
         self.page.locator(DONE[view]).first.wait_for()
         return self.page.locator(f"#view-{view}")
+
+    def see_windows(self) -> Locator:
+        """Wait until `text` shows a text by its windows; return the view."""
+        self.page.locator("#view-text .result .stats").first.wait_for()
+        return self.page.locator("#view-text")
 
     def show(self, view: str) -> Locator:
         """Go to a view where something is to be seen, and wait for it."""

@@ -1,5 +1,22 @@
-// Written by build/types.mjs from openapi.json, sha256 b8161414688cb769dee2c6af4f786abf4de0a89182006b0b12c23c37fe8fbf84
+// Written by build/types.mjs from openapi.json, sha256 f4c40d71e77405c14e1bd9f70abfcea0331fc5f85f77b0ee94d28a526b60f830
 export interface paths {
+    "/admin/reload": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Reload */
+        post: operations["reload_admin_reload_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/detokenize": {
         parameters: {
             query?: never;
@@ -85,6 +102,40 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/models/{model_id}/drain": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Drain Model */
+        post: operations["drain_model_models__model_id__drain_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/models/{model_id}/load": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Load */
+        post: operations["load_models__model_id__load_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/models/{model_id}/selftest": {
         parameters: {
             query?: never;
@@ -96,6 +147,23 @@ export interface paths {
         put?: never;
         /** Selftest */
         post: operations["selftest_models__model_id__selftest_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/models/{model_id}/unload": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Unload */
+        post: operations["unload_models__model_id__unload_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -643,6 +711,19 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        ReloadAnswer: {
+            added: string[];
+            failed: {
+                [key: string]: string;
+            };
+            needs_restart: string[];
+            pending: string[];
+            removed: string[];
+            replaced: string[];
+            unchanged: string[];
+        } & {
+            [key: string]: unknown;
+        };
         ReplicaCard: {
             detail: string;
             num_jobs?: number;
@@ -1163,6 +1244,35 @@ export interface components {
 }
 export type $defs = Record<string, never>;
 export interface operations {
+    reload_admin_reload_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ReloadAnswer"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     detokenize_detokenize_post: {
         parameters: {
             query?: never;
@@ -1318,6 +1428,68 @@ export interface operations {
             };
         };
     };
+    drain_model_models__model_id__drain_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                model_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ModelCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    load_models__model_id__load_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                model_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ModelCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     selftest_models__model_id__selftest_post: {
         parameters: {
             query?: never;
@@ -1341,6 +1513,37 @@ export interface operations {
                     "application/json": components["schemas"]["SelftestAnswer"];
                     "application/msgpack": unknown;
                     "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    unload_models__model_id__unload_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                model_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ModelCard"];
                 };
             };
             default: {

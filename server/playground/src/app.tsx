@@ -9,7 +9,9 @@ import {
   modelsError,
   watchModels,
 } from "./lib/models";
+import { keepSession, restored, type Session } from "./lib/sessions";
 import type { AnyView } from "./lib/view";
+import { HelpDialog } from "./parts/HelpDialog";
 import { Header } from "./parts/Header";
 import { KeyDialog } from "./parts/KeyDialog";
 import { ErrorNote } from "./parts/controls";
@@ -18,11 +20,23 @@ import { VIEWS } from "./views";
 
 type States = Record<string, Fields>;
 
+/** The session that a view was opened from. */
+interface Opened {
+  session: Session;
+  /** Whether the form is still as it was kept. */
+  isUntouched: boolean;
+}
+
 const FIRST = VIEWS[0] as AnyView;
 
 /** Read which view the address names, and its state; the model goes where models are kept. */
 function readPlace(): { id: string; fields: Fields } {
   const place = readAddress(location.hash);
+  if (place.view === "long") {
+    // A link from before long texts were read under Text.
+    place.view = "text";
+    place.fields.set("read", "windows");
+  }
   const found = VIEWS.find((view) => view.id === place.view) ?? FIRST;
   chosenModel.value = place.fields.get("model") ?? chosenModel.value;
   return { id: found.id, fields: parseFields(found.initial, place.fields) };
@@ -38,6 +52,7 @@ export function App() {
   const [seen, setSeen] = useState<ReadonlySet<string>>(() => new Set([id]));
   const written = useRef(location.hash);
   const [omitted, setOmitted] = useState<string[]>([]);
+  const [opened, setOpened] = useState<Record<string, Opened>>({});
   const model = currentModel.value;
 
   // The address follows the state; a link that is opened here, or a step back, goes the other way.
@@ -71,6 +86,23 @@ export function App() {
       removeEventListener("popstate", follow);
     };
   }, []);
+
+  useEffect(() => {
+    const session = restored.value;
+    const view = VIEWS.find((one) => one.id === session?.view);
+    if (session === null || view === undefined) return;
+    restored.value = null;
+    chosenModel.value = session.model;
+    setStates((old) => ({ ...old, [view.id]: { ...view.initial, ...session.fields } }));
+    setOpened((old) => ({ ...old, [view.id]: { session, isUntouched: true } }));
+    show(view.id);
+  }, [restored.value]);
+
+  const touch = (view: string): void =>
+    setOpened((old) => {
+      const one = old[view];
+      return one?.isUntouched ? { ...old, [view]: { ...one, isUntouched: false } } : old;
+    });
 
   const show = useCallback((next: string) => {
     setSeen((old) => new Set(old).add(next));
@@ -107,12 +139,14 @@ export function App() {
                 view={view}
                 isShown={view.id === id}
                 state={states[view.id] ?? view.initial}
-                onChange={(change) =>
+                opened={opened[view.id] ?? null}
+                onChange={(change) => {
+                  touch(view.id);
                   setStates((old) => ({
                     ...old,
                     [view.id]: { ...(old[view.id] ?? view.initial), ...change } as Fields,
-                  }))
-                }
+                  }));
+                }}
               />
             ),
         )}
@@ -129,6 +163,7 @@ export function App() {
         </p>
       </footer>
       <KeyDialog />
+      <HelpDialog />
     </>
   );
 }
@@ -185,11 +220,20 @@ interface PanelProps {
   view: AnyView;
   state: Fields;
   isShown: boolean;
+  opened: Opened | null;
   onChange: (change: Partial<Fields>) => void;
 }
 
-function Panel({ view, state, isShown, onChange }: PanelProps) {
+function Panel({ view, state, isShown, opened, onChange }: PanelProps) {
   const Component = view.component;
+  const session = opened?.session ?? null;
+  const [latest, setLatest] = useState<{ since: Session | null; result: unknown }>({ since: null, result: null });
+  const isLatest = session === null || latest.since === session;
+  const onResult = (result: unknown, asked?: { fields: Fields; title: string }): void => {
+    setLatest({ since: session, result });
+    const model = currentModel.value?.id;
+    if (asked && model !== undefined) void keepSession({ ...asked, view: view.id, model, result });
+  };
   return (
     <section
       id={`view-${view.id}`}
@@ -205,6 +249,9 @@ function Panel({ view, state, isShown, onChange }: PanelProps) {
         model={currentModel.value}
         models={models.value}
         isShown={isShown}
+        result={isLatest ? latest.result : session.result}
+        onResult={onResult}
+        isKept={!isLatest && opened?.isUntouched === true}
       />
     </section>
   );

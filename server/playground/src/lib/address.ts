@@ -62,6 +62,17 @@ export function writeAddress(
   initial: Fields,
   shared: Record<string, string>,
 ): { hash: string; omitted: string[] } {
+  const { query, omitted } = writeFields(state, initial, shared);
+  const written = query.toString();
+  return { hash: `#${view}${written && `?${written}`}`, omitted };
+}
+
+/** Fields that differ from `initial`, as a query; those that are too long are omitted. */
+export function writeFields(
+  state: Fields,
+  initial: Fields,
+  shared: Record<string, string> = {},
+): { query: URLSearchParams; omitted: string[] } {
   const query = new URLSearchParams(Object.entries(shared).filter(([, value]) => value !== ""));
   const omitted: string[] = [];
   for (const [name, value] of Object.entries(state)) {
@@ -70,6 +81,5 @@ export function writeAddress(
     if (encodeURIComponent(printed).length > MAX_FIELD) omitted.push(name);
     else query.set(name, printed);
   }
-  const written = query.toString();
-  return { hash: `#${view}${written && `?${written}`}`, omitted };
+  return { query, omitted };
 }

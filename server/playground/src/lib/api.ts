@@ -2,6 +2,7 @@
 // server-sent events. Nothing else is ever fetched.
 import { signal } from "@preact/signals";
 import type { components, paths } from "../api";
+import { recall, remember } from "./memory";
 
 export type Schemas = components["schemas"];
 export type ModelCard = Schemas["ModelCard"];
@@ -38,17 +39,30 @@ export class ServerProblem extends Error {
   }
 }
 
-/** The key of the dialog; in memory alone, and gone with the page. */
-export const apiKey = signal("");
+const KEY = "logsteer-key";
+
+/** The key of the dialog: gone with the page, unless the browser was asked to remember it. */
+export const apiKey = signal(recall(KEY) ?? "");
+/** Whether the browser remembers it. */
+export const isKeyKept = signal(recall(KEY) !== null);
 /** Whether the server has asked for a key, and what it said. */
 export const keyWanted = signal<string | null>(null);
 const keyGiven: (() => void)[] = [];
 
-/** Take a key and send what waited for it again. */
-export function giveKey(key: string): void {
+/** Take a key and send what waited for it again; the browser remembers it where that was asked. */
+export function giveKey(key: string, isKept: boolean): void {
   apiKey.value = key;
+  isKeyKept.value = isKept;
+  remember(KEY, isKept ? key : null);
   keyWanted.value = null;
   for (const resume of keyGiven.splice(0)) resume();
+}
+
+/** Forget the key, here and in the browser. */
+export function forgetKey(): void {
+  apiKey.value = "";
+  isKeyKept.value = false;
+  remember(KEY, null);
 }
 
 /** Close the dialog without a key: what waited for it fails. */

@@ -67,3 +67,12 @@ export function visible(token: string): string {
 export function short(value: number): string {
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
+
+/** A share with its 95 % interval after Wilson, as in `75.0 %, 47 to 91`. */
+export function interval(right: number, all: number): string {
+  const z = 1.96;
+  const share = right / all;
+  const middle = (share + (z * z) / (2 * all)) / (1 + (z * z) / all);
+  const half = (z / (1 + (z * z) / all)) * Math.sqrt((share * (1 - share)) / all + (z * z) / (4 * all * all));
+  return `${(100 * (middle - half)).toFixed(0)} to ${(100 * (middle + half)).toFixed(0)} %`;
+}

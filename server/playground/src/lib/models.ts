@@ -1,6 +1,6 @@
 // The server's models, and the one that is asked.
 import { computed, signal } from "@preact/signals";
-import { call, ServerProblem, type ModelCard } from "./api";
+import { call, ServerProblem, type ModelCard, type Schemas } from "./api";
 
 export const models = signal<ModelCard[]>([]);
 export const modelsError = signal<unknown>(null);
@@ -44,4 +44,29 @@ export async function watchModels(): Promise<void> {
   if (isLockedOut.value) return;
   const settled = models.value.length > 0 && models.value.every((m) => m.state === "ready");
   setTimeout(() => void watchModels(), settled ? SETTLED_MS : UNSETTLED_MS);
+}
+
+/** Whether a key was refused what changes models: another one may have the scope. */
+export const isRefused = signal(false);
+
+/** Have a model answer, answer no more, or give its memory back; the list then says how far it has come. */
+export async function changeModel(id: string, change: "load" | "drain" | "unload", signal: AbortSignal): Promise<void> {
+  await watchScope(call("post", `/models/{model_id}/${change}`, undefined, { path: { model_id: id }, signal }));
+  await refreshModels();
+}
+
+/** Have the server read its configuration again; what has changed. */
+export async function reloadConfiguration(signal: AbortSignal): Promise<Schemas["ReloadAnswer"]> {
+  const answer = await watchScope(call("post", "/admin/reload", undefined, { query: { wait_s: "5" }, signal }));
+  await refreshModels();
+  return answer;
+}
+
+async function watchScope<T>(asked: Promise<T>): Promise<T> {
+  try {
+    return await asked;
+  } catch (error) {
+    isRefused.value = error instanceof ServerProblem && error.problem.status === 403;
+    throw error;
+  }
 }

@@ -6,6 +6,8 @@ export interface Query {
   text: string;
   steering?: Schemas["Steering"];
   probe?: Schemas["ProbeRequest"];
+  /** The layer that colours the text, where the probe is read at several. */
+  bestLayer?: number;
 }
 
 export interface Reading {
@@ -19,10 +21,19 @@ export interface Reading {
   readings: (number | null)[] | null;
   /** What was read, and where. */
   probe: string;
+  /** The same at every layer that was asked for. */
+  layers: { layer: number; readings: (number | null)[] }[];
   total: Schemas["TextResult"];
   answer: Schemas["PerplexityAnswer"];
   /** The most probable tokens where token `index` stands; null: it was not scored. */
   findAlternatives: (index: number) => Promise<Alternatives | null>;
+}
+
+/** What a text's reading is made of: plain data, which a session keeps. */
+export interface Read {
+  query: Query;
+  answer: Schemas["PerplexityAnswer"];
+  encoded: Schemas["Encoded"];
 }
 
 export interface Alternatives {
@@ -44,16 +55,21 @@ export function toRequest(query: Query): Schemas["PerplexityRequest"] {
   };
 }
 
-export async function readText(query: Query, signal: AbortSignal): Promise<Reading> {
+export async function readText(query: Query, signal: AbortSignal): Promise<Read> {
   const { model, text } = query;
   const [answer, cut] = await Promise.all([
     call("post", "/perplexity", toRequest(query), { signal }),
     call("post", "/tokenize", { model, texts: [text] }, { signal }),
   ]);
-  const total = answer.results[0];
   const encoded = cut.results[0];
-  const scored = total?.tokens;
-  if (!total || !encoded || !scored) throw new Error("The answer has no tokens.");
+  if (!answer.results[0]?.tokens || !encoded) throw new Error("The answer has no tokens.");
+  return { query, answer, encoded };
+}
+
+/** The columns of a text, a number for each of its tokens. */
+export function makeReading({ query, answer, encoded }: Read): Reading {
+  const total = answer.results[0] as Schemas["TextResult"];
+  const scored = total.tokens as NonNullable<typeof total.tokens>;
   // What stands in front of the text, such as a beginning of sequence, has no place in it.
   const first = encoded.offsets.findIndex((offset) => offset !== null);
   const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
@@ -65,16 +81,18 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Readi
     });
     return all;
   };
-  const probed = scored.probes?.[0];
+  // Entry i was read at the token that token i was predicted from, which is the one before it.
+  const readProbe = (one: Schemas["ProbeReadings"]): (number | null)[] => spread(one.after ?? one.before, -1);
+  const probed = scored.probes?.find(({ layer }) => layer === query.bestLayer) ?? scored.probes?.[0];
   return {
-    tokens: readTokens(text, encoded, prefix.length),
+    tokens: readTokens(query.text, encoded, prefix.length),
     ids,
     logprobs: spread(scored.logprobs),
     ranks: spread(scored.ranks),
     entropies: spread(scored.columns?.entropy),
-    // Entry i was read at the token that token i was predicted from, which is the one before it.
-    readings: probed ? spread(probed.after ?? probed.before, -1) : null,
-    probe: probed ? `${probed.name} at layer ${probed.layer}` : "",
+    readings: probed ? readProbe(probed) : null,
+    layers: (scored.probes ?? []).map((one) => ({ layer: one.layer, readings: readProbe(one) })),
+    probe: probed ? `${probed.read === "cosine" ? "Cosine with" : "Projection on"} ${probed.name} at layer ${probed.layer}` : "",
     total,
     answer,
     findAlternatives: findAlternatives(query, ids, prefix, total.windows ?? []),

@@ -238,7 +238,8 @@ export function toCommand(asked: Asked, origin: string): string | null {
         if (messages.length !== 1 || messages[0]?.role !== "user") return null;
         options.push("--chat");
         last = [quote(messages[0].content)];
-      } else last = (body.prompts as string[]).map(quote);
+      } else if (body.prompts === undefined) return null;
+      else last = (body.prompts as string[]).map(quote);
       if (asked.endpoint === "steer" && last.length > 1 && body.messages === undefined) return null;
       break;
     case "sweep": {

@@ -14,15 +14,12 @@ export type Positions =
   | "slices";
 
 /** The fields of a form about one vector; texts are as they were typed. */
-export type SteeringFields = {
+export type VectorFields = {
   vector: string;
   /** As in `2` or `2,5-7`; empty: the one recommended; `own`: every layer that the vector has. */
   layers: string;
   op: Operation;
   unit: Unit;
-  positions: Positions;
-  /** As in `0:5,8:10`, of positions `slices`. */
-  slices: string;
   /** Bounds of `clamp`; empty: none. */
   low: string;
   high: string;
@@ -33,13 +30,20 @@ export type SteeringFields = {
   below: string;
 };
 
-export const INITIAL_STEERING: SteeringFields = {
+/** Where a steering object acts: all of its vectors at the same tokens. */
+export type PlaceFields = {
+  positions: Positions;
+  /** As in `0:5,8:10`, of positions `slices`. */
+  slices: string;
+};
+
+export type SteeringFields = VectorFields & PlaceFields;
+
+export const INITIAL_VECTOR: VectorFields = {
   vector: "",
   layers: "",
   op: "add",
   unit: "raw",
-  positions: "all",
-  slices: "0:4",
   low: "0",
   high: "",
   when: "",
@@ -47,6 +51,8 @@ export const INITIAL_STEERING: SteeringFields = {
   above: "0",
   below: "",
 };
+
+export const INITIAL_STEERING: SteeringFields = { ...INITIAL_VECTOR, positions: "all", slices: "0:4" };
 
 /** Layers of a text as in `2,5-7`; null for one that is none. */
 export function parseLayers(text: string): number[] | null {
@@ -89,14 +95,14 @@ function readSlices(text: string): number[][] {
   });
 }
 
-/** The steering object, without what is as by default. Throws Error where a text makes no sense. */
-export function makeSteering(
-  fields: SteeringFields,
+/** A vector of a steering object, without what is as by default. Throws Error where a text makes no sense. */
+export function makeVector(
+  fields: VectorFields,
   cards: readonly VectorCard[],
   scale: number | undefined,
 ): JsonObject {
   const card = findVector(fields.vector, cards);
-  const { op, unit, positions } = fields;
+  const { op, unit } = fields;
   const takesUnit = op === "add" || op === "project" || op === "replace";
   const vector: JsonObject = {
     name: card?.name ?? fields.vector,
@@ -113,8 +119,13 @@ export function makeSteering(
       below: readNumber(fields.below),
     };
   }
-  const where = positions === "slices" ? { slices: readSlices(fields.slices) } : positions;
-  return { vectors: [vector], positions: positions === "all" ? undefined : where };
+  return vector;
+}
+
+/** The steering object of these vectors. Throws Error where slices make no sense. */
+export function makeSteering(vectors: JsonObject[], { positions, slices }: PlaceFields): JsonObject {
+  const where = positions === "slices" ? { slices: readSlices(slices) } : positions;
+  return { vectors, positions: positions === "all" ? undefined : where };
 }
 
 /** The vector of this name; where none is named the first that is stored. */

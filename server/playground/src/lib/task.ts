@@ -57,3 +57,12 @@ export function useAutoRun(key: string | null, run: () => void, delay = 300): vo
     return () => clearTimeout(timer);
   }, [key, delay]);
 }
+
+/** What `make` returns, or what it throws. */
+export function attempt<T>(make: () => T): { value: T } | { error: unknown } {
+  try {
+    return { value: make() };
+  } catch (error) {
+    return { error };
+  }
+}

@@ -1,11 +1,14 @@
-// Light or dark: as the system says, until somebody chooses; the choice lasts as long as the page.
+// Light or dark: as the system says, until somebody chooses; the browser remembers the choice.
 import { computed, effect, signal } from "@preact/signals";
+import { recall, remember } from "./memory";
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 const systemIsDark = signal(system.matches);
 system.addEventListener("change", (event) => (systemIsDark.value = event.matches));
 
-const chosen = signal<"light" | "dark" | null>(null);
+const THEME = "logsteer-theme";
+
+const chosen = signal<string | null>(recall(THEME));
 
 export const isDark = computed(() =>
   chosen.value === null ? systemIsDark.value : chosen.value === "dark",
@@ -13,6 +16,7 @@ export const isDark = computed(() =>
 
 export function switchTheme(): void {
   chosen.value = isDark.value ? "light" : "dark";
+  remember(THEME, chosen.value);
 }
 
 effect(() => {

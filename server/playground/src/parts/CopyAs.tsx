@@ -47,6 +47,7 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
               <Icon name={copied && form === name ? "check" : "copy"} /> {NAMES[name]}
             </button>
           ))}
+        {command === null && <span class="hint">no command says all of it</span>}
         <span class="copied" role="status">
           {copied ? "Copied" : ""}
         </span>

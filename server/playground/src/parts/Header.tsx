@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { chosenModel, currentModel, models } from "../lib/models";
 import { isDark, switchTheme } from "../lib/theme";
 import { copyText } from "./CopyAs";
+import { isHelpWanted } from "./HelpDialog";
 import { Icon } from "./Icon";
 
 export function Header() {
@@ -43,6 +44,15 @@ export function Header() {
         )}
       </div>
       <LinkButton />
+      <button
+        type="button"
+        class="icon-button"
+        onClick={() => (isHelpWanted.value = true)}
+        aria-label="Keys of this page"
+        title="Keys of this page: ?"
+      >
+        <Icon name="help" />
+      </button>
       <button
         type="button"
         class="icon-button"

@@ -1,11 +1,13 @@
-// Asks for an API key once the server wants one. It is kept in memory, and nowhere else.
+// Asks for an API key once the server wants one. It is gone with the page, unless the box is ticked.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { giveKey, keyWanted, refuseKey } from "../lib/api";
+import { Checkbox } from "./fields";
 import { Icon } from "./Icon";
 
 export function KeyDialog() {
   const dialog = useRef<HTMLDialogElement>(null);
   const [key, setKey] = useState("");
+  const [isKept, setKept] = useState(false);
   const wanted = keyWanted.value;
   useEffect(() => {
     if (wanted !== null && !dialog.current?.open) dialog.current?.showModal();
@@ -17,7 +19,7 @@ export function KeyDialog() {
         onSubmit={(event) => {
           event.preventDefault();
           if (key.trim() === "") return;
-          giveKey(key.trim());
+          giveKey(key.trim(), isKept);
           setKey("");
         }}
       >
@@ -34,8 +36,13 @@ export function KeyDialog() {
             value={key}
             onInput={(event) => setKey(event.currentTarget.value)}
           />
-          <div class="hint">Kept in memory until this page is closed, and sent to this server only.</div>
         </div>
+        <Checkbox
+          label="Remember it in this browser"
+          hint="Else it is gone with this page. It is sent to this server only."
+          value={isKept}
+          onChange={setKept}
+        />
         <div class="dialog-actions">
           <button type="button" class="quiet" onClick={refuseKey}>
             Not now

@@ -5,6 +5,7 @@ import "uplot/dist/uPlot.min.css";
 import { number, tick } from "../lib/format";
 import { seriesColour } from "../lib/scales";
 import { isDark } from "../lib/theme";
+import { writeCsv } from "../lib/tables";
 import { Icon } from "./Icon";
 
 export interface Series {
@@ -286,10 +287,8 @@ function listDecades(low: number, high: number): number[] {
 }
 
 function toCsv({ x, series, xLabel }: LineChartProps): string {
-  const cell = (text: string): string => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const head = [xLabel, ...series.map((line) => line.label)].map(cell).join(",");
-  const rows = x.map((value, at) => [value, ...series.map((line) => line.values[at] ?? "")].join(","));
-  return [head, ...rows, ""].join("\n");
+  const head = [xLabel, ...series.map((line) => line.label)];
+  return writeCsv(head, x.map((value, at) => [value, ...series.map((line) => line.values[at])]));
 }
 
 async function savePng(plot: uPlot | null, props: LineChartProps): Promise<void> {

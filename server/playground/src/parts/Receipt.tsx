@@ -2,11 +2,16 @@
 import type { Schemas } from "../lib/api";
 import { number, plural } from "../lib/format";
 
-export function Receipt({ receipt }: { receipt: Schemas["SteeringReceipt"] }) {
+interface ReceiptProps {
+  receipt: Schemas["SteeringReceipt"];
+  title?: string;
+}
+
+export function Receipt({ receipt, title = "What steering did" }: ReceiptProps) {
   const sites = Object.entries(receipt.layers);
   return (
     <section class="receipt" aria-label="Receipt">
-      <h3>What steering did</h3>
+      <h3>{title}</h3>
       <p>
         {plural(receipt.tokens_steered, "token")} {receipt.tokens_steered === 1 ? "was" : "were"}{" "}
         read under steering by{" "}

@@ -8,6 +8,8 @@ export interface Alternative {
   logprob: number | null;
   /** Whether it is the token that stands in the text. */
   isTaken?: boolean;
+  /** Go on from here with it in its place. */
+  onChoose?: () => void;
 }
 
 export interface TokenCardProps {
@@ -52,7 +54,13 @@ export function TokenCard({ token, id, logprob, rank, rows = [], alternatives }:
           label="Most probable tokens"
           isDense
           bars={alternatives.map((alternative) => ({
-            label: visible(alternative.token),
+            label: alternative.onChoose ? (
+              <button type="button" title="Go on from here" onClick={alternative.onChoose}>
+                {visible(alternative.token)}
+              </button>
+            ) : (
+              visible(alternative.token)
+            ),
             share: Math.exp(alternative.logprob ?? -Infinity),
             text: percent(Math.exp(alternative.logprob ?? -Infinity)),
             isStrong: alternative.isTaken,

@@ -1,7 +1,7 @@
 // A text as its tokens, coloured by a column of numbers.
 //
 // The tokens are made by hand, not by the framework: 5,000 of them appear, and change colour, at
-// once. Hover, tap or the arrow keys choose one, whose card says more.
+// once. Hover, tap or the arrow keys choose one, whose card says more; a click or Enter holds it.
 import type { ComponentChildren } from "preact";
 import { useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { count } from "../lib/format";
@@ -17,7 +17,7 @@ export interface TokenTextProps {
   values?: readonly (number | null)[];
   scale?: Scale;
   /** What the card of a token says; there is no card without it. */
-  describe?: (index: number) => ComponentChildren;
+  describe?: (index: number, isHeld: boolean) => ComponentChildren;
   /** Called with the token that is looked at, and with null once none is. */
   onActive?: (index: number | null) => void;
   /** A token that is marked from outside, such as the same one in the text beside this. */
@@ -36,6 +36,8 @@ export function TokenText(props: TokenTextProps) {
   const box = useRef<HTMLDivElement>(null);
   const spans = useRef<HTMLElement[]>([]);
   const [active, setActive] = useState<number | null>(null);
+  const [isHeld, setHeld] = useState(false);
+  const whole = useRef<HTMLDivElement>(null);
   const dark = isDark.value;
 
   useLayoutEffect(() => {
@@ -52,6 +54,7 @@ export function TokenText(props: TokenTextProps) {
     });
     box.current?.replaceChildren(fragment);
     setActive(null);
+    setHeld(false);
   }, [tokens, id]);
 
   useLayoutEffect(() => {
@@ -74,10 +77,26 @@ export function TokenText(props: TokenTextProps) {
   }, [shown, tokens]);
 
   const choose = (index: number | null): void => {
+    if (index === null) setHeld(false);
     if (index === active) return;
     setActive(index);
     onActive?.(index);
   };
+  useEffect(() => {
+    if (!isHeld) return undefined;
+    const release = (event: Event): void => {
+      if (event instanceof KeyboardEvent ? event.key === "Escape" : !whole.current?.contains(event.target as Node)) {
+        choose(null);
+        if (event instanceof KeyboardEvent) box.current?.focus();
+      }
+    };
+    addEventListener("pointerdown", release);
+    addEventListener("keydown", release);
+    return () => {
+      removeEventListener("pointerdown", release);
+      removeEventListener("keydown", release);
+    };
+  }, [isHeld]);
   const indexAt = (target: EventTarget | null): number | null => {
     const span = target instanceof Element ? target.closest<HTMLElement>(".token") : null;
     return span?.dataset.index === undefined ? null : Number(span.dataset.index);
@@ -95,6 +114,7 @@ export function TokenText(props: TokenTextProps) {
       End: () => last,
     }[event.key];
     if (event.key === "Escape") choose(null);
+    if (event.key === "Enter" && active !== null && !event.ctrlKey && !event.metaKey) setHeld(true);
     if (next === undefined) return;
     event.preventDefault();
     const index = Math.min(last, Math.max(0, next()));
@@ -103,7 +123,7 @@ export function TokenText(props: TokenTextProps) {
   };
 
   return (
-    <div class="token-text">
+    <div class="token-text" ref={whole}>
       {scale && !noLegend && <Legend scale={scale} />}
       <div
         ref={box}
@@ -116,16 +136,24 @@ export function TokenText(props: TokenTextProps) {
         aria-describedby={active === null ? undefined : `${id}-card`}
         onPointerOver={(event) => {
           const index = indexAt(event.target);
-          if (index !== null) choose(index);
+          if (index !== null && !isHeld) choose(index);
         }}
         onPointerLeave={(event) => {
-          if (event.pointerType === "mouse") choose(null);
+          if (event.pointerType === "mouse" && !isHeld) choose(null);
+        }}
+        onClick={(event) => {
+          const index = indexAt(event.target);
+          if (index === null || !describe || !getSelection()?.isCollapsed) return;
+          setHeld(!(isHeld && index === active));
+          choose(index);
         }}
         onKeyDown={move}
         onFocus={(event) => {
           if (event.currentTarget.matches(":focus-visible")) choose(active ?? 0);
         }}
-        onBlur={() => choose(null)}
+        onBlur={() => {
+          if (!isHeld) choose(null);
+        }}
         onCopy={(event) => {
           event.preventDefault();
           const chosen = String(getSelection()).replaceAll("\u00a0", " ");
@@ -138,8 +166,8 @@ export function TokenText(props: TokenTextProps) {
         </p>
       )}
       {describe && active !== null && active < tokens.length && (
-        <Card id={`${id}-card`} anchor={spans.current[active]}>
-          {describe(active)}
+        <Card id={`${id}-card`} anchor={spans.current[active]} isHeld={isHeld}>
+          {describe(active, isHeld)}
         </Card>
       )}
     </div>
@@ -197,13 +225,15 @@ function findLine(spans: HTMLElement[], from: number, step: 1 | -1): number {
 interface CardProps {
   id: string;
   anchor: HTMLElement | undefined;
+  /** Whether it stays, and what it holds can be pressed. */
+  isHeld: boolean;
   children: ComponentChildren;
 }
 
 const MARGIN = 8;
 
 /** A card beside what it is about, wherever there is room on the screen. */
-function Card({ id, anchor, children }: CardProps) {
+function Card({ id, anchor, isHeld, children }: CardProps) {
   const card = useRef<HTMLDivElement>(null);
   const place = useMemo(
     () => (): void => {
@@ -234,7 +264,13 @@ function Card({ id, anchor, children }: CardProps) {
     };
   }, [place]);
   return (
-    <div class="card" id={id} ref={card} role="tooltip">
+    <div
+      class={`card ${isHeld ? "is-held" : ""}`}
+      id={id}
+      ref={card}
+      role={isHeld ? "dialog" : "tooltip"}
+      aria-label={isHeld ? "Token" : undefined}
+    >
       {children}
     </div>
   );

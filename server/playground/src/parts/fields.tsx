@@ -1,6 +1,7 @@
 // Inputs with their labels. Each calls `onChange` with a value of its own type, at every keystroke.
 import type { ComponentChildren } from "preact";
-import { useCallback, useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
+import { useCallback, useEffect, useId, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Icon } from "./Icon";
 
 interface Labelled {
   label: string;
@@ -258,5 +259,55 @@ export function Checkbox({ label, hint, value, onChange }: CheckProps) {
         {hint && <small class="hint">{hint}</small>}
       </span>
     </label>
+  );
+}
+
+interface TakeProps {
+  onTake: (files: FileList | null | undefined) => void;
+}
+
+/** Takes files that are dropped on what it holds. */
+export function Drop({ onTake, children }: TakeProps & { children: ComponentChildren }) {
+  const [isOver, setOver] = useState(false);
+  return (
+    <div
+      class={`drop ${isOver ? "is-over" : ""}`}
+      onDragOver={(event) => {
+        event.preventDefault();
+        setOver(true);
+      }}
+      onDragLeave={() => setOver(false)}
+      onDrop={(event) => {
+        event.preventDefault();
+        setOver(false);
+        onTake(event.dataTransfer?.files);
+      }}
+    >
+      {children}
+    </div>
+  );
+}
+
+/** A button that asks for a file. */
+export function FileButton({ label, accept, onTake }: TakeProps & { label: string; accept?: string }) {
+  const input = useRef<HTMLInputElement>(null);
+  return (
+    <>
+      <input
+        ref={input}
+        type="file"
+        class="off-screen"
+        tabIndex={-1}
+        aria-label={`File: ${label}`}
+        accept={accept}
+        onChange={(event) => {
+          onTake(event.currentTarget.files);
+          event.currentTarget.value = "";
+        }}
+      />
+      <button type="button" class="quiet" onClick={() => input.current?.click()}>
+        <Icon name="file" /> {label}
+      </button>
+    </>
   );
 }

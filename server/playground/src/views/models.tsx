@@ -1,14 +1,17 @@
 import "./models.css";
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { stream, type ModelCard, type Schemas } from "../lib/api";
 import { count, number, plural } from "../lib/format";
+import { changeModel, isRefused, refreshModels, reloadConfiguration } from "../lib/models";
 import { useTask } from "../lib/task";
 import { view, type ViewProps } from "../lib/view";
+import { Confirm } from "../parts/Confirm";
 import { ErrorNote, RunButton } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
 import { Select } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Stats } from "../parts/Stats";
+import { Table, type TableColumn } from "../parts/Table";
 
 type State = {
   /** What a self-test compares a model with; empty: nothing. */
@@ -17,17 +20,50 @@ type State = {
 
 type Check = Schemas["SelftestCheck"];
 
-function ModelsView({ state, setState, models }: ViewProps<State>) {
+/** Milliseconds between two looks at what models do, while somebody looks. */
+const LOOK_MS = 2000;
+
+function ModelsView({ state, setState, models, isShown }: ViewProps<State>) {
+  const task = useTask();
+  const [reloaded, setReloaded] = useState<Schemas["ReloadAnswer"] | null>(null);
+  useEffect(() => {
+    if (!isShown) return undefined;
+    const timer = setInterval(() => {
+      if (!document.hidden) void refreshModels();
+    }, LOOK_MS);
+    return () => clearInterval(timer);
+  }, [isShown]);
   return (
-    <>
-      <div class="models">
-        {models.map((model) => (
-          <Model key={model.id} model={model} models={models} state={state} setState={setState} />
-        ))}
+    <div class="models">
+      <div class="actions">
+        <button
+          type="button"
+          class="quiet"
+          disabled={task.isRunning || isRefused.value}
+          onClick={() => task.run(async (signal) => setReloaded(await reloadConfiguration(signal)))}
+        >
+          <Icon name="file" /> {task.isRunning ? "Reading the configuration …" : "Read the configuration again"}
+        </button>
+        <span class="hint" role="status">
+          {isRefused.value ? "This key has no scope admin: it cannot change models." : reloaded && describeReload(reloaded)}
+        </span>
       </div>
+      <ErrorNote error={task.error} />
+      {models.map((model) => (
+        <Model key={model.id} model={model} models={models} state={state} setState={setState} />
+      ))}
       <CopyAs label="Copy this list as" asked={{ endpoint: "models" }} />
-    </>
+    </div>
   );
+}
+
+function describeReload(answer: Schemas["ReloadAnswer"]): string {
+  const parts = (["added", "replaced", "removed", "pending"] as const)
+    .filter((what) => answer[what].length > 0)
+    .map((what) => `${what}: ${answer[what].join(", ")}`);
+  const failed = Object.entries(answer.failed).map(([id, why]) => `${id} could not be changed: ${why}`);
+  const restart = answer.needs_restart.length ? [`at the next start: ${answer.needs_restart.join(", ")}`] : [];
+  return [...parts, ...failed, ...restart].join("; ") || "The configuration is as it was.";
 }
 
 interface ModelProps extends Pick<ViewProps<State>, "models" | "state" | "setState"> {
@@ -84,6 +120,7 @@ function Model({ model, models, state, setState }: ModelProps) {
             <Fact name="Devices">{describeDevices(made)}</Fact>
           </>
         )}
+        <Fact name="In work">{describeWork(model)}</Fact>
         <Fact name="Chat">
           {model.has_chat_template ? "has a chat template" : "no chat template: prompts only"}
         </Fact>
@@ -101,6 +138,7 @@ function Model({ model, models, state, setState }: ModelProps) {
           </Fact>
         )}
       </dl>
+      <Changes model={model} />
       <Selftest model={model} models={models} state={state} setState={setState} />
     </article>
   );
@@ -130,6 +168,49 @@ function describeNumbers(made: Schemas["Provenance"]): string {
 function describeDevices({ tensor_parallel: tensor, pipeline_parallel: pipeline }: Schemas["Provenance"]): string {
   if (tensor * pipeline === 1) return "one rank";
   return `tensor parallel ${tensor}, pipeline parallel ${pipeline}`;
+}
+
+/** Sequences at work, and the engine processes where there are several. */
+function describeWork({ replicas = [] }: ModelCard): string {
+  const jobs = replicas.reduce((sum, { num_jobs: own = 0 }) => sum + own, 0);
+  const each = replicas.map(({ state, num_jobs: own = 0 }, at) => `replica ${at + 1} ${state}, ${own}`);
+  return `${jobs === 0 ? "nothing" : plural(jobs, "sequence")}${replicas.length > 1 ? ` (${each.join("; ")})` : ""}`;
+}
+
+/** What a key with the scope admin may do with a model. */
+function Changes({ model }: { model: ModelCard }) {
+  const task = useTask();
+  const [isAsked, setAsked] = useState(false);
+  const change = (what: "load" | "drain"): void => task.run((signal) => changeModel(model.id, what, signal));
+  const isOff = isRefused.value || task.isRunning;
+  const answers = model.state === "ready" || model.state === "restarting";
+  return (
+    <section class="changes" aria-label={`Changes of ${model.id}`}>
+      <div class="actions">
+        <button type="button" class="quiet" disabled={isOff || answers || model.state === "loading"} onClick={() => change("load")}>
+          <Icon name="play" /> Load
+        </button>
+        <button type="button" class="quiet" disabled={isOff || !answers} onClick={() => change("drain")}>
+          <Icon name="stop" /> Drain
+        </button>
+        <button type="button" class="quiet" disabled={isOff || model.state === "unloaded"} onClick={() => setAsked(true)}>
+          <Icon name="close" /> Unload
+        </button>
+        <span class="hint">Drain: no new requests, the engine stays. Unload: its memory is given back.</span>
+      </div>
+      <ErrorNote error={task.error} />
+      <Confirm
+        title={isAsked ? `Unload ${model.id}?` : null}
+        keep="Leave it loaded"
+        action="Unload"
+        onConfirm={(signal) => changeModel(model.id, "unload", signal)}
+        onClose={() => setAsked(false)}
+      >
+        What it has at work is answered first. Then its engine ends, and requests for it are refused
+        until it is loaded again{model.required ? "; the server is not ready meanwhile" : ""}.
+      </Confirm>
+    </section>
+  );
 }
 
 function Selftest({ model, models, state, setState }: ModelProps) {
@@ -184,7 +265,7 @@ function Selftest({ model, models, state, setState }: ModelProps) {
         </span>
       </div>
       <ErrorNote error={task.error} />
-      {checks && checks.length > 0 && <Checks checks={checks} />}
+      {checks && checks.length > 0 && <Table label="Promises and their verdicts" rows={checks} columns={COLUMNS} exportName={`selftest-${model.id}`} />}
       <CopyAs
         label="Copy the self-test as"
         asked={{ endpoint: "selftest", body, path: { model_id: model.id } }}
@@ -199,46 +280,32 @@ const VERDICTS: Record<Check["verdict"], string> = {
   not_run: "Not run",
 };
 
-function Checks({ checks }: { checks: readonly Check[] }) {
-  return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Promises and their verdicts">
-      <table>
-        <thead>
-          <tr>
-            <th scope="col">Verdict</th>
-            <th scope="col">Promise</th>
-            <th scope="col" class="num">
-              Largest difference
-            </th>
-            <th scope="col" class="num">
-              Tolerance
-            </th>
-            <th scope="col" class="num">
-              Compared
-            </th>
-          </tr>
-        </thead>
-        <tbody>
-          {checks.map((check) => (
-            <tr key={check.name}>
-              <td class={`verdict is-${check.verdict}`}>
-                {check.verdict === "not_run" ? "–" : <Icon name={check.verdict === "passed" ? "check" : "close"} />}{" "}
-                {VERDICTS[check.verdict]}
-              </td>
-              <th scope="row">
-                {check.promise}
-                <span class="hint">{check.reason}</span>
-              </th>
-              <td class="num">{number(check.largest_difference)}</td>
-              <td class="num">{check.verdict === "not_run" ? "–" : number(check.tolerance)}</td>
-              <td class="num">{count(check.num_compared)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
+const COLUMNS: TableColumn<Check>[] = [
+  {
+    name: "Promise",
+    value: (check) => check.promise,
+    show: (check) => (
+      <>
+        {check.promise}
+        <span class="hint">{check.reason}</span>
+      </>
+    ),
+    isText: true,
+  },
+  {
+    name: "Verdict",
+    value: (check) => VERDICTS[check.verdict],
+    show: (check) => (
+      <span class={`verdict is-${check.verdict}`}>
+        {check.verdict === "not_run" ? "–" : <Icon name={check.verdict === "passed" ? "check" : "close"} />}{" "}
+        {VERDICTS[check.verdict]}
+      </span>
+    ),
+  },
+  { name: "Largest difference", value: (check) => check.largest_difference, show: (check) => number(check.largest_difference), isDescending: true },
+  { name: "Tolerance", value: (check) => check.tolerance, show: (check) => (check.verdict === "not_run" ? "–" : number(check.tolerance)) },
+  { name: "Compared", value: (check) => check.num_compared, show: (check) => count(check.num_compared), isDescending: true },
+];
 
 export const models = view<State>({
   id: "models",

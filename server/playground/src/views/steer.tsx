@@ -1,34 +1,57 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { parseFields, writeFields } from "../lib/address";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import {
   findVector,
   INITIAL_STEERING,
+  INITIAL_VECTOR,
   makeSteering,
+  makeVector,
   reachOf,
   readLayers,
+  type PlaceFields,
   type Reach,
-  type SteeringFields,
+  type VectorFields,
 } from "../lib/steering";
+import { attempt } from "../lib/task";
 import type { VectorCard } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import type { ModelCard } from "../lib/api";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { Examples, type Example } from "../parts/Examples";
 import { NumberField, Segments, Select, Slider, TextArea, TextField } from "../parts/fields";
+import { Icon } from "../parts/Icon";
+import { Lines } from "../parts/Lines";
+import { Panes } from "../parts/Panes";
 import { Receipt } from "../parts/Receipt";
 import "./steer.css";
 import { Columns, type Colouring } from "./steer/Columns";
-import { useStreams, type Caption, type Streams } from "./steer/stream";
+import { useStreams, type Ask, type Plan, type Steered, type Turn } from "./steer/stream";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
-import { VectorFields, VectorSelect } from "./steering/VectorFields";
+import { OperationFields, PositionFields, VectorAndLayers, VectorSelect } from "./steering/VectorFields";
 
-type State = SteeringFields & {
+/** A vector and how much of it. */
+type Dose = VectorFields & { scale: number };
+
+type State = Dose & PlaceFields & {
+  /** Vectors beside the first, each written as in an address: `vector=calm&scale=2`. */
+  more: string[];
   mode: "text" | "chat";
   prompt: string;
+  /** Texts beside the first. */
+  prompts: string[];
+  /** What was said in the chat before. */
+  turns: string[];
   system: string;
-  scale: number;
+  /** Scales of the first vector, a column each, as in `-2, 0, 2`; empty: the slider's alone. */
+  scales: string;
+  n: number;
+  /** Ids to go on from in place of the prompt, and their text. */
+  branch: number[];
+  branchText: string;
   colour: Colouring;
   probe: string;
   probeLayer: string;
@@ -41,14 +64,33 @@ type State = SteeringFields & {
   seed: number;
 };
 
-const STORY = { mode: "text", prompt: "Once upon a time", seed: 1 } as const;
-const PLAIN = { layers: "", op: "add", unit: "raw", positions: "all", when: "" } as const;
+const INITIAL_DOSE: Dose = { ...INITIAL_VECTOR, scale: 1 };
+
+function readDose(written: string): Dose {
+  return parseFields(INITIAL_DOSE, new Map(new URLSearchParams(written)));
+}
+
+function writeDose(dose: Dose): string {
+  return writeFields(dose, INITIAL_DOSE).query.toString();
+}
+
+/** All vectors of the form, the first one first. */
+function listDoses(state: State): Dose[] {
+  return [state, ...state.more.map(readDose)];
+}
+
+const STORY = { mode: "text", prompt: "Once upon a time", prompts: [] as string[], seed: 1 } as const;
+const PLAIN = {
+  layers: "", op: "add", unit: "raw", positions: "all", when: "", more: [] as string[],
+  scales: "", n: 1, branch: [] as number[], branchText: "", turns: [] as string[],
+} as const;
 
 const EXAMPLES: Example<State>[] = [
   { label: "A happier story", state: { ...PLAIN, ...STORY, scale: 1 } },
   { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -2 } },
   { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: 10 } },
   { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
+  { label: "A row of scales", state: { ...PLAIN, ...STORY, scales: "-2, -1, 1, 2" } },
   {
     label: "In a chat",
     state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: -1.5, seed: 2 },
@@ -58,18 +100,35 @@ const EXAMPLES: Example<State>[] = [
 /** Milliseconds between two requests while a slider moves: the first one goes at once. */
 const PAUSE_MS = 120;
 
-/** The request, or the Error that says what of the form makes no sense. */
-function makeBody(state: State, cards: readonly VectorCard[], model: string | undefined) {
+/** Texts from which on a change waits for the button: a slider would ask for all of them again and again. */
+const MANY = 6;
+
+function readScales(state: State): number[] {
+  if (state.op === "clamp" || state.scales.trim() === "") return [state.scale];
+  return state.scales.split(/[,;\s]+/).filter(Boolean).map((word) => {
+    const scale = Number(word);
+    if (!Number.isFinite(scale)) throw new Error(`Scales “${state.scales}” are not written as in -2, 0, 2.`);
+    return scale;
+  });
+}
+
+/** What the form asks for; null where nothing is to be continued; Error where a text makes no sense. */
+function makePlan(state: State, cards: readonly VectorCard[], model: string | undefined): Plan | null {
+  const isChat = state.mode === "chat" && state.branch.length === 0;
+  const prompts = [state.prompt, ...state.prompts].filter((text) => text !== "");
+  if (state.branch.length === 0 && prompts.length === 0) return null;
+  if (isChat && state.prompt === "") return null;
   const probed = findVector(state.probe || state.vector, cards);
   const layers = readLayers(state.probeLayer || state.layers, probed);
-  const messages = [
-    ...(state.system.trim() === "" ? [] : [{ role: "system", content: state.system }]),
-    { role: "user", content: state.prompt },
-  ];
-  return {
+  const scales = readScales(state);
+  const steerings = scales.map((scale) =>
+    makeSteering(
+      listDoses(state).map((dose, at) => makeVector(dose, cards, at === 0 ? scale : dose.scale)),
+      state,
+    ),
+  );
+  const common: JsonObject = {
     model,
-    ...(state.mode === "chat" ? { messages } : { prompts: [state.prompt] }),
-    steering: makeSteering(state, cards, state.scale),
     probes:
       state.colour === "probe"
         ? [
@@ -81,42 +140,66 @@ function makeBody(state: State, cards: readonly VectorCard[], model: string | un
           ]
         : undefined,
     max_tokens: state.max_tokens,
+    n: state.n === 1 ? undefined : state.n,
     temperature: state.temperature,
     top_p: state.top_p === 1 ? undefined : state.top_p,
     top_k: state.top_k === 0 ? undefined : state.top_k,
     min_p: state.min_p === 0 ? undefined : state.min_p,
     seed: state.seed,
-    baseline: true,
     stream: true,
-  } satisfies JsonObject;
-}
-
-function attempt<T>(make: () => T): { value: T } | { error: unknown } {
-  try {
-    return { value: make() };
-  } catch (error) {
-    return { error };
-  }
-}
-
-function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
-  const { cards, task: listing } = useVectors(isShown);
-  const { shown, task, send } = useStreams();
-  const named = model?.id;
-  const made = useMemo(
-    () => attempt(() => makeBody(state, cards ?? [], named)),
-    [state, cards, named],
-  );
-  const body = "value" in made ? made.value : null;
-  const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
-  const latest = useRef(body);
-  latest.current = body;
-  const run = (): void => {
-    if (latest.current !== null) send(latest.current, describe(state, cards ?? []));
   };
-  useRepeated(run, isReady, body, state);
+  const given = state.branch.length > 0 ? { prompt_ids: [state.branch] } : { prompts };
+  const ask = (threads: readonly Turn[][] | null): Ask[] => {
+    const continued = (column: number): JsonObject => (threads === null ? given : { messages: [...(threads[column] ?? [])] });
+    // Unsteered and steered texts that go on from the same come in one request.
+    const isShared = threads === null || JSON.stringify(threads[0]) === JSON.stringify(threads[1]);
+    const asks = steerings.map((steering, at): Ask => ({
+      endpoint: "steer",
+      body: { ...common, ...continued(at + 1), steering, baseline: (isShared && at === 0) || undefined },
+      column: at + 1,
+      baseline: isShared && at === 0 ? 0 : undefined,
+    }));
+    if (!isShared) asks.push({ endpoint: "generate", body: { ...common, ...continued(0) }, column: 0 });
+    return asks;
+  };
+  const degrees = state.op === "rotate" ? "°" : "";
+  const note = (scale: number): string => (state.op === "clamp" ? "clamped" : `scale ${short(scale)}${degrees}`);
+  return {
+    titles: [{ title: "Without steering", note: "" }, ...scales.map((scale) => ({ title: "Steered", note: note(scale) }))]
+      .map((one) => (scales.length > 1 && one.note ? { title: "Scale", note: one.note.replace("scale ", "") } : one)),
+    prompts: isChat ? [] : state.branch.length > 0 ? [state.branchText] : prompts,
+    n: state.n,
+    probe: `${state.read} on ${probed?.name ?? state.probe}`,
+    turns: isChat ? [...state.turns, state.prompt] : [],
+    system: state.system.trim(),
+    ask,
+  };
+}
+
+function SteerView({ state, setState, model, isShown, result: shown, onResult, isKept }: ViewProps<State, Steered>) {
+  const { cards, task: listing } = useVectors(isShown);
+  const { task, send } = useStreams((now, isWhole) => {
+    const title = `${listDoses(state).map((dose) => `${dose.vector || (cards?.[0]?.name ?? "")} × ${short(dose.scale)}`).join(" + ")}: ${state.branchText || state.prompt}`;
+    onResult(now, isWhole ? { fields: state, title } : undefined);
+  });
+  const named = model?.id;
+  const made = useMemo(() => attempt(() => makePlan(state, cards ?? [], named)), [state, cards, named]);
+  const plan = "value" in made ? made.value : null;
+  // In a longer chat what is asked has the replies in it, which are there once it has been held.
+  const isLong = plan !== null && plan.turns.length > 1;
+  const asks = isLong || plan === null ? null : plan.ask(plan.turns.length ? begin(plan) : null);
+  const latest = useRef(plan);
+  latest.current = plan;
+  const run = (): void => {
+    if (latest.current !== null) send(latest.current);
+  };
+  const count = plan === null ? 0 : Math.max(1, plan.prompts.length) * plan.n * plan.titles.length;
+  const isReady = isShown && !isKept && model?.state === "ready" && (cards?.length ?? 0) > 0;
+  useRepeated(run, isReady && count <= MANY, plan, state);
   const isStale = useStaying(
-    shown !== null && !task.isRunning && JSON.stringify(shown.body) !== JSON.stringify(body),
+    shown !== null && !task.isRunning && (isLong ? plan.ask(shown.threads) : (asks ?? [])).some(
+      (one, at) => JSON.stringify(one.body) !== JSON.stringify(shown.asks[at]?.body),
+    ),
   );
   useNamed(state.vector, cards, (vector) => setState({ vector }));
 
@@ -124,30 +207,34 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
   if (cards.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
+  const isAnswered = shown !== null && !isStale && !task.isRunning && shown.threads !== null;
   return (
-    <>
-      <RunForm label="What is steered, and how" onRun={run}>
-        <div class="steer-form">
-          <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} />
-          <div class="steer-how">
-            <ScaleFields state={state} setState={setState} cards={cards} />
-            <div class="actions">
-              <RunButton task={task} onRun={run} label="Generate" disabled={body === null} />
-              {shown && <Timing {...shown} />}
-            </div>
+    <Panes
+      form={
+        <RunForm label="What is steered, and how" onRun={run}>
+          <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} isAnswered={isAnswered} />
+          <Doses state={state} setState={setState} cards={cards} model={model} />
+          <div class="actions">
+            <RunButton task={task} onRun={run} label="Generate" disabled={plan === null} />
+            {shown && <Timing {...shown} />}
           </div>
-        </div>
-        <details class="more" open={isUnusual(state) || undefined}>
-          <summary>Vector, layers, operation, positions, sampling</summary>
-          <VectorFields
-            fields={state}
-            onChange={(change) => setState({ ...change, ...startOver(state, change, cards) })}
-            cards={cards}
-            model={model}
+          <details class="more" open={state.positions !== "all" || undefined}>
+            <summary>Positions and sampling</summary>
+            <PositionFields fields={state} onChange={setState} />
+            <SamplingFields state={state} setState={setState} />
+          </details>
+        </RunForm>
+      }
+      below={
+        (asks ?? (isStale ? null : shown?.asks))?.map(({ endpoint, body, column }) => (
+          <CopyAs
+            key={column}
+            label={plan && plan.titles.length > 2 ? `Copy ${plan.titles[column]?.title.toLowerCase()} ${plan.titles[column]?.note} as` : endpoint === "generate" ? "Copy the unsteered turn as" : "Copy as"}
+            asked={{ endpoint, body }}
           />
-          <SamplingFields state={state} setState={setState} />
-        </details>
-      </RunForm>
+        )) ?? <p class="hint">A turn's request has the replies before it: generate first, to copy it.</p>
+      }
+    >
       <ErrorNote error={"error" in made ? made.error : (task.error ?? listing.error)} />
       {shown && (
         <>
@@ -157,13 +244,40 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
             colouring={state.colour}
             isRunning={task.isRunning}
             isStale={isStale}
+            onBranch={(branch, branchText) => setState({ branch, branchText })}
           />
-          {shown.answer && <Receipt receipt={shown.answer.steering} />}
+          <Receipts shown={shown} />
         </>
       )}
-      {body && <CopyAs asked={{ endpoint: "steer", body }} />}
+    </Panes>
+  );
+}
+
+/** The chat as every column begins it. */
+function begin({ titles, turns, system }: Plan): Turn[][] {
+  const first: Turn[] = [{ role: "user", content: turns[0] ?? "" }];
+  return titles.map(() => (system === "" ? first : [{ role: "system", content: system }, ...first]));
+}
+
+function Receipts({ shown }: { shown: Steered }) {
+  return (
+    <>
+      {shown.answers.map(
+        (answer, column) =>
+          answer && "steering" in answer && answer.steering && (
+            <Receipt
+              key={column}
+              title={shown.titles.length > 2 ? `What scale ${shown.titles[column]?.note} did` : undefined}
+              receipt={answer.steering}
+            />
+          ),
+      )}
     </>
   );
+}
+
+function Outcome({ result, state }: OutcomeProps<State, Steered>) {
+  return <Columns shown={result} colouring={state.colour} />;
 }
 
 /**
@@ -171,8 +285,15 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
  * not more often than every PAUSE_MS.
  */
 function useRepeated(run: () => void, isReady: boolean, body: object | null, state: State): void {
-  const { prompt: _p, system: _s, layers: _l, slices: _c, probeLayer: _r, whenLayer: _w, ...chosen } = state;
-  const key = JSON.stringify(chosen);
+  const {
+    prompt: _p, prompts: _ps, turns: _t, system: _s, scales: _sc, layers: _l, slices: _c, probeLayer: _r,
+    whenLayer: _w, more, branchText: _b, ...chosen
+  } = state;
+  const others = more.map((written) => {
+    const { layers: _ml, whenLayer: _mw, ...dose } = readDose(written);
+    return dose;
+  });
+  const key = JSON.stringify([chosen, others]);
   const last = useRef({ key: "", at: -Infinity, timer: 0 });
   useEffect(() => {
     if (!isReady || body === null || key === last.current.key) return;
@@ -202,7 +323,19 @@ function useStaying(isSo: boolean): boolean {
 
 type Change = { state: State; setState: (change: Partial<State>) => void };
 
-function PromptFields({ state, setState, hasChat }: Change & { hasChat: boolean }) {
+function PromptFields({ state, setState, hasChat, isAnswered }: Change & { hasChat: boolean; isAnswered: boolean }) {
+  if (state.branch.length > 0) {
+    return (
+      <div class="note">
+        Goes on from “…{state.branchText.slice(-90)}”, {plural(state.branch.length, "token")}: the
+        prompt ends there, and positions count from there.{" "}
+        <button type="button" class="quiet" onClick={() => setState({ branch: [], branchText: "" })}>
+          <Icon name="close" /> Back to the prompt
+        </button>
+      </div>
+    );
+  }
+  const isChat = state.mode === "chat";
   return (
     <div class="steer-prompt">
       <Segments
@@ -214,60 +347,156 @@ function PromptFields({ state, setState, hasChat }: Change & { hasChat: boolean 
         ]}
         onChange={(mode) => setState({ mode })}
       />
-      {state.mode === "chat" && (
-        <TextField
-          label="System prompt"
-          value={state.system}
-          placeholder="none"
-          onChange={(system) => setState({ system })}
-        />
+      {isChat && (
+        <>
+          <TextField
+            label="System prompt"
+            value={state.system}
+            placeholder="none"
+            onChange={(system) => setState({ system })}
+          />
+          {state.turns.map((turn, at) => (
+            <p key={at} class="turn is-user">
+              {turn}
+              <button
+                type="button"
+                class="quiet"
+                aria-label={`Back to message ${at + 1}`}
+                onClick={() => setState({ prompt: turn, turns: state.turns.slice(0, at) })}
+              >
+                <Icon name="pen" />
+              </button>
+            </p>
+          ))}
+        </>
       )}
       <TextArea
-        label={state.mode === "chat" ? "Message" : "Text"}
+        label={isChat ? "Message" : "Text"}
         value={state.prompt}
         rows={2}
+        maxRows={6}
         onChange={(prompt) => setState({ prompt })}
       />
+      {isChat && isAnswered && (
+        <button
+          type="button"
+          class="quiet"
+          onClick={() => setState({ turns: [...state.turns, state.prompt], prompt: "" })}
+        >
+          <Icon name="plus" /> Answer to both
+        </button>
+      )}
+      {!isChat && (
+        <Lines label="Text" lines={state.prompts} first={2} min={0} onChange={(prompts) => setState({ prompts })} />
+      )}
       <Examples examples={EXAMPLES} onChoose={setState} />
     </div>
   );
 }
 
-function ScaleFields({ state, setState, cards }: Change & { cards: readonly VectorCard[] }) {
-  const card = findVector(state.vector, cards);
-  const reach = reachOf(state.op, state.unit, card);
-  if (state.op === "clamp") {
+interface DosesProps extends Change {
+  cards: readonly VectorCard[];
+  model: ModelCard | null;
+}
+
+/** The vectors, each with its layers, its scale, and what is done along it. */
+function Doses({ state, setState, cards, model }: DosesProps) {
+  const change = (at: number, next: Partial<Dose>): void => {
+    if (at === 0) setState(next);
+    else setState({ more: state.more.map((old, index) => (index === at - 1 ? writeDose({ ...readDose(old), ...next }) : old)) });
+  };
+  const doses = listDoses(state);
+  return (
+    <div class="doses">
+      {doses.map((dose, at) => {
+        const alter = (next: Partial<Dose>): void => change(at, { ...next, ...startOver(dose, next, cards) });
+        return (
+          <fieldset key={at} class="dose">
+            <legend class="off-screen">Vector {at + 1}</legend>
+            <VectorAndLayers fields={dose} onChange={alter} cards={cards} model={model} />
+            <ScaleFields dose={dose} onChange={(next) => change(at, next)} cards={cards} />
+            <details class="more" open={isUnusual(dose) || undefined}>
+              <summary>Operation and condition</summary>
+              <OperationFields fields={dose} onChange={alter} cards={cards} model={model} />
+            </details>
+            {at > 0 && (
+              <button
+                type="button"
+                class="quiet"
+                onClick={() => setState({ more: state.more.filter((_, index) => index !== at - 1) })}
+              >
+                <Icon name="close" /> Without this vector
+              </button>
+            )}
+          </fieldset>
+        );
+      })}
+      <div class="row">
+        <TextField
+          label="Scales, a column each"
+          value={state.scales}
+          placeholder={`the slider's`}
+          hint={doses.length > 1 ? "Of the first vector, as in -2, 0, 2." : "As in -2, 0, 2."}
+          onChange={(scales) => setState({ scales })}
+        />
+        <NumberField label="Samples" value={state.n} min={1} max={256} onChange={(n) => setState({ n: Math.max(1, n ?? 1) })} />
+      </div>
+      <button
+        type="button"
+        class="quiet"
+        onClick={() => {
+          const card = cards[doses.length % cards.length];
+          const scale = reachOf("add", "raw", card).start;
+          setState({ more: [...state.more, writeDose({ ...INITIAL_DOSE, vector: card?.name ?? "", scale })] });
+        }}
+      >
+        <Icon name="plus" /> Add a vector
+      </button>
+    </div>
+  );
+}
+
+interface ScaleProps {
+  dose: Dose;
+  onChange: (change: Partial<Dose>) => void;
+  cards: readonly VectorCard[];
+}
+
+function ScaleFields({ dose, onChange, cards }: ScaleProps) {
+  const card = findVector(dose.vector, cards);
+  const reach = reachOf(dose.op, dose.unit, card);
+  if (dose.op === "clamp") {
     return (
       <div class="row">
-        <TextField label="Not below" value={state.low} placeholder="no bound" onChange={(low) => setState({ low })} />
-        <TextField label="Not above" value={state.high} placeholder="no bound" onChange={(high) => setState({ high })} />
+        <TextField label="Not below" value={dose.low} placeholder="no bound" onChange={(low) => onChange({ low })} />
+        <TextField label="Not above" value={dose.high} placeholder="no bound" onChange={(high) => onChange({ high })} />
       </div>
     );
   }
   const best = card?.about.recommendation;
-  const degrees = state.op === "rotate" ? "°" : "";
+  const degrees = dose.op === "rotate" ? "°" : "";
   return (
     <div class="steer-scale">
       <Slider
-        label={`Scale of ${card?.name ?? state.vector}`}
-        value={state.scale}
-        min={Math.min(reach.min, state.scale)}
-        max={Math.max(reach.max, state.scale)}
-        step={stepTo(state.scale, reach)}
+        label={`Scale of ${card?.name ?? dose.vector}`}
+        value={dose.scale}
+        min={Math.min(reach.min, dose.scale)}
+        max={Math.max(reach.max, dose.scale)}
+        step={stepTo(dose.scale, reach)}
         ticks={[0]}
         format={(scale) => `${short(scale)}${degrees}`}
         hint={
-          best && state.op === "add" && state.unit === "raw"
+          best && dose.op === "add" && dose.unit === "raw"
             ? `Recommended: ${short(best.scales[0] ?? 0)} to ${short(best.scales.at(-1) ?? 0)} at layer ${best.layer}, or with a minus.`
             : undefined
         }
-        onChange={(scale) => setState({ scale })}
+        onChange={(scale) => onChange({ scale })}
       />
       <NumberField
         label="Exactly"
-        value={state.scale}
+        value={dose.scale}
         step="any"
-        onChange={(scale) => setState({ scale: scale ?? 0 })}
+        onChange={(scale) => onChange({ scale: scale ?? 0 })}
       />
     </div>
   );
@@ -281,10 +510,14 @@ function stepTo(scale: number, { min, step }: Reach): number {
 }
 
 /** A scale that fits the vector and operation which a change chooses. */
-function startOver(state: State, change: Partial<SteeringFields>, cards: readonly VectorCard[]) {
+function startOver(dose: Dose, change: Partial<Dose>, cards: readonly VectorCard[]) {
   if (change.op === undefined && change.unit === undefined && change.vector === undefined) return {};
-  const next = { ...state, ...change };
+  const next = { ...dose, ...change };
   return { scale: reachOf(next.op, next.unit, findVector(next.vector, cards)).start };
+}
+
+function isUnusual({ op, unit, when }: Dose): boolean {
+  return op !== "add" || unit !== "raw" || when !== "";
 }
 
 function SamplingFields({ state, setState }: Change) {
@@ -345,43 +578,35 @@ function ColourFields({ state, setState, cards }: Change & { cards: readonly Vec
   );
 }
 
-function describe(state: State, cards: readonly VectorCard[]): Caption {
-  const probed = findVector(state.probe || state.vector, cards);
-  const degrees = state.op === "rotate" ? "°" : "";
-  return {
-    prompt: state.mode === "text" ? state.prompt : "",
-    scale: state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}${degrees}`,
-    probe: `${state.read} on ${probed?.name ?? state.probe}`,
-  };
-}
-
-function isUnusual(state: State): boolean {
-  return (Object.keys(INITIAL_STEERING) as (keyof SteeringFields)[]).some(
-    (name) => name !== "vector" && name !== "layers" && state[name] !== INITIAL_STEERING[name],
-  );
-}
-
-function Timing({ firstMs, answer }: Streams) {
+function Timing({ firstMs, answers }: Steered) {
   if (firstMs === null) return null;
+  const generated = answers.reduce((sum, answer) => sum + (answer?.usage.generated_tokens ?? 0), 0);
   return (
     <span class="hint num" data-first-ms={firstMs.toFixed(1)}>
       First steered token after {fixed(firstMs, 0)} ms
-      {answer && `; ${plural(answer.usage.generated_tokens ?? 0, "token")} in all`}
+      {generated > 0 && `; ${plural(generated, "token")} in all`}
     </span>
   );
 }
 
-export const steer = view<State>({
+export const steer = view<State, Steered>({
   id: "steer",
   title: "Steer",
   icon: "steer",
   lead: "What does the model say once its activations are changed?",
   initial: {
     ...INITIAL_STEERING,
+    scale: 1,
+    more: [],
     mode: "text",
     prompt: "Once upon a time",
+    prompts: [],
+    turns: [],
     system: "",
-    scale: 1,
+    scales: "",
+    n: 1,
+    branch: [],
+    branchText: "",
     colour: "probe",
     probe: "",
     probeLayer: "",
@@ -394,4 +619,5 @@ export const steer = view<State>({
     seed: 1,
   },
   component: SteerView,
+  outcome: Outcome,
 });

@@ -1,45 +1,49 @@
+import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
-import { useTask } from "../lib/task";
+import { short } from "../lib/format";
+import type { JsonObject } from "../lib/snippets";
+import { attempt, useTask } from "../lib/task";
 import { findVector, INITIAL_STEERING, reachOf, type SteeringFields } from "../lib/steering";
 import type { VectorCard } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { NumberField, Segments, TextArea, TextField } from "../parts/fields";
 import { Icon } from "../parts/Icon";
+import { Panes } from "../parts/Panes";
 import "./sweep.css";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
-import { VectorFields } from "./steering/VectorFields";
+import { OperationFields, PositionFields, VectorAndLayers } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
-import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
+import { Columns } from "./steer/Columns";
+import { useStreams, type Plan, type Steered } from "./steer/stream";
+import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepBody, type SweepState } from "./sweep/request";
 
-function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
+/** Points up to which the first sweep runs by itself. */
+const MOST_AT_ONCE = 128;
+
+function SweepView({ state, setState, model, isShown, result, onResult, isKept }: ViewProps<SweepState, Swept>) {
   const { cards, task: listing } = useVectors(isShown);
   const task = useTask();
-  const [swept, setSwept] = useState<Swept | null>(null);
   const named = model?.id;
-  const made = useMemo(() => {
-    try {
-      return { body: makeSweep(state, cards ?? [], named), error: null };
-    } catch (error) {
-      return { body: null, error };
-    }
-  }, [state, cards, named]);
-  const { body } = made;
+  const made = useMemo(() => attempt(() => makeSweep(state, cards ?? [], named)), [state, cards, named]);
+  const body = "value" in made ? made.value : null;
   const run = (): void => {
     if (body === null) return;
     task.run(async (signal) => {
       const answer = await call("post", "/sweep", body as never, { signal });
-      setSwept(pairUp(body, answer as Schemas["SweepAnswer"]));
+      const title = `${state.vector || (cards?.[0]?.name ?? "")}: ${state.items.join("; ")}`;
+      onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: state, title });
     });
   };
   const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
   useNamed(state.vector, cards, (vector) => setState({ vector }));
   const hasRun = useRef(false);
   useEffect(() => {
-    if (!isReady || hasRun.current || body === null) return;
+    if (!isReady || hasRun.current || body === null || isKept) return;
+    if ((body.layers?.length ?? 1) * body.scales.length > MOST_AT_ONCE) return;
     hasRun.current = true;
     run();
   }, [isReady, body]);
@@ -48,26 +52,28 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
   if (cards.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
-  const card = findVector(state.vector, cards);
+  const alter = (change: Partial<SteeringFields>): void => setState({ ...change, ...rescale(state, change, cards) });
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="What is steered, and what is scored" onRun={run}>
         <Cases items={state.items} onChange={(items) => setState({ items })} />
-        <div class="row">
+        <VectorAndLayers
+          fields={state}
+          onChange={alter}
+          cards={cards}
+          model={model}
+          layersHint={`Sets of them: 2;3;2,3 are three. each: all of the vector's, one by one; own: all at once.`}
+        />
+        <div class="row sampling">
           <NumberField label="Scales from" value={state.from} step="any" onChange={(from) => setState({ from: from ?? 0 })} />
           <NumberField label="to" value={state.to} step="any" onChange={(to) => setState({ to: to ?? 0 })} />
           <NumberField label="Points" value={state.points} min={1} max={256} onChange={(points) => setState({ points: points ?? 1 })} />
         </div>
         <details class="more">
-          <summary>Vector, sets of layers, operation, positions; a text to follow</summary>
-          <VectorFields
-            fields={state}
-            onChange={(change) => setState({ ...change, ...rescale(state, change, cards) })}
-            cards={cards}
-            model={model}
-            without={["clamp"]}
-            layersHint={`Sets of layers, each a curve of its own: 2;3;2,3 are three. 0 to ${(model?.num_layers ?? 1) - 1}; own: all of the vector's.`}
-          />
+          <summary>Operation, positions; a text to follow</summary>
+          <OperationFields fields={state} onChange={alter} cards={cards} model={model} without={["clamp"]} />
+          <PositionFields fields={state} onChange={setState} />
           <TextArea
             label="Text whose perplexity is followed"
             value={state.text}
@@ -90,18 +96,82 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
           />
         </div>
       </RunForm>
-      <ErrorNote error={made.error ?? task.error ?? listing.error} />
-      {swept && (
-        <Curves
-          swept={swept}
-          measure={state.measure}
-          vector={card?.name ?? state.vector}
-          chosen={state.chosen < 0 ? swept.scales.length - 1 : state.chosen}
-          onChoose={(chosen) => setState({ chosen })}
-        />
+      }
+      below={body && <CopyAs asked={{ endpoint: "sweep", body }} />}
+    >
+      <ErrorNote error={("error" in made ? made.error : task.error) ?? listing.error} />
+      {result && (
+        <Outcome
+          result={result}
+          state={state}
+          setState={(change) => setState(change.set === undefined ? change : { ...change, generated: change.chosen ?? 0 })}
+        >
+          {body && <Said swept={result} body={body} state={state} />}
+        </Outcome>
       )}
-      {body && <CopyAs asked={{ endpoint: "sweep", body }} />}
-    </>
+    </Panes>
+  );
+}
+
+type SweptProps = OutcomeProps<SweepState, Swept> & { children?: ComponentChildren };
+
+function Outcome({ result, state, setState, children }: SweptProps) {
+  return (
+    <Curves
+      swept={result}
+      measure={state.measure}
+      vector={state.vector}
+      map={state.map}
+      onMap={(map) => setState({ map })}
+      chosen={state.chosen < 0 ? result.scales.length - 1 : state.chosen}
+      set={Math.min(Math.max(0, state.set), result.sets.length - 1)}
+      onChoose={setState}
+    >
+      {children}
+    </Curves>
+  );
+}
+
+/** What the model says at the chosen layers and scale: each context goes on, steered and not. */
+function Said({ swept, body, state }: { swept: Swept; body: SweepBody; state: SweepState }) {
+  const [shown, setShown] = useState<Steered | null>(null);
+  const { task, send } = useStreams(setShown);
+  const scale = swept.scales[state.chosen < 0 ? swept.scales.length - 1 : state.chosen] ?? 0;
+  const layers = body.layers?.[Math.min(Math.max(0, state.set), swept.sets.length - 1)];
+  const prompts = swept.cases.length ? swept.cases.map(({ context }) => context) : [state.text.slice(0, 200)];
+  const steering = {
+    ...body.steering,
+    vectors: (body.steering.vectors as JsonObject[]).map((vector) => ({ ...vector, layers: layers ?? vector.layers, scale })),
+  };
+  const request: JsonObject = { model: body.model, prompts, steering, max_tokens: 40, temperature: 0, baseline: true, stream: true };
+  const key = JSON.stringify(request);
+  const isWhole = shown !== null && JSON.stringify(shown.asks[0]?.body) === key;
+  const plan: Plan = {
+    titles: [{ title: "Without steering", note: "" }, { title: "Steered", note: `scale ${short(scale)}${layers ? `, layer ${layers.join(", ")}` : ""}` }],
+    prompts,
+    n: 1,
+    probe: "",
+    turns: [],
+    system: "",
+    ask: () => [{ endpoint: "steer", body: request, column: 1, baseline: 0 }],
+  };
+  // A cell that is chosen is generated with at once; points that are passed on a curve wait for the button.
+  const cell = useRef(`${state.set} ${state.generated}`);
+  useEffect(() => {
+    const next = `${state.set} ${state.generated}`;
+    if (next === cell.current) return;
+    cell.current = next;
+    send(plan);
+  }, [state.set, state.generated]);
+  return (
+    <section class="said" aria-label="What the model says there">
+      <div class="actions">
+        <RunButton task={task} onRun={() => send(plan)} label={`Generate at scale ${short(scale)}`} disabled={isWhole} />
+        <CopyAs asked={{ endpoint: "steer", body: request }} />
+      </div>
+      <ErrorNote error={task.error} />
+      {shown && <Columns shown={shown} colouring="surprisal" isRunning={task.isRunning} isStale={!isWhole && !task.isRunning} />}
+    </section>
   );
 }
 
@@ -159,20 +229,25 @@ function Cases({ items, onChange }: CasesProps) {
   );
 }
 
-export const sweep = view<SweepState>({
+export const sweep = view<SweepState, Swept>({
   id: "sweep",
   title: "Dose–response",
   icon: "sweep",
   lead: "How do its predictions move with the scale of a vector?",
   initial: {
     ...INITIAL_STEERING,
+    layers: "each",
     items: ["One day, Lily was very| happy| sad", "Tom felt| happy| sad"],
     text: "The capital of France is Paris. The third planet from the sun is Earth.",
     from: -4,
     to: 4,
-    points: 17,
+    points: 9,
     measure: "prob",
+    map: "preference",
     chosen: -1,
+    set: 0,
+    generated: -1,
   },
   component: SweepView,
+  outcome: Outcome,
 });

@@ -1,43 +1,42 @@
+import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Schemas } from "../lib/api";
-import { count, fixed, number, plural, signed, tick } from "../lib/format";
-import { readText, toRequest, type Alternatives, type Query, type Reading } from "../lib/reading";
+import { count, fixed, number, plural, signed, tick, visible } from "../lib/format";
+import { makeReading, readText, toRequest, type Alternatives, type Query, type Read, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
-import { reachOf } from "../lib/steering";
-import { useAutoRun, useTask } from "../lib/task";
+import { findVector } from "../lib/steering";
+import { attempt, useAutoRun, useTask } from "../lib/task";
 import { refreshVectors, vectors } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
 import { Examples, type Example } from "../parts/Examples";
-import { NumberField, Segments, Select, TextArea } from "../parts/fields";
+import { BesideFields, INITIAL_BESIDE, LacksVector, makeBeside, type BesideState } from "../parts/Beside";
+import { Segments, TextArea } from "../parts/fields";
+import SAMPLE from "../sample.txt?raw";
+import { VectorSelect } from "./steering/VectorFields";
+import { INITIAL_WINDOWS, Windows, WindowsOutcome, type Progress, type WindowState } from "./text/Windows";
+import { HeatMap } from "../parts/HeatMap";
 import { Legend } from "../parts/Legend";
+import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
 import { TokenCard } from "../parts/TokenCard";
 import { TokenText } from "../parts/TokenText";
 
 type Colour = "surprisal" | "rank" | "entropy" | "probe";
-type Beside = "none" | "model" | "steered";
 
-type State = {
-  text: string;
+type State = BesideState & WindowState & {
+  /** Each token, or windows of a long text. */
+  read: "tokens" | "windows";
   colour: Colour;
   probe: string;
-  beside: Beside;
-  other: string;
-  vector: string;
-  scale: number;
-  layer: number;
+  /** Where the probe is read: at its best layer, or at each that it has. */
+  at: "best" | "each";
 };
 
 /** Characters up to which a text is read again at every change; a longer one waits for the button. */
 const LIVE = 6000;
-/** No layer: those of the vector itself. */
-const OWN = -1;
-/** No layer: the one that training recommends, else those of the vector itself. */
-const RECOMMENDED = -2;
-
 const EXAMPLES: Example<State>[] = [
   {
     label: "A wrong fact",
@@ -62,30 +61,54 @@ const EXAMPLES: Example<State>[] = [
     label: "Repetition",
     state: { text: "blue kite seven, blue kite seven, blue kite seven, blue kite seven." },
   },
+  { label: "A long story", state: { text: SAMPLE, read: "windows" } },
   { label: "Other scripts", state: { text: "Bonjour! ¡Hola! Γεια σου! Привет! こんにちは!" } },
 ];
 
 const INITIAL: State = {
+  ...INITIAL_BESIDE,
+  ...INITIAL_WINDOWS,
+  read: "tokens",
   text: EXAMPLES[0]?.state.text ?? "",
   colour: "surprisal",
   probe: "",
-  beside: "none",
-  other: "",
-  vector: "",
-  scale: 1,
-  layer: RECOMMENDED,
+  at: "best",
 };
 
+/** A text as it was read, and as it was beside that. */
 interface Sides {
-  main: Reading;
-  other: Reading | null;
+  main: Read;
+  other: Read | null;
   otherName: string;
 }
 
-function TextView({ state, setState, model, models, isShown }: ViewProps<State>) {
+function TextView(props: ViewProps<State, Sides | Progress>) {
+  const { state, setState, result } = props;
+  const head = (
+    <Segments
+      label="Read"
+      value={state.read}
+      options={[
+        { value: "tokens", label: "each token" },
+        { value: "windows", label: "windows of a long text" },
+      ]}
+      onChange={(read) => setState({ read })}
+    />
+  );
+  const examples = <Examples examples={EXAMPLES} onChoose={(chosen) => setState({ read: "tokens", ...chosen })} />;
+  // What was read the other way is not shown.
+  const [sides, windows] = result === null ? [null, null] : "windows" in result ? [null, result] : [result, null];
+  return state.read === "windows" ? (
+    <Windows {...props} result={windows} head={head} examples={examples} />
+  ) : (
+    <Tokens {...props} result={sides} head={head} examples={examples} />
+  );
+}
+
+type TokensProps = ViewProps<State, Sides> & { head: ComponentChildren; examples: ComponentChildren };
+
+function Tokens({ state, setState, model, models, isShown, result, onResult, isKept, head, examples }: TokensProps) {
   const task = useTask();
-  const [sides, setSides] = useState<Sides | null>(null);
-  const [active, setActive] = useState<number | null>(null);
   const stored = vectors.value;
   const usesVectors = state.colour === "probe" || state.beside === "steered";
   useEffect(() => {
@@ -94,7 +117,15 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
   }, [usesVectors, isShown]);
 
   const query = model && toQuery(state, model.id, stored);
-  const other = query && toOther(state, query, models, stored);
+  const made = useMemo(
+    () => attempt(() => (model ? makeBeside(state, model.id, models, stored) : null)),
+    [state, model?.id, models, stored],
+  );
+  const beside = "value" in made ? made.value : null;
+  const other = query && beside && {
+    query: { ...query, model: beside.model, steering: beside.steering as Query["steering"] },
+    name: beside.name,
+  };
   const asked = JSON.stringify([query, other]);
   const isReady = model?.state === "ready" && (stored !== null || !usesVectors);
   const canRun = query !== null && isReady && state.text !== "";
@@ -105,23 +136,24 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
         readText(query, signal),
         other ? readText(other.query, signal) : null,
       ]);
-      setSides({ main, other: second, otherName: other?.name ?? "" });
-      // What else was likely is there before somebody asks.
-      if (main.ids.length <= 600) void main.findAlternatives(main.ids.length - 1).catch(() => null);
+      const title = state.text.slice(0, 80);
+      onResult({ main, other: second, otherName: other?.name ?? "" }, { fields: state, title });
     });
   };
-  useAutoRun(canRun && state.text.length <= LIVE ? asked : null, run);
+  useAutoRun(canRun && !isKept && state.text.length <= LIVE ? asked : null, run);
 
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="Text to score" onRun={run}>
+        {head}
         <TextArea
           label="Text"
           value={state.text}
           onChange={(text) => setState({ text })}
           rows={4}
         />
-        <Examples examples={EXAMPLES} onChoose={setState} />
+        {examples}
         <div class="row">
           <Segments
             label="Colour"
@@ -134,29 +166,38 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
             ]}
             onChange={(colour) => setState({ colour })}
           />
-          <Segments
-            label="Beside it"
-            value={state.beside}
-            options={[
-              { value: "none", label: "Nothing" },
-              { value: "steered", label: "Steered" },
-              { value: "model", label: "Another model" },
-            ]}
-            onChange={(beside) => setState({ beside })}
-          />
+          {state.colour === "probe" && stored !== null && stored.length > 0 && (
+            <VectorSelect
+              label="Probe"
+              value={state.probe}
+              cards={stored}
+              onChange={(probe) => setState({ probe })}
+            />
+          )}
+          {state.colour === "probe" && stored !== null && stored.length > 0 && (
+            <Segments
+              label="Read at"
+              value={state.at}
+              options={[
+                { value: "best", label: "its best layer" },
+                { value: "each", label: "every layer" },
+              ]}
+              onChange={(at) => setState({ at })}
+            />
+          )}
         </div>
-        <Choices state={state} setState={setState} model={model} models={models} />
+        {state.colour === "probe" && stored?.length === 0 && <LacksVector />}
+        <BesideFields state={state} setState={setState} model={model} models={models} cards={stored} />
         <div class="actions">
           <RunButton task={task} onRun={run} label="Score" disabled={!canRun} />
           <span class="hint" role="status">
-            {sides && describeWork(sides.main.answer)}
+            {result && describeWork(result.main.answer)}
           </span>
         </div>
       </RunForm>
-      <ErrorNote error={task.error} />
-      {sides && (
-        <Result sides={sides} colour={state.colour} active={active} onActive={setActive} />
-      )}
+      }
+      below={
+        <>
       {query && <CopyAs asked={{ endpoint: "perplexity", body: toBody(query) }} />}
       {other && (
         <CopyAs
@@ -164,8 +205,30 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
           asked={{ endpoint: "perplexity", body: toBody(other.query) }}
         />
       )}
-    </>
+        </>
+      }
+    >
+      <ErrorNote error={"error" in made ? made.error : task.error} />
+      {result && <TokensOutcome result={result} state={state} />}
+    </Panes>
   );
+}
+
+function Outcome({ result, state, setState }: OutcomeProps<State, Sides | Progress>) {
+  if ("windows" in result) return <WindowsOutcome result={result} state={state} setState={setState} />;
+  return <TokensOutcome result={result} state={state} />;
+}
+
+function TokensOutcome({ result, state }: { result: Sides; state: State }) {
+  const [active, setActive] = useState<number | null>(null);
+  const main = useMemo(() => makeReading(result.main), [result.main]);
+  const other = useMemo(() => result.other && makeReading(result.other), [result.other]);
+  useEffect(() => {
+    // What else was likely is there before somebody asks.
+    if (main.ids.length <= 600) void main.findAlternatives(main.ids.length - 1).catch(() => null);
+  }, [main]);
+  const sides = { main, other, otherName: result.otherName };
+  return <Result sides={sides} colour={state.colour} active={active} onActive={setActive} />;
 }
 
 function toBody(query: Query): JsonObject {
@@ -174,41 +237,18 @@ function toBody(query: Query): JsonObject {
 
 type Stored = readonly Schemas["VectorCard"][] | null;
 
-function pick(name: string, stored: Stored): Schemas["VectorCard"] | undefined {
-  return stored?.find((card) => card.name === name) ?? stored?.[0];
-}
-
 function toQuery(state: State, model: string, stored: Stored): Query {
-  const probe = state.colour === "probe" ? pick(state.probe, stored) : undefined;
+  const probe = state.colour === "probe" ? findVector(state.probe, stored ?? []) : undefined;
   const layer = probe?.about.recommendation?.layer ?? probe?.layers.at(-1);
   return {
     model,
     text: state.text,
     probe:
       probe && layer !== undefined
-        ? { name: probe.name, layers: [layer], read: "projection" }
+        ? { name: probe.name, layers: state.at === "each" ? probe.layers : [layer], read: state.at === "each" ? "cosine" : "projection" }
         : undefined,
+    bestLayer: probe && layer,
   };
-}
-
-/** What is read beside it; null: nothing, or nothing yet. */
-function toOther(
-  state: State,
-  query: Query,
-  models: ViewProps<State>["models"],
-  stored: Stored,
-): { query: Query; name: string } | null {
-  if (state.beside === "model") {
-    const others = models.filter((model) => model.id !== query.model);
-    const other = others.find((model) => model.id === state.other) ?? others[0];
-    return other ? { query: { ...query, model: other.id }, name: other.id } : null;
-  }
-  const card = state.beside === "steered" ? pick(state.vector, stored) : undefined;
-  if (card === undefined) return null;
-  const layer = state.layer === RECOMMENDED ? (card.about.recommendation?.layer ?? OWN) : state.layer;
-  const layers = layer === OWN ? undefined : [layer];
-  const steering = { vectors: [{ name: card.name, scale: state.scale, layers }] };
-  return { query: { ...query, steering }, name: `steered by ${card.name} × ${state.scale}` };
 }
 
 function describeWork(answer: Schemas["PerplexityAnswer"]): string {
@@ -216,90 +256,6 @@ function describeWork(answer: Schemas["PerplexityAnswer"]): string {
   const scored = plural(answer.usage.scored_tokens, "token");
   if (answer.usage.cached_results) return `${scored}, from the result cache`;
   return `${scored}, scored in ${Math.round(queued + worked)} ms`;
-}
-
-/** What the chosen colours and comparison need: a probe, a vector and its scale, a model. */
-function Choices(props: Pick<ViewProps<State>, "state" | "setState" | "model" | "models">) {
-  const { state, setState, model, models } = props;
-  const stored = vectors.value;
-  const options = (stored ?? []).map((card) => ({ value: card.name, label: card.name }));
-  const others = models.filter((other) => other.id !== model?.id);
-  const lacksVector =
-    stored?.length === 0 && (state.colour === "probe" || state.beside === "steered");
-  if (lacksVector) {
-    return (
-      <p class="note">
-        No vector is stored yet. Train one from pairs of texts under{" "}
-        <a href="#vectors">Vectors</a>; it takes a few seconds.
-      </p>
-    );
-  }
-  if (state.beside === "model" && others.length === 0) {
-    return (
-      <p class="note">
-        This server has one model. Configure a second one to compare two on the same text, such as{" "}
-        <code>demo/both.yaml</code> does.
-      </p>
-    );
-  }
-  const chosen = pick(state.vector, stored);
-  const layers = chosen?.layers ?? [];
-  const best = chosen?.about.recommendation;
-  const isAnywhere = layers.length === 1 && model?.num_layers;
-  return (
-    <div class="row">
-      {state.colour === "probe" && stored !== null && (
-        <Select
-          label="Probe"
-          value={pick(state.probe, stored)?.name ?? ""}
-          options={options}
-          onChange={(probe) => setState({ probe })}
-        />
-      )}
-      {state.beside === "steered" && stored !== null && (
-        <>
-          <Select
-            label="Vector"
-            value={pick(state.vector, stored)?.name ?? ""}
-            options={options}
-            onChange={(vector) =>
-              setState({
-                vector,
-                layer: RECOMMENDED,
-                scale: reachOf("add", "raw", pick(vector, stored)).start,
-              })
-            }
-          />
-          <NumberField
-            label="Scale"
-            value={state.scale}
-            step="any"
-            onChange={(scale) => setState({ scale: scale ?? 0 })}
-          />
-          <Select
-            label="Layer"
-            value={String(state.layer === RECOMMENDED && !best ? OWN : state.layer)}
-            options={[
-              ...(best ? [{ value: String(RECOMMENDED), label: `${best.layer} (recommended)` }] : []),
-              { value: String(OWN), label: layers.length > 1 ? "All of its own" : "Its own" },
-              ...(isAnywhere ? Array.from({ length: isAnywhere }, (_, n) => n) : layers).map(
-                (layer) => ({ value: String(layer), label: String(layer) }),
-              ),
-            ]}
-            onChange={(layer) => setState({ layer: Number(layer) })}
-          />
-        </>
-      )}
-      {state.beside === "model" && (
-        <Select
-          label="Other model"
-          value={others.find((other) => other.id === state.other)?.id ?? others[0]?.id ?? ""}
-          options={others.map((other) => ({ value: other.id, label: other.id }))}
-          onChange={(chosen) => setState({ other: chosen })}
-        />
-      )}
-    </div>
-  );
 }
 
 function columnOf(reading: Reading, colour: Colour): (number | null)[] {
@@ -325,7 +281,7 @@ function scaleOf(colour: Colour, columns: (number | null)[][], probe: string): S
       return linearScale("Entropy of the prediction, nats", Math.max(1, Math.ceil(top)), tick);
     case "probe": {
       const { reach, isClipped } = findReach(values);
-      return { ...divergingScale(`Projection on ${probe}`, reach, tick), isClipped };
+      return { ...divergingScale(probe, reach, tick), isClipped };
     }
     case "surprisal": {
       // One surprise of 20 nats would leave all others pale.
@@ -336,7 +292,7 @@ function scaleOf(colour: Colour, columns: (number | null)[][], probe: string): S
 }
 
 interface ResultProps {
-  sides: Sides;
+  sides: { main: Reading; other: Reading | null; otherName: string };
   colour: Colour;
   active: number | null;
   onActive: (index: number | null) => void;
@@ -367,6 +323,7 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
             describe={describe}
           />
         </div>
+        {colour === "probe" && main.layers.length > 1 && <Layers reading={main} />}
       </section>
     );
   }
@@ -403,8 +360,40 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
           <Sums reading={other} />
         </div>
       </div>
+      {colour === "probe" && main.layers.length > 1 && <Layers reading={main} />}
+      {colour === "probe" && other.layers.length > 1 && <Layers reading={other} title={otherName} />}
       <Difference sides={sides} active={active} onActive={onActive} />
     </section>
+  );
+}
+
+/** Tokens of a map: each is a column. */
+const MAX_COLUMNS = 300;
+
+/** What the probe reads at every layer and token. */
+function Layers({ reading, title }: { reading: Reading; title?: string }) {
+  const { layers, tokens, answer } = reading;
+  const shown = useMemo(() => [...layers].sort((a, b) => b.layer - a.layer), [layers]);
+  const scale = useMemo(() => {
+    const { reach, isClipped } = findReach(shown.flatMap(({ readings }) => readings));
+    return { ...divergingScale("Cosine with the probe", reach, tick), isClipped };
+  }, [shown]);
+  return (
+    <div class="sheet">
+      <h2>Layers and tokens, {title ?? answer.model}</h2>
+      <HeatMap
+        label="What the probe reads, by layer and token"
+        rows={shown.map(({ layer }) => String(layer))}
+        columns={tokens.slice(0, MAX_COLUMNS).map(visible)}
+        rowLabel="layer"
+        columnLabel="token"
+        values={shown.map(({ readings }) => readings)}
+        scale={scale}
+        format={(value) => number(value)}
+        exportName="layers-and-tokens"
+      />
+      {tokens.length > MAX_COLUMNS && <p class="hint">The first {MAX_COLUMNS} of {count(tokens.length)} tokens.</p>}
+    </div>
   );
 }
 
@@ -524,11 +513,12 @@ function Sums({ reading: { total } }: { reading: Reading }) {
   );
 }
 
-export const text = view<State>({
+export const text = view<State, Sides | Progress>({
   id: "text",
   title: "Text",
   icon: "text",
-  lead: "How surprising is each token of a text?",
+  lead: "How well does the model read a text?",
   initial: INITIAL,
   component: TextView,
+  outcome: Outcome,
 });

@@ -5,6 +5,8 @@ import { ErrorNote } from "../parts/controls";
 import { Segments } from "../parts/fields";
 import { useVectors } from "./steering/useVectors";
 import "./vectors.css";
+import { Panes } from "../parts/Panes";
+import { Cosines } from "./vectors/Cosines";
 import { Combine, Train, Upload, type MakeState } from "./vectors/Make";
 import { writePairs } from "./vectors/pairs";
 import { Stored } from "./vectors/Stored";
@@ -13,6 +15,7 @@ type State = MakeState & {
   make: "train" | "upload" | "combine";
   /** The stored vector that is looked at. */
   opened: string;
+  search: string;
 };
 
 /** The address of Steer with this vector, as it is recommended unless said otherwise. */
@@ -30,41 +33,48 @@ function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
   const named = model?.id;
   const Make = { train: Train, upload: Upload, combine: Combine }[state.make];
   return (
-    <div class="vectors">
-      <section aria-labelledby="make-title">
-        <h2 id="make-title" class="off-screen">
-          A new vector
-        </h2>
-        <Segments
-          label="A new vector"
-          value={state.make}
-          options={[
-            { value: "train", label: "Train from pairs" },
-            { value: "upload", label: "Upload a file" },
-            { value: "combine", label: "Combine", disabled: !cards?.length },
-          ]}
-          onChange={(make) => setState({ make })}
-        />
-        <Make
-          state={state}
-          setState={setState}
-          model={named}
-          cards={cards ?? []}
-          onMade={(opened) => setState({ opened })}
-        />
-      </section>
+    <Panes
+      form={
+        <section class="vectors" aria-labelledby="make-title">
+          <h2 id="make-title" class="off-screen">
+            A new vector
+          </h2>
+          <Segments
+            label="A new vector"
+            value={state.make}
+            options={[
+              { value: "train", label: "Train from pairs" },
+              { value: "upload", label: "Upload a file" },
+              { value: "combine", label: "Combine", disabled: !cards?.length },
+            ]}
+            onChange={(make) => setState({ make })}
+          />
+          <Make
+            state={state}
+            setState={setState}
+            model={named}
+            cards={cards ?? []}
+            onMade={(opened) => setState({ opened })}
+          />
+        </section>
+      }
+    >
       <ErrorNote error={task.error} />
       {cards !== null && (
         <Stored
           cards={cards}
+          model={named}
           opened={state.opened}
+          search={state.search}
+          onSearch={(search) => setState({ search })}
           onOpen={(opened) => setState({ opened })}
           onSteer={(card, layer, scale) => {
             location.hash = steerWith(card, layer, scale);
           }}
         />
       )}
-    </div>
+      {cards !== null && cards.length > 1 && <Cosines cards={cards} />}
+    </Panes>
   );
 }
 
@@ -76,6 +86,7 @@ export const vectors = view<State>({
   initial: {
     make: "train",
     opened: "",
+    search: "",
     name: EXAMPLE_NAME,
     pairs: writePairs(EXAMPLE_PAIRS),
     method: "mean_difference",

@@ -1,13 +1,16 @@
-// A steered continuation and the unsteered one beside it, as they are generated.
-import { useRef, useState } from "preact/hooks";
-import { stream, type Schemas } from "../../lib/api";
+// Texts as they are generated: without steering, and at each scale, for each prompt and sample.
+import { useRef } from "preact/hooks";
+import { call, stream, type Schemas } from "../../lib/api";
+import type { JsonObject } from "../../lib/snippets";
 import { useTask, type Task } from "../../lib/task";
 
-type Answer = Schemas["SteerAnswer"];
+type Answer = Schemas["SteerAnswer"] | Schemas["GenerateAnswer"];
 type Completion = Schemas["Completion"];
 type Readings = Schemas["ProbeReadings"];
 
 interface Piece {
+  prompt: number;
+  completion: number;
   steered: boolean;
   text: string;
   token_ids: number[];
@@ -15,8 +18,8 @@ interface Piece {
   probes?: Readings[] | null;
 }
 
-/** One of the two texts, as far as it has come. */
-export interface Column {
+/** One text, as far as it has come. */
+export interface Text {
   tokens: string[];
   ids: number[];
   logprobs: (number | null)[];
@@ -27,45 +30,72 @@ export interface Column {
   completion: Completion | null;
 }
 
-/** What a result is shown with: of the request that it answers, whatever the form says by now. */
-export interface Caption {
-  /** Stands before both texts. */
-  prompt: string;
-  /** What was done, such as `scale 2`. */
-  scale: string;
-  /** What the probe reads, such as `projection on mood`. */
-  probe: string;
+/** What is asked for one or two columns: those of an answer, and of its baseline. */
+export interface Ask {
+  endpoint: "steer" | "generate";
+  body: JsonObject;
+  column: number;
+  baseline?: number;
 }
 
-export interface Streams {
-  body: object;
-  caption: Caption;
-  steered: Column;
-  baseline: Column;
-  answer: Answer | null;
-  /** Milliseconds from the request until the first steered token was here. */
+export type Turn = {
+  role: "system" | "user" | "assistant";
+  content: string;
+};
+
+/** What the form asks for, whole. */
+export interface Plan {
+  /** What stands above the columns: `Without steering`, then the scales. */
+  titles: { title: string; note: string }[];
+  /** What each row continues; empty in a chat. */
+  prompts: string[];
+  /** Completions of each prompt. */
+  n: number;
+  /** What the probe reads, such as `projection on mood`. */
+  probe: string;
+  /** What the user says, one turn after the other; empty where no chat is held. */
+  turns: string[];
+  system: string;
+  /** The requests for the last turn, or the only one; `threads` has what each column goes on from. */
+  ask: (threads: readonly Turn[][] | null) => Ask[];
+}
+
+/** What a result is shown with: of the request that it answers, whatever the form says by now. */
+export interface Steered {
+  titles: Plan["titles"];
+  prompts: string[];
+  n: number;
+  probe: string;
+  /** What was asked at last; sent again it gives the same texts. */
+  asks: Ask[];
+  /** By column: the chat in front of its text. */
+  threads: Turn[][] | null;
+  /** By column, then by row: prompts, each with its samples. */
+  texts: Text[][];
+  /** By column: the answer that it is of. */
+  answers: (Answer | null)[];
+  /** Milliseconds from the last request until the first steered token was here. */
   firstMs: number | null;
 }
 
-const EMPTY: Column = { tokens: [], ids: [], logprobs: [], before: [], after: [], completion: null };
+const EMPTY: Text = { tokens: [], ids: [], logprobs: [], before: [], after: [], completion: null };
 
-function addPiece(column: Column, piece: Piece): Column {
+function addPiece(text: Text, piece: Piece): Text {
   const [probe] = piece.probes ?? [];
   const before = probe?.before ?? [];
   // A piece of several tokens has one text: which part of it is whose says the result.
   const tokens = piece.token_ids.map((_, index) => (index === 0 ? piece.text : ""));
   return {
-    tokens: [...column.tokens, ...tokens],
-    ids: [...column.ids, ...piece.token_ids],
-    logprobs: [...column.logprobs, ...piece.logprobs],
-    before: [...column.before, ...before],
-    after: [...column.after, ...(probe?.after ?? before)],
+    tokens: [...text.tokens, ...tokens],
+    ids: [...text.ids, ...piece.token_ids],
+    logprobs: [...text.logprobs, ...piece.logprobs],
+    before: [...text.before, ...before],
+    after: [...text.after, ...(probe?.after ?? before)],
     completion: null,
   };
 }
 
-function finish(completion: Completion | undefined): Column {
-  if (completion === undefined) return EMPTY;
+function finish(completion: Completion): Text {
   const [probe] = completion.probes ?? [];
   const before = probe?.before ?? [];
   return {
@@ -78,48 +108,120 @@ function finish(completion: Completion | undefined): Column {
   };
 }
 
-/** What is shown of the last request, and how to send one; the one before it is given up. */
-export function useStreams(): {
-  shown: Streams | null;
+/** Send what is asked; the one before it is given up. */
+export function useStreams(show: (shown: Steered, isWhole: boolean) => void): {
   task: Task;
-  send: (body: object, caption: Caption) => void;
+  send: (plan: Plan) => void;
 } {
   const task = useTask();
-  const [shown, setShown] = useState<Streams | null>(null);
   const frame = useRef(0);
-  const send = (body: object, caption: Caption): void =>
+  /** What the model has said in earlier turns, by the request for it: a longer chat has them again. */
+  const said = useRef(new Map<string, { own: string; plain: string }>());
+
+  const hold = async (plan: Plan, signal: AbortSignal): Promise<Turn[][] | null> => {
+    if (plan.turns.length === 0) return null;
+    const system: Turn[] = plan.system === "" ? [] : [{ role: "system", content: plan.system }];
+    const threads = plan.titles.map(() => [...system]);
+    for (const turn of plan.turns.slice(0, -1)) {
+      for (const thread of threads) thread.push({ role: "user", content: turn });
+      const replies = await Promise.all(
+        plan.ask(threads).map(async ({ endpoint, body, column, baseline }) => {
+          const { stream: _s, probes: _p, n: _n, ...once } = body;
+          const key = JSON.stringify(once);
+          let known = said.current.get(key);
+          if (known === undefined) {
+            const answer = (await call("post", `/${endpoint}`, once as never, { signal })) as Answer;
+            const [result] = answer.results;
+            known = { own: result?.completions[0]?.text ?? "", plain: result?.baseline?.[0]?.text ?? "" };
+            said.current.set(key, known);
+          }
+          const own = [column, known.own] as const;
+          return baseline === undefined ? [own] : [own, [baseline, known.plain] as const];
+        }),
+      );
+      for (const [column, content] of replies.flat()) threads[column]?.push({ role: "assistant", content });
+    }
+    for (const thread of threads) thread.push({ role: "user", content: plan.turns.at(-1) ?? "" });
+    return threads;
+  };
+
+  const send = (plan: Plan): void =>
     task.run(async (signal) => {
+      const threads = await hold(plan, signal);
       const begun = performance.now();
-      let now: Streams = { body, caption, steered: EMPTY, baseline: EMPTY, answer: null, firstMs: null };
+      const asks = plan.ask(threads);
+      const rows = Math.max(1, plan.prompts.length) * plan.n;
+      const { titles, prompts, n, probe } = plan;
+      const now: Steered = {
+        titles, prompts, n, probe, asks, threads,
+        texts: titles.map(() => Array.from({ length: rows }, () => EMPTY)),
+        answers: titles.map(() => null),
+        firstMs: null,
+      };
       const draw = (): void => {
         frame.current ||= requestAnimationFrame(() => {
           frame.current = 0;
-          if (!signal.aborted) setShown(now);
+          if (!signal.aborted) show({ ...now, texts: now.texts.map((column) => [...column]) }, false);
         });
       };
-      const answer = (await stream(
-        "/steer",
-        body as never,
-        (name, data) => {
-          if (name !== "piece") return;
-          const piece = data as Piece;
-          const side = piece.steered ? "steered" : "baseline";
-          if (piece.steered) now = { ...now, firstMs: now.firstMs ?? performance.now() - begun };
-          now = { ...now, [side]: addPiece(now[side], piece) };
-          draw();
-        },
-        { signal },
-      )) as Answer;
-      const [result] = answer.results;
-      now = {
-        ...now,
-        steered: finish(result?.completions[0]),
-        baseline: finish(result?.baseline?.[0]),
-        answer,
+      const set = (column: number | undefined, row: number, change: (text: Text) => Text): void => {
+        const texts = now.texts[column ?? -1];
+        if (texts?.[row]) texts[row] = change(texts[row]);
       };
+      await Promise.all(
+        asks.map(async ({ endpoint, body, column, baseline }) => {
+          const answer = (await stream(
+            `/${endpoint}`,
+            body as never,
+            (name, data) => {
+              if (name !== "piece") return;
+              const piece = data as Piece;
+              const isOwn = endpoint === "generate" || piece.steered;
+              if (piece.steered) now.firstMs ??= performance.now() - begun;
+              set(isOwn ? column : baseline, piece.prompt * n + piece.completion, (text) => addPiece(text, piece));
+              draw();
+            },
+            { signal },
+          )) as Answer;
+          now.answers[column] = answer;
+          answer.results.forEach((result, prompt) => {
+            result.completions.forEach((one, at) => set(column, prompt * n + at, () => finish(one)));
+            result.baseline?.forEach((one, at) => set(baseline, prompt * n + at, () => finish(one)));
+          });
+          draw();
+        }),
+      );
       cancelAnimationFrame(frame.current);
       frame.current = 0;
-      setShown(now);
+      show(now, true);
     });
-  return { shown, task, send };
+  return { task, send };
+}
+
+/** The ids that a column's text goes on from. */
+export function promptIds(shown: Steered, column: number, row: number): number[] {
+  const ask = shown.asks.find((one) => one.column === column || one.baseline === column);
+  return shown.answers[ask?.column ?? column]?.results[Math.floor(row / shown.n)]?.prompt_ids ?? [];
+}
+
+const TOP = 6;
+const looked = new WeakMap<Completion, Promise<Schemas["TopAlternatives"] | null>>();
+
+/** The most probable tokens at each of a text's tokens, scored under what it was generated with. */
+export function findAlternatives(shown: Steered, column: number, row: number): Promise<Schemas["TopAlternatives"] | null> {
+  const completion = shown.texts[column]?.[row]?.completion;
+  const ask = shown.asks.find((one) => one.column === column || one.baseline === column);
+  if (!completion || !ask || completion.token_ids.length === 0) return Promise.resolve(null);
+  const known = looked.get(completion);
+  if (known !== undefined) return known;
+  const body = {
+    model: ask.body.model,
+    items: [{ context_ids: promptIds(shown, column, row), target_ids: [completion.token_ids] }],
+    steering: ask.column === column ? ask.body.steering : undefined,
+    top: TOP,
+  };
+  const found = call("post", "/logprob", body as never).then((answer) => answer.results[0]?.targets[0]?.top ?? null);
+  found.catch(() => looked.delete(completion));
+  looked.set(completion, found);
+  return found;
 }

@@ -1,20 +1,20 @@
-// The part of a form that says what is done to the activations; Steer and Dose-response have it.
+// The parts of a form that say what is done to the activations; Steer, Choices and Dose-response have them.
 import type { ModelCard } from "../../lib/api";
-import { fixed } from "../../lib/format";
 import {
   findVector,
   OPERATIONS,
   POSITIONS,
   UNITS,
   type Operation,
-  type SteeringFields,
+  type PlaceFields,
+  type VectorFields as Fields,
 } from "../../lib/steering";
 import type { VectorCard } from "../../lib/vectors";
 import { Select, TextField } from "../../parts/fields";
 
 interface VectorFieldsProps {
-  fields: SteeringFields;
-  onChange: (change: Partial<SteeringFields>) => void;
+  fields: Fields;
+  onChange: (change: Partial<Fields>) => void;
   cards: readonly VectorCard[];
   model: ModelCard | null;
   /** Operations to leave out: a sweep has no clamp. */
@@ -23,55 +23,46 @@ interface VectorFieldsProps {
   layersHint?: string;
 }
 
-export function VectorFields(props: VectorFieldsProps) {
-  const { fields, onChange, cards, model, without = [], layersHint } = props;
+/** Which vector, and at which layers. */
+export function VectorAndLayers({ fields, onChange, cards, model, layersHint }: VectorFieldsProps) {
   const card = findVector(fields.vector, cards);
+  return (
+    <div class="row">
+      <VectorSelect
+        label="Vector"
+        value={fields.vector}
+        cards={cards}
+        onChange={(vector) => onChange({ vector })}
+      />
+      <TextField
+        label="Layers"
+        value={fields.layers}
+        placeholder={describeOwnLayers(card)}
+        hint={layersHint ?? `0 to ${(model?.num_layers ?? 1) - 1}, as in 4 or 2,5-7; or own`}
+        onChange={(layers) => onChange({ layers })}
+      />
+    </div>
+  );
+}
+
+/** What is done along a vector, and under which condition. */
+export function OperationFields({ fields, onChange, cards, without = [] }: VectorFieldsProps) {
   const operations = OPERATIONS.filter(({ value }) => !without.includes(value));
   return (
     <>
       <div class="row">
-        <VectorSelect
-          label="Vector"
-          value={fields.vector}
-          cards={cards}
-          onChange={(vector) => onChange({ vector })}
-        />
-        <TextField
-          label="Layers"
-          value={fields.layers}
-          placeholder={describeOwnLayers(card)}
-          hint={layersHint ?? describeLayers(card, model)}
-          onChange={(layers) => onChange({ layers })}
-        />
         <Select
           label="Operation"
           value={fields.op}
           options={operations}
-          hint={OPERATIONS.find(({ value }) => value === fields.op)?.does}
           onChange={(op) => onChange({ op })}
         />
-      </div>
-      <div class="row">
         {["add", "project", "replace"].includes(fields.op) && (
           <Select
             label="Scale counts"
             value={fields.unit}
             options={UNITS}
             onChange={(unit) => onChange({ unit })}
-          />
-        )}
-        <Select
-          label="Positions"
-          value={fields.positions}
-          options={POSITIONS}
-          onChange={(positions) => onChange({ positions })}
-        />
-        {fields.positions === "slices" && (
-          <TextField
-            label="Slices"
-            value={fields.slices}
-            hint="Positions from and to, as in 0:5,8:10."
-            onChange={(slices) => onChange({ slices })}
           />
         )}
         <VectorSelect
@@ -82,33 +73,57 @@ export function VectorFields(props: VectorFieldsProps) {
           onChange={(when) => onChange({ when })}
         />
       </div>
-      {fields.when !== "" && <Condition {...props} />}
+      <p class="hint">{OPERATIONS.find(({ value }) => value === fields.op)?.does}</p>
+      {fields.when !== "" && (
+        <div class="row">
+          <TextField
+            label="reads at layer"
+            value={fields.whenLayer}
+            placeholder="recommended"
+            hint="Not behind the layer that is steered."
+            onChange={(whenLayer) => onChange({ whenLayer })}
+          />
+          <TextField
+            label="above"
+            value={fields.above}
+            placeholder="no bound"
+            onChange={(above) => onChange({ above })}
+          />
+          <TextField
+            label="or below"
+            value={fields.below}
+            placeholder="no bound"
+            onChange={(below) => onChange({ below })}
+          />
+        </div>
+      )}
     </>
   );
 }
 
-function Condition({ fields, onChange }: VectorFieldsProps) {
+interface PlaceProps {
+  fields: PlaceFields;
+  onChange: (change: Partial<PlaceFields>) => void;
+}
+
+/** At which tokens. */
+export function PositionFields({ fields, onChange }: PlaceProps) {
   return (
     <div class="row">
-      <TextField
-        label="reads at layer"
-        value={fields.whenLayer}
-        placeholder="recommended"
-        hint="Not behind the layer that is steered."
-        onChange={(whenLayer) => onChange({ whenLayer })}
+      <Select
+        label="Positions"
+        value={fields.positions}
+        options={POSITIONS}
+        onChange={(positions) => onChange({ positions })}
       />
-      <TextField
-        label="above"
-        value={fields.above}
-        placeholder="no bound"
-        onChange={(above) => onChange({ above })}
-      />
-      <TextField
-        label="or below"
-        value={fields.below}
-        placeholder="no bound"
-        onChange={(below) => onChange({ below })}
-      />
+      {fields.positions === "slices" && (
+        <TextField
+          label="Slices"
+          value={fields.slices}
+          hint="Positions from and to, as in 0:5,8:10."
+          onChange={(slices) => onChange({ slices })}
+        />
+      )}
     </div>
   );
 }
@@ -137,10 +152,4 @@ export function VectorSelect({ label, value, cards, onChange, none, hint }: Vect
 function describeOwnLayers(card: VectorCard | undefined): string {
   const best = card?.about.recommendation?.layer;
   return best === undefined ? (card?.layers.join(", ") ?? "") : `${best} (recommended)`;
-}
-
-function describeLayers(card: VectorCard | undefined, model: ModelCard | null): string {
-  const auc = card?.about.recommendation && card.about.quality?.[card.about.recommendation.layer]?.auc;
-  const told = typeof auc === "number" ? ` Layer ${card?.about.recommendation?.layer} tells texts apart best: AUC ${fixed(auc, 2)}.` : "";
-  return `0 to ${(model?.num_layers ?? 1) - 1}, as in 4 or 2,5-7; own: all of the vector's.${told}`;
 }

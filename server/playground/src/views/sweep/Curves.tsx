@@ -1,17 +1,29 @@
-// The curves of a sweep, and one of its points in words.
+// A sweep as a map of layers and scales, as curves, and one of its points in numbers.
+import type { ComponentChildren } from "preact";
 import { useMemo } from "preact/hooks";
 import { fixed, number, percent, short, signed } from "../../lib/format";
 import { LineChart, type Series } from "../../parts/LineChart";
-import { toCsv, type Measure, type Swept } from "./request";
+import { HeatMap } from "../../parts/HeatMap";
+import { Segments } from "../../parts/fields";
+import { Table, type TableColumn } from "../../parts/Table";
+import { divergingScale, findReach, linearScale } from "../../lib/scales";
+import type { Schemas } from "../../lib/api";
+import { measureCell, toCsv, type MapMeasure, type Measure, type Swept } from "./request";
 
 interface CurvesProps {
   swept: Swept;
   measure: Measure;
   /** What a scale is a factor of, for the axis. */
   vector: string;
-  /** Index of the scale that is explained. */
+  /** What the map shows. */
+  map: MapMeasure;
+  onMap: (map: MapMeasure) => void;
+  /** Index of the scale that is looked at, and of the set of layers. */
   chosen: number;
-  onChoose: (index: number) => void;
+  set: number;
+  onChoose: (change: { chosen: number; set?: number }) => void;
+  /** What belongs to the chosen cell, such as its generation. */
+  children?: ComponentChildren;
 }
 
 /** Solid for the first set of layers, then dashes of other lengths. */
@@ -23,7 +35,11 @@ const MEASURES: Record<Measure, string> = {
   prob: "Probability",
 };
 
-export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps) {
+export function Curves(props: CurvesProps) {
+  const { measure, vector, chosen, set, onChoose } = props;
+  const whole = props.swept;
+  // Curves of one set of layers: the map has them all.
+  const swept = useMemo(() => ({ ...whole, sets: whole.sets.slice(set, set + 1) }), [whole, set]);
   const { cases, scales, hasText, answer } = swept;
   const order = useMemo(() => scales.map((_, at) => at).sort((a, b) => (scales[a] ?? 0) - (scales[b] ?? 0)), [scales]);
   const x = useMemo(() => order.map((at) => scales[at] ?? 0), [order, scales]);
@@ -36,11 +52,13 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
     xFormat: short,
     plainLegend: true,
     onHover: (at: number | null) => {
-      if (at !== null) onChoose(order[at] ?? 0);
+      if (at !== null) onChoose({ chosen: order[at] ?? 0 });
     },
   };
   return (
     <div class="curves">
+      {whole.sets.length > 1 && <LayerMap {...props} order={order} />}
+      {whole.sets.length > 1 && props.children}
       {cases.length > 0 && (
         <LineChart
           {...common}
@@ -50,12 +68,13 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
           yFormat={measure === "prob" ? (v) => `${short(100 * v)} %` : short}
           yRange={measure === "prob" ? [0, 1] : undefined}
           rules={measure === "change" ? [0] : []}
-          height={340}
+          height={280}
           exportName="dose-response"
-          csv={() => toCsv(swept)}
+          csv={() => toCsv(whole)}
         />
       )}
       <Explained swept={swept} index={Math.min(chosen, scales.length - 1)} />
+      {whole.sets.length === 1 && props.children}
       <div class="curves-small">
         {cases.length > 0 && (
           <section>
@@ -83,12 +102,12 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
               height={200}
               logY={isWide(perplexity)}
               exportName="dose-response-perplexity"
-              csv={() => toCsv(swept)}
+              csv={() => toCsv(whole)}
             />
           </section>
         )}
       </div>
-      <Table swept={swept} />
+      <AllPoints swept={whole} />
     </div>
   );
 }
@@ -144,99 +163,143 @@ function shorten(context: string): string {
   return context.length <= 24 ? context : `…${context.slice(-22)}`;
 }
 
-/** One scale in words, for every set of layers. */
-function Explained({ swept, index }: { swept: Swept; index: number }) {
-  const { cases, sets, answer, hasText } = swept;
-  const scale = swept.scales[index] ?? 0;
+const MAPS: Record<MapMeasure, string> = {
+  preference: "Log-odds of the first target against the second, nats",
+  kl: "KL divergence of the next token, nats",
+  perplexity: "Perplexity of the text",
+};
+
+/** Layers by scales; a cell is looked at closer, and generated with. */
+function LayerMap({ swept, map, onMap, chosen, set, onChoose, order }: CurvesProps & { order: number[] }) {
+  const { sets, scales, cases, hasText } = swept;
+  const has: Record<MapMeasure, boolean> = { preference: cases.length > 0, kl: cases.length > 0, perplexity: hasText };
+  const shown = has[map] ? map : cases.length > 0 ? "preference" : "perplexity";
+  const values = useMemo(
+    () => sets.map(({ points }) => order.map((at) => measureCell(points[at], shown))),
+    [sets, order, shown],
+  );
+  const scale = useMemo(() => {
+    const all = values.flat();
+    const { reach, isClipped } = findReach(all);
+    if (shown === "preference") return { ...divergingScale(MAPS[shown], reach, short), isClipped };
+    return { ...linearScale(MAPS[shown], reach, short), isClipped };
+  }, [values, shown]);
   return (
-    <section class="explained" aria-live="polite" aria-label="The chosen scale in words">
-      <h2>
-        At scale <span class="num">{short(scale)}</span>
-      </h2>
-      {sets.map(({ name, points }) => {
-        const point = points[index];
-        if (point === undefined) return null;
-        return (
-          <div key={name}>
-            <p>
-              {point.relative_norm === null || point.relative_norm === undefined ? (
-                <>Nothing is changed: this is the model as it is.</>
-              ) : (
-                <>
-                  Steering at {name} changes the stream by{" "}
-                  <b class="num">{number(100 * point.relative_norm)} %</b> of its length.
-                </>
-              )}
-              {hasText && (
-                <>
-                  {" "}The text has perplexity <b class="num">{number(point.texts[0]?.perplexity)}</b>, unsteered{" "}
-                  <span class="num">{number(answer.unsteered.texts[0]?.perplexity)}</span>.
-                </>
-              )}
-            </p>
-            <ul>
-              {point.items.map((item, at) => (
-                <li key={at}>
-                  After “{cases[at]?.context}”:{" "}
-                  {item.targets.map((target, nth) => (
-                    <span key={nth}>
-                      {nth > 0 && "; "}
-                      <b>{cases[at]?.targets[nth]?.trim()}</b> has probability{" "}
-                      <b class="num">{percent(Math.exp(target.logprob ?? -Infinity))}</b> (
-                      <span class="num">{signed(target.change)}</span> nats)
-                    </span>
-                  ))}
-                  . The distribution moves by <span class="num">{number(item.kl)}</span> nats (KL).
-                </li>
-              ))}
-            </ul>
-          </div>
-        );
-      })}
+    <section>
+      <Segments
+        label="The map shows"
+        value={shown}
+        options={[
+          { value: "preference", label: "preference", disabled: !has.preference },
+          { value: "kl", label: "KL", disabled: !has.kl },
+          { value: "perplexity", label: "perplexity", disabled: !has.perplexity },
+        ]}
+        onChange={onMap}
+      />
+      <HeatMap
+        label={`${MAPS[shown]}, by layer and scale`}
+        rows={sets.map(({ name }) => name.replace("layer ", ""))}
+        columns={order.map((at) => short(scales[at] ?? 0))}
+        rowLabel="layer"
+        columnLabel="scale"
+        values={values}
+        scale={scale}
+        format={(value) => fixed(value, Math.abs(value) < 9.95 ? 2 : 0)}
+        chosen={{ row: set, column: order.indexOf(chosen) }}
+        onChoose={(row, column) => onChoose({ set: row, chosen: order[column] ?? 0 })}
+        exportName="layers-and-scales"
+      />
     </section>
   );
 }
 
-/** The same numbers as a table. */
-function Table({ swept }: { swept: Swept }) {
-  const { cases, sets, scales, hasText } = swept;
+interface ExplainedRow {
+  context: string;
+  target: string;
+  found: Schemas["SweptTarget"] | undefined;
+  kl: number | null;
+}
+
+const EXPLAINED: TableColumn<ExplainedRow>[] = [
+  { name: "Context", value: ({ context }) => context, isText: true },
+  { name: "Target", value: ({ target }) => target, isText: true },
+  { name: "Probability", value: ({ found }) => found?.logprob, show: ({ found }) => percent(Math.exp(found?.logprob ?? -Infinity)), isDescending: true },
+  { name: "Log-probability", value: ({ found }) => found?.logprob, show: ({ found }) => fixed(found?.logprob, 3), isDescending: true },
+  { name: "Change, nats", value: ({ found }) => found?.change, show: ({ found }) => signed(found?.change), isDescending: true },
+  { name: "KL, nats", value: ({ kl }) => kl, show: ({ kl }) => number(kl), isDescending: true },
+];
+
+/** One scale at one set of layers. */
+function Explained({ swept, index }: { swept: Swept; index: number }) {
+  const { cases, sets: [set], answer, hasText } = swept;
+  const point = set?.points[index];
+  const rows = useMemo(
+    () =>
+      cases.flatMap(({ context, targets }, item) =>
+        targets.map((target, nth): ExplainedRow => ({
+          context,
+          target,
+          found: point?.items[item]?.targets[nth],
+          kl: point?.items[item]?.kl ?? null,
+        })),
+      ),
+    [cases, point],
+  );
+  if (set === undefined || point === undefined) return null;
+  const facts = [
+    set.name,
+    point.relative_norm == null ? "nothing is changed" : `the stream changes by ${number(100 * point.relative_norm)} % of its length`,
+    ...(hasText ? [`perplexity of the text ${number(point.texts[0]?.perplexity)}, unsteered ${number(answer.unsteered.texts[0]?.perplexity)}`] : []),
+  ];
+  return (
+    <section class="explained" aria-live="polite" aria-label="The chosen scale">
+      <h2>
+        At scale <span class="num">{short(swept.scales[index] ?? 0)}</span>
+      </h2>
+      <p class="hint num">{facts.join(" · ")}</p>
+      {rows.length > 0 && <Table label="Targets at this scale" rows={rows} columns={EXPLAINED} />}
+    </section>
+  );
+}
+
+interface PointRow {
+  layers: string;
+  point: Schemas["SweepPoint"];
+}
+
+/** Every point that was asked for. */
+function AllPoints({ swept }: { swept: Swept }) {
+  const { cases, sets, hasText } = swept;
+  const rows = useMemo(
+    () => sets.flatMap(({ name, points }) => points.map((point): PointRow => ({ layers: name, point }))),
+    [sets],
+  );
+  const columns = useMemo(() => {
+    const all: TableColumn<PointRow>[] = [
+      { name: "Scale", value: ({ point }) => point.scale, show: ({ point }) => short(point.scale) },
+      { name: "Layers", value: ({ layers }) => layers },
+      {
+        name: "Change of the stream",
+        value: ({ point }) => point.relative_norm,
+        show: ({ point }) => (point.relative_norm == null ? "–" : `${number(100 * point.relative_norm)} %`),
+      },
+      ...cases.flatMap(({ context, targets }, item) =>
+        targets.map((target, nth): TableColumn<PointRow> => {
+          const find = ({ point }: PointRow) => point.items[item]?.targets[nth]?.logprob;
+          return { name: `${shorten(context)}${target}`, value: find, show: (row) => fixed(find(row), 3), isDescending: true };
+        }),
+      ),
+    ];
+    if (hasText) {
+      const find = ({ point }: PointRow) => point.texts[0]?.perplexity;
+      all.push({ name: "Perplexity", value: find, show: (row) => number(find(row)) });
+    }
+    return all;
+  }, [cases, hasText]);
   return (
     <details class="more">
       <summary>All points as a table</summary>
-      <div class="number-box" tabIndex={0} role="region" aria-label="All points">
-        <table class="num">
-          <thead>
-            <tr>
-              <th scope="col">Scale</th>
-              {sets.length > 1 && <th scope="col">Layers</th>}
-              <th scope="col">Change of the stream</th>
-              {cases.flatMap(({ context, targets }) =>
-                targets.map((target) => (
-                  <th scope="col" key={context + target}>
-                    {shorten(context)}<b>{target}</b>
-                  </th>
-                )),
-              )}
-              {hasText && <th scope="col">Perplexity</th>}
-            </tr>
-          </thead>
-          <tbody>
-            {sets.flatMap(({ name, points }) =>
-              points.map((point, at) => (
-                <tr key={`${name} ${at}`}>
-                  <th scope="row">{short(scales[at] ?? 0)}</th>
-                  {sets.length > 1 && <td>{name}</td>}
-                  <td>{point.relative_norm == null ? "–" : `${number(100 * point.relative_norm)} %`}</td>
-                  {point.items.flatMap(({ targets }, item) =>
-                    targets.map((target, nth) => <td key={`${item} ${nth}`}>{fixed(target.logprob, 3)}</td>),
-                  )}
-                  {hasText && <td>{number(point.texts[0]?.perplexity)}</td>}
-                </tr>
-              )),
-            )}
-          </tbody>
-        </table>
-      </div>
+      <Table label="All points" rows={rows} columns={columns} />
     </details>
   );
 }

@@ -1,10 +1,14 @@
 // The request of a sweep from what its form says, and its answer as lines to draw.
 import type { Schemas } from "../../lib/api";
 import type { JsonObject } from "../../lib/snippets";
-import { findVector, makeSteering, parseLayers, type SteeringFields } from "../../lib/steering";
+import { findVector, makeSteering, makeVector, parseLayers, type SteeringFields } from "../../lib/steering";
+import { writeCsv } from "../../lib/tables";
 import type { VectorCard } from "../../lib/vectors";
 
 export type Measure = "change" | "logprob" | "prob";
+
+/** What a cell of the map says: log-odds of the first target against the second, and so on. */
+export type MapMeasure = "preference" | "kl" | "perplexity";
 
 export type SweepState = SteeringFields & {
   /** Each a context and its targets, as in `Tom felt| happy| sad`. */
@@ -15,8 +19,12 @@ export type SweepState = SteeringFields & {
   to: number;
   points: number;
   measure: Measure;
-  /** The scale that the words explain. */
+  map: MapMeasure;
+  /** The scale and the set of layers that are looked at. */
   chosen: number;
+  set: number;
+  /** The scale of the cell that was chosen last, with which the model is to speak. */
+  generated: number;
 };
 
 export interface SweptCase {
@@ -45,9 +53,10 @@ export function spread(from: number, to: number, points: number): number[] {
     : scales;
 }
 
-/** Sets of layers as in `2;3;2,3`; undefined: the vector's own. */
+/** Sets of layers as in `2;3;2,3`; `each`: every layer alone; undefined: the vector's own. */
 function readSets(text: string, card: VectorCard | undefined): number[][] | undefined {
   if (text.trim() === "own") return undefined;
+  if (text.trim() === "each") return card?.layers.map((layer) => [layer]);
   if (text.trim() === "") {
     const best = card?.about.recommendation?.layer;
     return best === undefined ? undefined : [[best]];
@@ -72,11 +81,13 @@ export function makeSweep(state: SweepState, cards: readonly VectorCard[], model
     model,
     items: cases.length ? cases.map(({ context, targets }) => ({ context, targets })) : undefined,
     texts: texts.length ? texts : undefined,
-    steering: makeSteering({ ...state, layers: "own" }, cards, undefined),
+    steering: makeSteering([makeVector({ ...state, layers: "own" }, cards, undefined)], state),
     scales: spread(state.from, state.to, state.points),
     layers: readSets(state.layers, findVector(state.vector, cards)),
   } satisfies JsonObject;
 }
+
+export type SweepBody = ReturnType<typeof makeSweep>;
 
 /** What was asked and what came back, side by side: the form may have changed since. */
 export interface Swept {
@@ -86,6 +97,19 @@ export interface Swept {
   answer: Schemas["SweepAnswer"];
   /** Points by set of layers, in the order of the scales. */
   sets: { name: string; points: Schemas["SweepPoint"][] }[];
+}
+
+/** What a cell of the map says; null where nothing was asked that says it. */
+export function measureCell(point: Schemas["SweepPoint"] | undefined, measure: MapMeasure): number | null {
+  if (point === undefined) return null;
+  if (measure === "perplexity") return point.texts[0]?.perplexity ?? null;
+  const values = point.items.map(({ kl, targets: [first, second] }) => {
+    if (measure === "kl") return kl;
+    if (first?.logprob == null) return null;
+    return second === undefined ? first.change : second.logprob === null ? null : first.logprob - second.logprob;
+  });
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["SweepAnswer"]): Swept {
@@ -99,21 +123,18 @@ export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["Swee
 
 /** Everything that is known, a line for each set of layers, scale and target or text. */
 export function toCsv({ cases, answer, sets }: Swept): string {
-  const cell = (value: string | number | null): string =>
-    typeof value === "string" && /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : String(value ?? "");
-  const rows: (string | number | null)[][] = [
-    ["layers", "scale", "relative_norm", "context", "target", "logprob", "change", "kl", "perplexity"],
-  ];
+  const head = ["layers", "scale", "relative_norm", "context", "target", "logprob", "change", "kl", "perplexity"];
+  const rows: (string | number | null)[][] = [];
   const add = (layers: string, point: Schemas["SweepPoint"]): void => {
-    const head = [layers, point.scale, point.relative_norm];
+    const place = [layers, point.scale, point.relative_norm];
     point.items.forEach((item, at) =>
       item.targets.forEach((target, index) =>
-        rows.push([...head, cases[at]?.context ?? "", cases[at]?.targets[index] ?? "", target.logprob, target.change, item.kl, null]),
+        rows.push([...place, cases[at]?.context ?? "", cases[at]?.targets[index] ?? "", target.logprob, target.change, item.kl, null]),
       ),
     );
-    for (const text of point.texts) rows.push([...head, null, null, null, null, null, text.perplexity]);
+    for (const text of point.texts) rows.push([...place, null, null, null, null, null, text.perplexity]);
   };
   add("unsteered", answer.unsteered);
   for (const { name, points } of sets) for (const point of points) add(name, point);
-  return `${rows.map((row) => row.map(cell).join(",")).join("\n")}\n`;
+  return writeCsv(head, rows);
 }

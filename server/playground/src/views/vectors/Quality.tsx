@@ -3,12 +3,23 @@ import { fixed, number, plural, short } from "../../lib/format";
 import type { VectorCard } from "../../lib/vectors";
 import { Icon } from "../../parts/Icon";
 import { LineChart } from "../../parts/LineChart";
+import { errorOfArea } from "./Evaluate";
+import { Table, type TableColumn } from "../../parts/Table";
 
 export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?: number, scale?: number) => void }) {
   const { recommendation: best, quality, validation } = card.about;
   const layers = card.layers.filter((layer) => quality?.[layer]);
   const column = (name: "auc" | "accuracy" | "effect_size") => layers.map((layer) => quality?.[layer]?.[name] ?? null);
   const isHeldOut = typeof validation?.folds === "number";
+  const columns: TableColumn<number>[] = [
+    { name: "Layer", value: (layer) => layer },
+    { name: "AUC", value: (layer) => quality?.[layer]?.auc, show: (layer) => describeArea(quality?.[layer]?.auc, isHeldOut ? card.about.pairs : null), isDescending: true },
+    { name: "Accuracy", value: (layer) => quality?.[layer]?.accuracy, show: (layer) => fixed(quality?.[layer]?.accuracy, 3), isDescending: true },
+    { name: "Pairs in order", value: (layer) => quality?.[layer]?.pair_accuracy, show: (layer) => fixed(quality?.[layer]?.pair_accuracy, 3), isDescending: true },
+    { name: "Effect size", value: (layer) => quality?.[layer]?.effect_size, show: (layer) => fixed(quality?.[layer]?.effect_size, 2), isDescending: true },
+    { name: "Norm", value: (layer) => card.norms[layer], show: (layer) => number(card.norms[layer]) },
+    { name: "Stream's norm", value: (layer) => quality?.[layer]?.activation_norm, show: (layer) => number(quality?.[layer]?.activation_norm) },
+  ];
   return (
     <div class="quality">
       {isHeldOut && layers.length > 1 && (
@@ -71,37 +82,17 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
           <summary>
             Every layer{isHeldOut && `, by ${plural(validation?.folds ?? 0, "fold")} of ${plural(card.about.pairs ?? 0, "pair")}`}
           </summary>
-          <div class="number-box" tabIndex={0} role="region" aria-label="Every layer">
-            <table class="num">
-              <thead>
-                <tr>
-                  {["Layer", "AUC", "Accuracy", "Pairs in order", "Effect size", "Norm", "Stream's norm"].map((head) => (
-                    <th scope="col" key={head}>{head}</th>
-                  ))}
-                </tr>
-              </thead>
-              <tbody>
-                {layers.map((layer) => {
-                  const found = quality?.[layer];
-                  return (
-                    <tr key={layer}>
-                      <th scope="row">{layer}</th>
-                      <td>{fixed(found?.auc, 3)}</td>
-                      <td>{fixed(found?.accuracy, 3)}</td>
-                      <td>{fixed(found?.pair_accuracy, 3)}</td>
-                      <td>{fixed(found?.effect_size, 2)}</td>
-                      <td>{number(card.norms[layer])}</td>
-                      <td>{number(found?.activation_norm)}</td>
-                    </tr>
-                  );
-                })}
-              </tbody>
-            </table>
-          </div>
+          <Table label="Every layer" rows={layers} columns={columns} />
         </details>
       )}
     </div>
   );
+}
+
+/** An AUC with its standard error, where it is of held-out pairs. */
+function describeArea(auc: number | null | undefined, pairs: number | null | undefined): string {
+  if (auc === null || auc === undefined || !pairs) return fixed(auc, 3);
+  return `${fixed(auc, 3)} ± ${fixed(errorOfArea(auc, pairs), 3)}`;
 }
 
 /** Layers are whole: nothing stands at the axis between two of them. */

@@ -1,35 +1,52 @@
 // The stored vectors: what each is, and what can be done with it.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { call, download } from "../../lib/api";
 import { bytes, plural, short } from "../../lib/format";
 import { useTask } from "../../lib/task";
 import { refreshVectors, type VectorCard } from "../../lib/vectors";
+import { Confirm } from "../../parts/Confirm";
 import { ErrorNote } from "../../parts/controls";
+import { TextField } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
 import { save } from "../../parts/LineChart";
+import { Evaluate } from "./Evaluate";
 import { Quality } from "./Quality";
 
 interface StoredProps {
   cards: readonly VectorCard[];
+  model: string | undefined;
   /** The one that is looked at. */
   opened: string;
+  /** Words that its name, or how it was made, must have. */
+  search: string;
+  onSearch: (search: string) => void;
   onOpen: (name: string) => void;
   onSteer: (card: VectorCard, layer?: number, scale?: number) => void;
 }
 
-export function Stored({ cards, opened, onOpen, onSteer }: StoredProps) {
+export function Stored({ cards, model, opened, search, onSearch, onOpen, onSteer }: StoredProps) {
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = cards.filter((card) => {
+    const text = `${card.name} ${describe(card)} ${card.sha256}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
   const [doomed, setDoomed] = useState<VectorCard | null>(null);
   const heading = useRef<HTMLHeadingElement>(null);
   return (
     <section class="stored" aria-labelledby="stored-title">
       <h2 id="stored-title" ref={heading} tabIndex={-1}>
         {plural(cards.length, "stored vector")}
+        {found.length < cards.length && `, ${found.length} found`}
       </h2>
+      {(cards.length > 5 || search !== "") && (
+        <TextField label="Search" value={search} placeholder="words of a name, a method, a content" onChange={onSearch} />
+      )}
       <ul class="stored-list">
-        {cards.map((card) => (
+        {found.map((card) => (
           <Entry
             key={card.name}
             card={card}
+            model={model}
             isOpen={card.name === opened}
             onOpen={onOpen}
             onSteer={onSteer}
@@ -37,26 +54,39 @@ export function Stored({ cards, opened, onOpen, onSteer }: StoredProps) {
           />
         ))}
       </ul>
-      <DeleteDialog
-        card={doomed}
+      <Confirm
+        title={doomed && `Delete ${doomed.name}?`}
+        keep="Keep it"
+        action={
+          <>
+            <Icon name="trash" /> Delete
+          </>
+        }
+        onConfirm={async (signal) => {
+          await call("delete", "/vectors/{name}", undefined, { path: { name: doomed?.name ?? "" }, signal });
+          await refreshVectors();
+        }}
         onClose={(isDeleted) => {
           setDoomed(null);
           if (isDeleted) heading.current?.focus();
         }}
-      />
+      >
+        Requests and links that name it will fail. Its file can be downloaded first, and uploaded again.
+      </Confirm>
     </section>
   );
 }
 
 interface EntryProps {
   card: VectorCard;
+  model: string | undefined;
   isOpen: boolean;
   onOpen: (name: string) => void;
   onSteer: StoredProps["onSteer"];
   onDelete: (card: VectorCard) => void;
 }
 
-function Entry({ card, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
+function Entry({ card, model, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
   const task = useTask();
   const fetchFile = (format: "safetensors" | "gguf"): void =>
     task.run(async (signal) => {
@@ -114,6 +144,7 @@ function Entry({ card, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
               )}
             </dl>
             <Quality card={card} onSteer={(layer, scale) => onSteer(card, layer, scale)} />
+            <Evaluate card={card} model={model} />
           </>
         )}
       </div>
@@ -130,54 +161,4 @@ function describe(card: VectorCard): string {
     combination: "combined",
   }[about.source];
   return `${made} · ${layers} · ${card.created.slice(0, 10)}`;
-}
-
-interface DeleteProps {
-  card: VectorCard | null;
-  onClose: (isDeleted: boolean) => void;
-}
-
-/** Asks first: a name that is gone cannot be brought back from here. */
-function DeleteDialog({ card, onClose }: DeleteProps) {
-  const dialog = useRef<HTMLDialogElement>(null);
-  const task = useTask();
-  useEffect(() => {
-    if (card !== null) dialog.current?.showModal();
-  }, [card]);
-  const remove = (name: string): void =>
-    task.run(async (signal) => {
-      await call("delete", "/vectors/{name}", undefined, { path: { name }, signal });
-      await refreshVectors();
-      dialog.current?.close("deleted");
-    });
-  return (
-    <dialog
-      ref={dialog}
-      class="dialog"
-      aria-labelledby="delete-title"
-      aria-describedby="delete-text"
-      onClose={(event) => onClose(event.currentTarget.returnValue === "deleted")}
-    >
-      <form
-        onSubmit={(event) => {
-          event.preventDefault();
-          if (card) remove(card.name);
-        }}
-      >
-        <h2 id="delete-title">Delete {card?.name}?</h2>
-        <p id="delete-text">
-          Requests and links that name it will fail. Its file can be downloaded first, and uploaded again.
-        </p>
-        <ErrorNote error={task.error} />
-        <div class="dialog-actions">
-          <button type="button" class="quiet" autofocus onClick={() => dialog.current?.close("")}>
-            Keep it
-          </button>
-          <button type="submit" class="run is-danger" disabled={task.isRunning}>
-            <Icon name="trash" /> Delete
-          </button>
-        </div>
-      </form>
-    </dialog>
-  );
 }

@@ -1,21 +1,23 @@
-import "./long.css";
-import { useMemo, useRef, useState } from "preact/hooks";
-import { call, stream, streamFile, type Schemas } from "../lib/api";
-import { bytes, count, number, plural } from "../lib/format";
-import type { JsonObject } from "../lib/snippets";
-import { useAutoRun, useTask } from "../lib/task";
-import { view, type ViewProps } from "../lib/view";
-import { ErrorNote, RunButton, RunForm } from "../parts/controls";
-import { CopyAs } from "../parts/CopyAs";
-import { Checkbox, NumberField, Select, TextArea } from "../parts/fields";
-import { Icon } from "../parts/Icon";
-import { LineChart } from "../parts/LineChart";
-import { Stats } from "../parts/Stats";
-import SAMPLE from "../sample.txt?raw";
+// A text of any length by windows: how well each is read, and all up to there.
+import "./windows.css";
+import type { ComponentChildren } from "preact";
+import { useMemo, useState } from "preact/hooks";
+import { call, stream, streamFile, type Schemas } from "../../lib/api";
+import { bytes, count, number, plural } from "../../lib/format";
+import type { JsonObject } from "../../lib/snippets";
+import { useAutoRun, useTask } from "../../lib/task";
+import type { OutcomeProps, ViewProps } from "../../lib/view";
+import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
+import { CopyAs } from "../../parts/CopyAs";
+import { Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../../parts/fields";
+import { Icon } from "../../parts/Icon";
+import { LineChart } from "../../parts/LineChart";
+import { Panes } from "../../parts/Panes";
+import { Stats } from "../../parts/Stats";
 
 type Protocol = "sliding" | "rolling" | "disjoint" | "llamacpp";
 
-type State = {
+export type WindowState = {
   text: string;
   protocol: Protocol;
   /** Tokens of a window; 0: the model's own context. */
@@ -25,7 +27,7 @@ type State = {
   log: boolean;
 };
 
-const INITIAL: State = { text: SAMPLE, protocol: "sliding", length: 64, stride: 32, log: true };
+export const INITIAL_WINDOWS: Omit<WindowState, "text"> = { protocol: "sliding", length: 64, stride: 32, log: true };
 
 const PROTOCOLS = [
   { value: "sliding", label: "Sliding windows" },
@@ -47,7 +49,7 @@ interface WindowEvent {
   perplexity: number | null;
 }
 
-interface Progress {
+export interface Progress {
   windows: Schemas["WindowScore"][];
   latest: WindowEvent | null;
   result: Schemas["PerplexityAnswer"] | null;
@@ -57,7 +59,7 @@ interface Progress {
   seconds: number;
 }
 
-function toRequest(state: State, model: string, text: string): Schemas["PerplexityRequest"] {
+function toRequest(state: WindowState, model: string, text: string): Schemas["PerplexityRequest"] {
   return {
     model,
     texts: [text],
@@ -67,11 +69,18 @@ function toRequest(state: State, model: string, text: string): Schemas["Perplexi
   };
 }
 
-function LongView({ state, setState, model, isShown }: ViewProps<State>) {
+type WindowsProps<S extends WindowState> = ViewProps<S, Progress> & {
+  /** What stands above the text in the form, and below it. */
+  head: ComponentChildren;
+  examples: ComponentChildren;
+};
+
+export function Windows<S extends WindowState>(props: WindowsProps<S>) {
+  const { state, model, isShown, result: progress, onResult, isKept } = props;
+  const setState = props.setState as (change: Partial<WindowState>) => void;
   const task = useTask();
   const [file, setFile] = useState<File | null>(null);
   const [fileError, setFileError] = useState<unknown>(null);
-  const [progress, setProgress] = useState<Progress | null>(null);
   const isSent = file === null || file.size <= MAX_JSON;
   const canRun = model?.state === "ready" && (file !== null || state.text !== "");
 
@@ -80,7 +89,8 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
     task.run(async (signal) => {
       const text = file === null ? state.text : isSent ? await readFile(file) : null;
       const request = toRequest(state, model.id, text ?? "");
-      const work = watch(setProgress, text);
+      const title = file?.name ?? state.text.slice(0, 80);
+      const work = watch((now, isWhole) => onResult(now, isWhole ? { fields: state, title } : undefined), text);
       const places =
         text !== null && text.length <= MAX_SHOWN
           ? findPlaces(model.id, text, signal).then(work.setOffsets, () => undefined)
@@ -95,7 +105,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
   };
   const asked = JSON.stringify([state.protocol, state.length, state.stride, model?.id]);
   const isSmall = file === null && state.text.length <= 40_000;
-  useAutoRun(canRun && isShown && isSmall ? asked + state.text : null, run, 600);
+  useAutoRun(canRun && isShown && isSmall && !isKept ? asked + state.text : null, run, 600);
 
   const take = (files: FileList | null | undefined): void => {
     const chosen = files?.[0];
@@ -116,12 +126,14 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
   };
 
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="Text to score" onRun={run}>
+        {props.head}
         <Drop onTake={take}>
           {file === null ? (
             <TextArea
-              label="Text, pasted or dropped here as a file"
+              label="Text"
               value={state.text}
               onChange={(text) => setState({ text })}
               rows={5}
@@ -137,6 +149,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
             </p>
           )}
         </Drop>
+        {props.examples}
         <div class="row">
           <Select
             label="Windows"
@@ -163,7 +176,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
         </div>
         <div class="actions">
           <RunButton task={task} onRun={run} label="Score" disabled={!canRun} />
-          <FileButton onTake={take} />
+          <FileButton label="Choose a file" onTake={take} />
           {progress && <Bar progress={progress} isRunning={task.isRunning} />}
         </div>
         {!isSent && (
@@ -173,19 +186,21 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
           </p>
         )}
       </RunForm>
+      }
+      below={
+        model && file === null && (
+          <CopyAs
+            asked={{
+              endpoint: "perplexity",
+              body: JSON.parse(JSON.stringify(toRequest(state, model.id, state.text))) as JsonObject,
+            }}
+          />
+        )
+      }
+    >
       <ErrorNote error={fileError ?? task.error} />
-      {progress && (progress.latest ?? progress.result) !== null && (
-        <Result progress={progress} isLog={state.log} onLog={(log) => setState({ log })} />
-      )}
-      {model && file === null && (
-        <CopyAs
-          asked={{
-            endpoint: "perplexity",
-            body: JSON.parse(JSON.stringify(toRequest(state, model.id, state.text))) as JsonObject,
-          }}
-        />
-      )}
-    </>
+      {progress && <WindowsOutcome result={progress} state={state} setState={setState} />}
+    </Panes>
   );
 }
 
@@ -221,14 +236,14 @@ function toQuery(request: Schemas["PerplexityRequest"]): Record<string, string> 
 const DRAW_EVERY = 80;
 
 /** Collect events, and show what there is from time to time. */
-function watch(show: (progress: Progress) => void, text: string | null) {
+function watch(show: (progress: Progress, isWhole: boolean) => void, text: string | null) {
   const began = performance.now();
   const kept: Progress = { windows: [], latest: null, result: null, text, offsets: null, seconds: 0 };
   let timer = 0;
   const draw = (): void => {
     timer = 0;
     kept.seconds = (performance.now() - began) / 1000;
-    show({ ...kept, windows: [...kept.windows] });
+    show({ ...kept, windows: [...kept.windows] }, kept.result !== null);
   };
   const later = (): void => {
     timer ||= window.setTimeout(draw, DRAW_EVERY);
@@ -252,53 +267,6 @@ function watch(show: (progress: Progress) => void, text: string | null) {
       draw();
     },
   };
-}
-
-interface TakeProps {
-  onTake: (files: FileList | null | undefined) => void;
-}
-
-function Drop({ onTake, children }: TakeProps & { children: preact.ComponentChildren }) {
-  const [isOver, setOver] = useState(false);
-  return (
-    <div
-      class={`drop ${isOver ? "is-over" : ""}`}
-      onDragOver={(event) => {
-        event.preventDefault();
-        setOver(true);
-      }}
-      onDragLeave={() => setOver(false)}
-      onDrop={(event) => {
-        event.preventDefault();
-        setOver(false);
-        onTake(event.dataTransfer?.files);
-      }}
-    >
-      {children}
-    </div>
-  );
-}
-
-function FileButton({ onTake }: TakeProps) {
-  const input = useRef<HTMLInputElement>(null);
-  return (
-    <>
-      <input
-        ref={input}
-        type="file"
-        class="off-screen"
-        tabIndex={-1}
-        aria-label="File to score"
-        onChange={(event) => {
-          onTake(event.currentTarget.files);
-          event.currentTarget.value = "";
-        }}
-      />
-      <button type="button" class="quiet" onClick={() => input.current?.click()}>
-        <Icon name="file" /> Choose a file
-      </button>
-    </>
-  );
 }
 
 function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }) {
@@ -330,13 +298,7 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
   );
 }
 
-interface ResultProps {
-  progress: Progress;
-  isLog: boolean;
-  onLog: (isLog: boolean) => void;
-}
-
-function Result({ progress, isLog, onLog }: ResultProps) {
+export function WindowsOutcome({ result: progress, state, setState }: OutcomeProps<WindowState, Progress>) {
   const [at, setAt] = useState<number | null>(null);
   const windows = useMemo(
     () => [...progress.windows].sort((a, b) => a.end - b.end),
@@ -345,6 +307,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
   const [x, series] = useMemo(() => toCurves(windows), [windows]);
   const latest = progress.latest;
   const total = progress.result?.total;
+  if ((progress.latest ?? progress.result) === null) return null;
   const looked = at === null ? undefined : windows[Math.min(at, windows.length - 1)];
   return (
     <section class="result" aria-label="Result">
@@ -365,7 +328,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
         <div class="sheet">
           <div class="long-head">
             <h2>Perplexity along the text</h2>
-            <Checkbox label="Logarithmic" value={isLog} onChange={onLog} />
+            <Checkbox label="Logarithmic" value={state.log} onChange={(log) => setState({ log })} />
           </div>
           <LineChart
             label={`Perplexity of each of ${windows.length} windows, and of the text up to there`}
@@ -373,7 +336,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
             series={series}
             xLabel="Token"
             yLabel="Perplexity"
-            logY={isLog}
+            logY={state.log}
             height={300}
             xFormat={(value) => count(Math.round(value))}
             onHover={setAt}
@@ -438,12 +401,3 @@ function Excerpt({ progress: { text, offsets }, window }: ExcerptProps) {
     </div>
   );
 }
-
-export const long = view<State>({
-  id: "long",
-  title: "Long text",
-  icon: "long",
-  lead: "How well does the model read a whole file?",
-  initial: INITIAL,
-  component: LongView,
-});
