@@ -144,9 +144,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build_common_options() -> argparse.ArgumentParser:
+def _build_common_options() -> Parser:
     # SUPPRESS keeps the command's own defaults from hiding what stood before the command.
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     group = common.add_argument_group("server")
     group.add_argument("--base-url", metavar="URL", help="default http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY")

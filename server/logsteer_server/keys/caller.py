@@ -76,7 +76,8 @@ class TokenCounts:
             )
         except Exception as error:  # by scheme: an unknown one, a package that is missing
             raise ConfigurationError(
-                f"limits_url: {error}; give redis://HOST:PORT/NUMBER and install logsteer-server[redis]"
+                f"limits_url: {error}; give redis://HOST:PORT/NUMBER and install "
+                "logsteer-server[redis]"
             ) from None
         self._storage = cast(Storage, storage)
         self._limiter = FixedWindowRateLimiter(self._storage)

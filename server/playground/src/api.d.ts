@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f4c40d71e77405c14e1bd9f70abfcea0331fc5f85f77b0ee94d28a526b60f830
+// Written by build/types.mjs from openapi.json, sha256 c6f448178d25bf1dd457891300e4b527e48a70dcf99583173435bba51882c762
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -402,6 +402,8 @@ export interface components {
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             per_token?: boolean;
@@ -410,7 +412,7 @@ export interface components {
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
             /** @enum {string} */
-            space?: "as_given" | "both";
+            space?: "as_given" | "both" | "best";
             steering?: components["schemas"]["Steering"] | null;
             top?: number;
             window?: number;
@@ -464,6 +466,8 @@ export interface components {
             model?: string | null;
             n?: number;
             /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             /** @enum {string} */
@@ -481,9 +485,11 @@ export interface components {
             window?: number;
         };
         ItemScore: {
-            best: number | null;
-            choice_probs: (number | null)[];
-            targets: components["schemas"]["ScoredTarget"][];
+            best?: number | null;
+            choice_probs?: (number | null)[];
+            flags?: string[];
+            problem?: components["schemas"]["Problem"] | null;
+            targets?: components["schemas"]["ScoredTarget"][];
         } & {
             [key: string]: unknown;
         };
@@ -529,6 +535,8 @@ export interface components {
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             per_token?: boolean;
@@ -537,7 +545,7 @@ export interface components {
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
             /** @enum {string} */
-            space?: "as_given" | "both";
+            space?: "as_given" | "both" | "best";
             steering?: components["schemas"]["Steering"] | null;
             top?: number;
         };
@@ -600,6 +608,8 @@ export interface components {
             context_length?: number | null;
             model?: string | null;
             /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             policy?: components["schemas"]["SamplingPolicy"];
@@ -638,7 +648,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             hook?: string | null;
-            layers?: number[] | null;
+            layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
@@ -649,7 +659,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             hook?: string | null;
-            layers?: number[] | null;
+            layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
@@ -670,8 +680,9 @@ export interface components {
         };
         PromptCompletions: {
             baseline?: components["schemas"]["Completion"][] | null;
-            completions: components["schemas"]["Completion"][];
-            prompt_ids: number[];
+            completions?: components["schemas"]["Completion"][];
+            problem?: components["schemas"]["Problem"] | null;
+            prompt_ids?: number[];
             truncated_tokens?: number;
         } & {
             [key: string]: unknown;
@@ -763,6 +774,7 @@ export interface components {
             prob?: number | null;
             probes?: components["schemas"]["ProbeReadings"][] | null;
             ranks?: number[] | null;
+            sequence?: string | null;
             target: string;
             token_ids?: number[] | null;
             tokens?: string[] | null;
@@ -865,6 +877,8 @@ export interface components {
             model?: string | null;
             n?: number;
             /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             /** @enum {string} */
@@ -889,7 +903,7 @@ export interface components {
         Steering: {
             positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["SlicePositions"];
             vectors: components["schemas"]["SteeringVector"][];
-        };
+        } | string | string[];
         SteeringCondition: {
             above?: number | null;
             below?: number | null;
@@ -911,12 +925,12 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             hook?: string | null;
-            layers?: number[] | null;
+            layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             op?: "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
             params?: components["schemas"]["ClampBounds"] | null;
-            scale?: number;
+            scale?: number | "recommended";
             sha256?: string | null;
             /** @enum {string} */
             unit?: "raw" | "unit" | "residual_norm";
@@ -1024,6 +1038,7 @@ export interface components {
             num_tokens: number;
             num_words: number;
             perplexity: number | null;
+            problem?: components["schemas"]["Problem"] | null;
             stderr: number | null;
             sum_logprob: number | null;
             sum_squared_logprob: number | null;

@@ -135,7 +135,7 @@ function findAlternatives(
       const context = [...(window.start === 0 ? prefix : []), ...ids.slice(window.start, first)];
       const items = [{ context_ids: context, target_ids: [ids.slice(first, window.end)] }];
       found = call("post", "/logprob", { model, items, top: TOP, steering }).then(
-        (answer) => answer.results[0]?.targets[0] ?? null,
+        (answer) => answer.results[0]?.targets?.[0] ?? null,
       );
       found.catch(() => known.delete(at));
       known.set(at, found);

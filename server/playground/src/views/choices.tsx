@@ -307,7 +307,7 @@ function valuesOf(side: Side, at: number, norm: Norm): (number | null)[] {
     if (value === null) return null;
     if (norm === "tokens") return value / target.num_tokens;
     if (norm === "bytes") return value / target.num_bytes;
-    const neutral = norm === "pmi" ? own(side.neutral?.[at]?.targets[index]) : 0;
+    const neutral = norm === "pmi" ? own(side.neutral?.[at]?.targets?.[index]) : 0;
     return neutral === null ? null : value - neutral;
   });
 }
@@ -425,7 +425,7 @@ function Question({ result, at, norm }: { result: Shown; at: number; norm: Norm 
   const { sides, cases } = result;
   const item = sides[0]?.items[at];
   const scale = useMemo(() => {
-    const all = item?.targets.flatMap((target) => target.logprobs ?? []) ?? [];
+    const all = item?.targets?.flatMap((target) => target.logprobs ?? []) ?? [];
     const top = all.reduce<number>((most, value) => Math.max(most, -(value ?? 0)), 0);
     const end = Math.min(10, Math.max(4, Math.ceil(top)));
     return { ...linearScale("Surprisal, nats", end, tick), isClipped: top > end };
@@ -440,7 +440,7 @@ function Question({ result, at, norm }: { result: Shown; at: number; norm: Norm 
         <Legend scale={scale} />
       </div>
       <ol class="choices">
-        {item.targets.map((target, index) => (
+        {(item.targets ?? []).map((target, index) => (
           <Choice
             key={index}
             target={target}
@@ -448,7 +448,7 @@ function Question({ result, at, norm }: { result: Shown; at: number; norm: Norm 
               name: sides[side]?.name ?? "",
               share: all[index] ?? null,
               isBest: bestOf(all) === index,
-              logprob: sides[side]?.items[at]?.targets[index]?.logprob ?? null,
+              logprob: sides[side]?.items[at]?.targets?.[index]?.logprob ?? null,
             }))}
             isRight={one.answer === index}
             text={one.context}

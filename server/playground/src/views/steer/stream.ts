@@ -132,7 +132,7 @@ export function useStreams(show: (shown: Steered, isWhole: boolean) => void): {
           if (known === undefined) {
             const answer = (await call("post", `/${endpoint}`, once as never, { signal })) as Answer;
             const [result] = answer.results;
-            known = { own: result?.completions[0]?.text ?? "", plain: result?.baseline?.[0]?.text ?? "" };
+            known = { own: result?.completions?.[0]?.text ?? "", plain: result?.baseline?.[0]?.text ?? "" };
             said.current.set(key, known);
           }
           const own = [column, known.own] as const;
@@ -185,7 +185,7 @@ export function useStreams(show: (shown: Steered, isWhole: boolean) => void): {
           )) as Answer;
           now.answers[column] = answer;
           answer.results.forEach((result, prompt) => {
-            result.completions.forEach((one, at) => set(column, prompt * n + at, () => finish(one)));
+            result.completions?.forEach((one, at) => set(column, prompt * n + at, () => finish(one)));
             result.baseline?.forEach((one, at) => set(baseline, prompt * n + at, () => finish(one)));
           });
           draw();
@@ -220,7 +220,7 @@ export function findAlternatives(shown: Steered, column: number, row: number): P
     steering: ask.column === column ? ask.body.steering : undefined,
     top: TOP,
   };
-  const found = call("post", "/logprob", body as never).then((answer) => answer.results[0]?.targets[0]?.top ?? null);
+  const found = call("post", "/logprob", body as never).then((answer) => answer.results[0]?.targets?.[0]?.top ?? null);
   found.catch(() => looked.delete(completion));
   looked.set(completion, found);
   return found;
