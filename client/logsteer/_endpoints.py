@@ -257,6 +257,12 @@ _GENERATION = [
         summary="Score items with activations of others put into them, one place at a time.",
     ),
     Endpoint(
+        "lens", "POST", "/lens", "scoring", s.LensAnswer, s.LensRequest,
+        positional=("items",), scope="steer",
+        summary="Score targets from the residual stream of each layer (logit lens).",
+        notes="Items are those of `logprob`; a string is a text that is scored whole.",
+    ),
+    Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
         positional=("items", "wrt"), scope="steer",
         summary="Differentiate every target's log-probability.",

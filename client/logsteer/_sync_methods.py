@@ -42,6 +42,7 @@ from logsteer.schemas import (
     GradientVariable,
     Health,
     ItemScore,
+    LensAnswer,
     LogprobAnswer,
     LogprobItem,
     Message,
@@ -1180,6 +1181,77 @@ class ClientMethods(Caller):
             metric=metric,
             direction=direction,
             boundary=boundary,
+        )
+
+    def lens(
+        self,
+        items: Sequence[str | LogprobItem | Mapping[str, Any]],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+    ) -> LensAnswer:
+        """Score targets from the residual stream of each layer (logit lens).
+
+        Items are those of `logprob`; a string is a text that is scored whole.
+
+        Args:
+            items: Contexts and the targets scored after each. A string is a text that is scored
+                whole, as the target after an empty context.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns read from each scored row. Default ['logprob', 'rank'].
+            policy: What the policy columns refer to.
+            layers: Layers whose resid_post is read; None: all.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
+            top: Most probable tokens listed per layer and row. Default 0.
+        """
+        return self._ask(
+            "lens",
+            items=items,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            on_error=on_error,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            layers=layers,
+            boundary=boundary,
+            top=top,
         )
 
     def gradient(

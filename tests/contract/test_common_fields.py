@@ -54,6 +54,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"prompts": ["Once upon"], **DRAW},
     "/sweep": {"items": ITEMS, "steering": ABLATE, "scales": [1.0]},
     "/patch": {"pairs": [{"clean": ITEMS[0], "corrupted": ITEMS[0]}]},
+    "/lens": {"items": ITEMS, "layers": [1]},
     "/gradient": {"items": ITEMS, "wrt": {"layers": [1]}},
     "/activations": {"items": ["Once upon"], "layers": [1]},
     "/v1/completions": {"prompt": "Once upon", "max_tokens": 4},
@@ -107,6 +108,7 @@ REFUSALS: dict[str, dict[str, str]] = {
         "probes": "gives one number a place",
         "steering": "changes activations itself",
     },
+    "/lens": {"probes": "/logprob gives readings"},
     "/gradient": {
         "columns": "/logprob gives columns",
         "policy": "/logprob gives columns",
@@ -262,8 +264,11 @@ def test_a_field_that_is_not_taken_is_refused_with_the_reason(
 
 
 def score_rows(path: str, document: dict[str, Any]) -> dict[str, Any]:
-    """The tokens of an answer: of a scored target, a completion, or a text."""
+    """The tokens of an answer: of a scored target, at its first layer, a completion, or a text."""
     result = document["results"][0]
+    if "layers" in (result.get("targets") or [{}])[0]:
+        target = result["targets"][0]
+        return {**target, **next(iter(target["layers"].values()))}
     found: dict[str, Any] = (
         result["targets"][0]
         if "targets" in result

@@ -35,6 +35,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/generate": schemas.GenerateRequest,
     "/sweep": schemas.SweepRequest,
     "/patch": schemas.PatchRequest,
+    "/lens": schemas.LensRequest,
     "/gradient": schemas.GradientRequest,
     "/activations": schemas.ActivationsRequest,
     "/v1/completions": openai.CompletionRequest,

@@ -145,7 +145,7 @@ def test_every_route_stands_in_the_table() -> None:
 WORK = {
     "score": [("POST", "/logprob"), ("GET", "/models"), ("GET", "/vectors"), ("POST", "/tokenize"),
               ("POST", "/v1/completions"), ("POST", "/generate")],
-    "steer": [("POST", "/steer"), ("POST", "/sweep"), ("POST", "/patch"),
+    "steer": [("POST", "/steer"), ("POST", "/sweep"), ("POST", "/patch"), ("POST", "/lens"),
               ("POST", "/gradient"), ("POST", "/activations")],
     "write": [("PUT", "/vectors/a"), ("DELETE", "/vectors/a"), ("POST", "/vectors/train"),
               ("POST", "/vectors/a/combine"), ("PUT", "/overrides/a"), ("DELETE", "/adapters/a")],

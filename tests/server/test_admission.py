@@ -205,6 +205,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate, events": ("/generate", {**PROMPT, **STREAM}),
     "sweep": ("/sweep", {**ITEMS, "steering": ABLATE, "scales": [1.0]}),
     "patch": ("/patch", {"pairs": [{"clean": ITEMS["items"][0], "corrupted": ITEMS["items"][0]}]}),
+    "lens": ("/lens", {**ITEMS, "layers": [0, 1]}),
     "activations": ("/activations", {"items": [{"token_ids": IDS}], "layers": [1]}),
     "train": ("/vectors/train", {"name": "mood", "pairs": PAIRS}),
     "completions": ("/v1/completions", {"prompt": IDS, "max_tokens": 40}),

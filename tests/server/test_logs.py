@@ -58,6 +58,7 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "steer": ("/steer", {"prompts": [TEXT], "max_tokens": 4, "steering": INLINE}),
     "sweep": ("/sweep", {"items": ITEMS, "steering": INLINE, "scales": [0, 1]}),
     "patch": ("/patch", {"pairs": [{"clean": ITEMS[0], "corrupted": ITEMS[0]}]}),
+    "lens": ("/lens", {"items": ITEMS}),
     "gradient": ("/gradient", {"items": ITEMS, "wrt": {"layers": [1]}}),
     "activations": ("/activations", {"items": [{"text": TEXT}], "layers": [1]}),
     "vectors.list": ("/vectors", None),

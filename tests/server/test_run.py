@@ -55,6 +55,7 @@ ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "steer": [("prompts x n", 6, {"prompt_ids": [[5]] * 2, "n": 3, **STEERING})],
     "sweep": [("scales x layers x (items and texts)", 6, {**ITEMS, "scales": [1, 2], **STEERING})],
     "patch": [("pairs", 2, {"pairs": [PAIR] * 2})],
+    "lens": [("items", 2, ITEMS)],
     "gradient": [("items", 2, {**ITEMS, "wrt": {"layers": [0]}})],
     "activations": [("items", 2, {"items": [{"token_ids": [5]}] * 2, "layers": [1]})],
     "vectors.train": [
@@ -161,6 +162,7 @@ LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
         {"texts": ["a", LONG], "scales": [1], **STEERING},
     ],
     "patch": [{"pairs": [dict.fromkeys(("clean", "corrupted"), LONG_ITEM["items"][1])]}],
+    "lens": [LONG_ITEM],
     "gradient": [{**LONG_ITEM, "wrt": {"layers": [0]}}],
     "activations": [{"items": ["a", LONG], "layers": [1]}],
     "vectors.train": [{"name": "a", "pairs": [{"positive": "a", "negative": LONG}] * 2}],

@@ -52,6 +52,7 @@ from logsteer.schemas.interventions import (
     InterventionFields,
     ParameterFields,
 )
+from logsteer.schemas.lens import LensAnswer, LensItem, LensRequest, LensRows, LensTarget
 from logsteer.schemas.logprob import (
     Boundary,
     BoundaryFinding,
@@ -221,6 +222,11 @@ __all__ = [
     "ItemScore",
     "KeyScope",
     "LayerQuality",
+    "LensAnswer",
+    "LensItem",
+    "LensRequest",
+    "LensRows",
+    "LensTarget",
     "LogprobAnswer",
     "LogprobItem",
     "LogprobRequest",

@@ -20,14 +20,21 @@ CaptureRead = Literal["each", "last", "mean"]
 class CaptureJob(Job):
     """A sequence of tokens whose activations are wanted, at `hook` of each of `layers`.
 
-    Of its tokens at `positions` (the whole sequence is the prompt) `read` says which: `each`,
-    the `last`, or the `mean` over them. An activation is what leaves its hook, steering included.
+    Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them. An
+    activation is what leaves its hook, steering included; for that the prompt is the first
+    `num_prompt` tokens, or the whole sequence.
     """
 
     layers: tuple[int, ...]
     hook: str = "resid_post"
     read: CaptureRead = "last"
     positions: Positions = field(default_factory=Positions)
+    num_prompt: int | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) if self.num_prompt is None else self.num_prompt
 
     @property
     def features(self) -> tuple[Feature, ...]:

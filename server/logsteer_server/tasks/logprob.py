@@ -534,6 +534,12 @@ def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
     return {"best": logprobs.index(max(known)), "choice_probs": probs} | flags
 
 
+def list_top(codec: TextCodec, top_ids: Ids, top_logprobs: Scores) -> dict[str, Any]:
+    """Return the alternatives of some rows, as `TopAlternatives`."""
+    tokens = [[codec.piece(token_id) for token_id in row] for row in top_ids.tolist()]
+    return {"token_ids": top_ids, "tokens": tokens, "logprobs": top_logprobs}
+
+
 class _ScoreWriter:
     """Writes targets as `TargetScore`; equal ones share the lists of their tokens."""
 
@@ -582,14 +588,8 @@ class _ScoreWriter:
                 score["columns"] = {name: values[begin:end] for name, values in others}
             top_ids, top_logprobs = self._outputs.top_ids, self._outputs.top_logprobs
             if top_ids is not None and top_logprobs is not None:
-                score["top"] = self._list_top(top_ids[begin:end], top_logprobs[begin:end])
+                score["top"] = list_top(self._codec, top_ids[begin:end], top_logprobs[begin:end])
         return score
-
-    def _list_top(self, top_ids: Ids, top_logprobs: Scores) -> dict[str, Any]:
-        """Return the alternatives of some rows."""
-        piece = self._codec.piece
-        tokens = [[piece(token_id) for token_id in row] for row in top_ids.tolist()]
-        return {"token_ids": top_ids, "tokens": tokens, "logprobs": top_logprobs}
 
 
 class LogprobTask(BodyTask[LogprobRequest]):

@@ -44,9 +44,9 @@ from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
-Purpose = Literal["work", "reference"]
-"""What a batch counts for: `work` for usage and receipts, `reference` (what others are compared
-with) for neither."""
+Purpose = Literal["work", "readout", "reference"]
+"""What a batch counts for: `work` for usage and receipts, `readout` (of what was captured) for
+usage alone, `reference` (what others are compared with) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ class Run:
             for index, output in zip(part.indices, part.outputs, strict=True):
                 if output.num_generated:
                     self._times.record(index, output.num_generated, time.monotonic())
-        for output in find_steered(batch.jobs, part):
+        for output in find_steered(batch.jobs, part) if batch.purpose == "work" else ():
             self._applied.add(output)
             if output.trace is not None:
                 self.task.model.metrics.steered_tokens.inc(output.trace.tokens)

@@ -18,6 +18,7 @@ from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.generation import GenerateTask, SteerTask
 from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.labels import LabelTask
+from logsteer_server.tasks.lens import LensTask
 from logsteer_server.tasks.logprob import DiagnosticsTask, LogprobTask
 from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
 from logsteer_server.tasks.patch import PatchTask
@@ -36,6 +37,7 @@ TASKS: Mapping[str, MakeTask] = {
     "steer": SteerTask,
     "sweep": SweepTask,
     "patch": PatchTask,
+    "lens": LensTask,
     "gradient": GradientTask,
     "activations": ActivationsTask,
     "vectors.train": TrainTask,

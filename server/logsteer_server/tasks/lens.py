@@ -1,0 +1,174 @@
+"""`/lens`: targets as the residual stream of each layer predicts them (logit lens).
+
+The streams of the rows that predict the targets are captured. Each then takes the place of the last
+layer's output in a job of one token, so that the model's own final norm and head read it, whatever
+its family and however it is split over GPUs.
+
+    The  capital  of  France  is   ─►  stream of " is" at layers 0, 1, ... L - 1
+                                          │
+              [token]  ── last layer's output := stream ──►  norm, head: " Paris"?
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas import LensRequest, LogprobItem
+from logsteer_server.contract.batches import ScoreOutputs
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.contract.plan import Positions
+from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.settings import Settings
+from logsteer_server.stores.layer_vectors import RESID_POST
+from logsteer_server.tasks.captures import CaptureSite
+from logsteer_server.tasks.columns import ColumnOptions, show_columns
+from logsteer_server.tasks.logprob import (
+    TargetOptions,
+    TargetPlan,
+    check_items,
+    find_longest,
+    list_top,
+    plan_targets,
+)
+from logsteer_server.tasks.patch import replace_at
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import Batch, BodyTask, Collector
+
+HELD = 2
+"""Copies of a captured stream: as it came, and as its plan carries it."""
+
+
+def capture_rows(job: ScoreJob, layers: tuple[int, ...]) -> CaptureJob:
+    """Return the job that captures what a score job's rows leave in these layers."""
+    rows = Positions("slices", ((job.first_row, len(job.tokens)),))
+    return CaptureJob(job.tokens, layers, RESID_POST, "each", rows, job.prompt_len)
+
+
+class LensTask(BodyTask[LensRequest]):
+    """Targets as each layer predicts them, by the model's own final norm and head."""
+
+    kind = "lens"
+
+    _results: list[dict[str, Any]]
+
+    def _items(self) -> list[LogprobItem]:
+        return [
+            LogprobItem(context="", targets=[item]) if isinstance(item, str) else item
+            for item in self._body.items
+        ]
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound items and targets. Errors: APIError `payload_too_large`."""
+        check_items(self._items(), settings)
+
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
+        """Capture the rows of all targets, then read each layer's.
+
+        Errors: APIError `payload_too_large` for more layers x tokens than is allowed.
+        """
+        body, info = self._body, self.info
+        items = self._items()
+        planner.cover_text(find_longest(items))
+        problems = ItemProblems("items", body.on_error)
+        plan, layers = await planner.advance(self._plan(items, problems))
+        if not plan.jobs:  # each item has a problem
+            self._results = problems.fill([], self.request_id)
+            return
+        count = len(plan.jobs.targets) * len(layers)
+        limit = planner.settings.max_items
+        if count > limit:
+            detail = (
+                f"{len(plan.jobs.targets)} tokens x {len(layers)} layers are {count} rows, at most "
+                f"{limit} are read at once: ask for fewer layers or tokens, or raise max_items."
+            )
+            raise api_error("payload_too_large", detail, param="items")
+        planner.expect_rows(count, len(body.columns), min(body.top, info.vocab_size))
+        captures = [capture_rows(job, layers) for job in plan.jobs]
+        rows = sum(capture.num_rows for capture in captures)
+        planner.hold_activations(HELD * rows * len(layers) * info.hidden_size)
+        captured, scored = Collector(), Collector()
+        yield Batch(self.interventions.apply(captures), captured.take)
+        steps = self._list_jobs(plan, layers, captured.outputs)
+        jobs = await planner.capacity.call_long(list, steps)
+        yield Batch(jobs, scored.take, cache=body.cache, purpose="readout")
+        found = await planner.advance(self._write(plan, layers, scored.scores))
+        self._results = problems.fill(found, self.request_id)
+
+    def _plan(
+        self, items: Sequence[LogprobItem], problems: ItemProblems
+    ) -> Steps[tuple[TargetPlan, tuple[int, ...]]]:
+        body, info = self._body, self.info
+        check_feature("steering", info, "layers")
+        layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        top = min(body.top, info.vocab_size)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
+        plan = yield from plan_targets(items, self.codec, info, options, read, problems)
+        return plan, layers
+
+    def _list_jobs(
+        self, plan: TargetPlan, layers: tuple[int, ...], captured: Sequence[CaptureOutput]
+    ) -> Iterator[ScoreJob]:
+        """Yield the jobs of one token: by layer, by planned job, by its captured rows."""
+        change, last = self.interventions.change, self.info.num_layers - 1
+        for number in range(len(layers)):
+            for job, output in zip(plan.jobs, captured, strict=True):
+                base = change(job)
+                for row, stream_D in enumerate(output.activations_LTD[number]):
+                    place = job.first_row + row
+                    yield replace(
+                        base,
+                        tokens=job.tokens[place : place + 1],
+                        targets=job.targets if job.shares_row else job.targets[row : row + 1],
+                        plan=replace_at(RESID_POST, {last: stream_D}, 0),
+                    )
+
+    def _write(
+        self, plan: TargetPlan, layers: tuple[int, ...], outputs: ScoreOutputs
+    ) -> Steps[list[dict[str, Any]]]:
+        """Return the `LensItem` of each item; a layer's rows are those of the planned jobs."""
+        begins, ends = plan.find_rows(plan.jobs.target_starts)
+        num_rows = len(plan.jobs.targets)
+        targets: list[dict[str, Any]] = []
+        for planned, begin, end in zip(plan.planned, begins, ends, strict=True):
+            by_layer = {
+                str(layer): self._write_rows(outputs, n * num_rows + begin, n * num_rows + end)
+                for n, layer in enumerate(layers)
+            }
+            finite = all(rows["logprob"] is not None for rows in by_layer.values())
+            targets.append({
+                "target": planned.text,
+                "token_ids": planned.token_ids,
+                "tokens": list(map(self.codec.piece, planned.token_ids)),
+                "offsets": planned.offsets,
+                "layers": by_layer,
+                "boundary": planned.finding,
+                "truncated_tokens": planned.truncated,
+                "flags": [] if finite else ["non_finite"],
+            })  # fmt: skip
+            yield 0
+        return [{"targets": [targets[index] for index in item.targets]} for item in plan.items]
+
+    def _write_rows(self, outputs: ScoreOutputs, begin: int, end: int) -> dict[str, Any]:
+        columns = {name: values[begin:end] for name, values in outputs.columns.items()}
+        total = float(columns["logprob"].astype(np.float64).sum())
+        rows = {
+            "logprob": total if np.isfinite(total) else None,
+            "logprobs": columns["logprob"],
+            **show_columns(columns, self._body.columns),
+        }
+        if outputs.top_ids is not None and outputs.top_logprobs is not None:
+            top = list_top(self.codec, outputs.top_ids[begin:end], outputs.top_logprobs[begin:end])
+            rows["top"] = top
+        return rows
+
+    def report(self) -> dict[str, Any]:
+        """Return the results."""
+        return {"results": self._results}
