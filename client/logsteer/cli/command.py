@@ -15,6 +15,7 @@ from logsteer.cli.capture import add_capture
 from logsteer.cli.chat import add_chat
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient, add_score
+from logsteer.cli.maps import add_lens, add_patch
 from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
 from logsteer.cli.parameters import add_adapter_commands, add_override_commands
@@ -133,6 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
     tokenize.set_defaults(command=_show_tokens)
     add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
     add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
+    add_lens(add("lens", help="what each layer would predict, as a map"))
+    add_patch(add("patch", help="which activations of one text carry what is said of another"))
     add_gradient(add("gradient", help="derivatives of targets' log-probabilities"))
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DosePoint, DoseResponse
 from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
+from logsteer.extras.maps import LayerMap, map_lens, map_lens_answer, map_patch
 from logsteer.schemas import (
+    LensAnswer,
+    LensTarget,
+    PatchAnswer,
     PerplexityAnswer,
     SweepAnswer,
     SweepPoint,
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _GREY = "#8a8a8a"
+_ORANGE, _BLUE = "#de541e", "#1f6fb4"
+"""Above and below 0, as on the server's page."""
 _DPI = 150
 _DOSE = "scale, as a multiple of the vectors' own"
 _QUALITY = ("accuracy", "auc", "pair_accuracy")
@@ -38,6 +44,8 @@ _MAX_MARKED = 60
 """Windows that are marked one by one."""
 _MAX_SERIES = 8
 """More lines of a kind than this cannot be told apart: their mean is drawn."""
+_MAX_CELLS = 400
+"""Cells of a map that have room for a word each."""
 _LOG_RATIO = 8
 """Perplexities this far apart are drawn on a logarithmic axis."""
 
@@ -273,6 +281,37 @@ def _plot_card(card: VectorCard, path: str | Path | None) -> Figure:
     return _finish(figure, f"{card.name} ({card.sha256[:12]})", path)
 
 
+def plot_map(found: LayerMap, path: str | Path | None = None) -> Figure:
+    """Draw layers by tokens as a heat map, the first layer at the bottom.
+
+    Changes are orange above 0 and blue below. Cells are marked where these are few.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    width, height = len(found.tokens), len(found.layers)
+    figure, (axes,) = _prepare(path, 1, max(4.3, 0.55 * width))
+    figure.set_figheight(max(3.2, 1.6 + 0.3 * height))
+    values = [[_gap(value) for value in row] for row in found.values]
+    most = max((abs(value) for row in values for value in row if math.isfinite(value)), default=1)
+    colours = LinearSegmentedColormap.from_list("signed", [_BLUE, "#ffffff", _ORANGE])
+    limits = (-most or -1, most or 1) if found.signed else (0, 1)
+    drawn = axes.imshow(
+        values, aspect="auto", origin="lower", vmin=limits[0], vmax=limits[1],
+        cmap=colours if found.signed else LinearSegmentedColormap.from_list(
+            "share", ["#ffffff", _ORANGE]
+        ),
+    )  # fmt: skip
+    tokens = [_escape(repr(token)[1:-1]) for token in found.tokens]
+    axes.set_xticks(range(width), tokens, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(height), found.layers, fontsize=8)
+    axes.set_ylabel("layer")
+    for row, marks in enumerate((found.marks or ()) if width * height <= _MAX_CELLS else ()):
+        for place, mark in enumerate(marks):
+            axes.text(place, row, _escape(mark.strip()), ha="center", va="center", fontsize=7)
+    figure.colorbar(drawn, ax=axes).set_label(found.unit)
+    return _finish(figure, found.title, path)
+
+
 _PLOTS: Mapping[type, Callable[..., Figure]] = {
     SweepAnswer: plot_sweep,
     DoseResponse: plot_doses,
@@ -281,5 +320,8 @@ _PLOTS: Mapping[type, Callable[..., Figure]] = {
         all_of.results, path, f"Text on {all_of.model}"
     ),
     VectorCard: _plot_card,
+    LensTarget: lambda target, path: plot_map(map_lens(target), path),
+    LensAnswer: lambda answer, path: plot_map(map_lens_answer(answer), path),
+    PatchAnswer: lambda answer, path, pair=0: plot_map(map_patch(answer, pair), path),
     TrainAnswer: lambda answer, path: _plot_card(answer.vector, path),
 }

@@ -22,11 +22,16 @@ from logsteer.schemas import (
     GradientAnswer,
     ItemGradients,
     ItemScore,
+    LensAnswer,
+    LensItem,
+    LensTarget,
     LogprobAnswer,
     ModelCard,
     ModelList,
     OverrideCard,
     OverrideList,
+    PatchAnswer,
+    PatchResult,
     PerplexityAnswer,
     PromptCompletions,
     SelftestAnswer,
@@ -387,6 +392,31 @@ def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
         yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
 
 
+def _write_lens_tokens(item: LensItem) -> Iterator[FlatRow]:
+    for target in item.targets:
+        for layer, found in target.layers.items():
+            where = {"target": target.target, "layer": int(layer)}
+            tops = found.top.tokens if found.top else None
+            rows = _write_tokens(target.tokens, target.token_ids, found.logprobs, found)
+            for place, row in enumerate(rows):
+                yield {**where, **row, **({"predicted": tops[place][0]} if tops else {})}
+
+
+def _write_lens_layers(item: LensItem) -> Iterator[FlatRow]:
+    for target in item.targets:
+        for layer, found in target.layers.items():
+            yield {"target": target.target, "layer": int(layer), "logprob": found.logprob}
+
+
+def _write_patches(result: PatchResult) -> Iterator[FlatRow]:
+    for layers, values in zip(result.layers, result.matrix, strict=True):
+        for position, token, value in zip(result.positions, result.tokens, values, strict=True):
+            yield {
+                "layers": label_layers(layers), "position": position, "token": token,
+                "value": value,
+            }  # fmt: skip
+
+
 def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
     if all(target.norms is None for target in item.targets):
         return None
@@ -409,6 +439,18 @@ _TEXTS: Mapping[str, _Write] = {
     "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
+
+
+_LENS: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
+_PATCH: Mapping[str, _Write] = {
+    "patch": _write_patches,
+    "run": lambda result: [_pick(result, ("clean", "corrupted", "truncated_tokens"))],
+}
+
+
+def _write_one(write: _Write) -> _Write:
+    """Return a writer of a single target of a lens."""
+    return lambda target: write(LensItem(targets=[target]))
 
 
 def _of_all(name: str, writers: Mapping[str, _Write]) -> Mapping[str, _Write]:
@@ -437,6 +479,11 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     DoseResponse: {"point": _write_each("points", _write_plain)},
     GradientAnswer: _of_all("item", {"position": _write_norms, "target": _write_gradients}),
     ItemGradients: {"position": _write_norms, "target": _write_gradients},
+    LensAnswer: _of_all("item", _LENS),
+    LensItem: _LENS,
+    LensTarget: {grain: _write_one(write) for grain, write in _LENS.items()},
+    PatchAnswer: _of_all("pair", _PATCH),
+    PatchResult: _PATCH,
     Encoded: {"token": _write_encoded},
     TokenizeAnswer: _of_all("text", {"token": _write_encoded}),
     ModelList: {"model": _write_each("models", _write_model)},

@@ -18,7 +18,7 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.problem import ItemResult
-from logsteer.schemas.views import Plotted
+from logsteer.schemas.views import Plotted, Tabled
 
 
 class LensRequest(RowOptions, ItemOptions, InterventionFields, NamedRefusals):
@@ -76,7 +76,7 @@ class LensTarget(Plotted):
     flags: list[str] = Field(default_factory=list)
 
 
-class LensItem(ItemResult):
+class LensItem(ItemResult, Tabled):
     """The targets of one item."""
 
     targets: list[LensTarget] = Field(default_factory=list)

@@ -10,13 +10,13 @@ from logsteer.schemas.common import (
     Index,
     NamedRefusals,
     PrecisionOption,
-    Reply,
     Request,
     RequestOptions,
 )
 from logsteer.schemas.interventions import AppliedParameters, ParameterFields
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.steering import HOOK, HookName
+from logsteer.schemas.views import Plotted, Tabled
 
 PatchMetric = Literal["logprob", "difference", "kl"]
 PatchDirection = Literal["denoise", "noise"]
@@ -84,7 +84,7 @@ class PatchRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
         return self
 
 
-class PatchResult(Reply):
+class PatchResult(Tabled):
     """The metric of one pair: unpatched, and under each patch."""
 
     clean: Float
@@ -100,7 +100,7 @@ class PatchResult(Reply):
     )
 
 
-class PatchAnswer(Answer, AppliedParameters):
+class PatchAnswer(Answer, AppliedParameters, Plotted):
     """One result per pair, in the order given."""
 
     hook: str

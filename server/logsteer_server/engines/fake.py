@@ -54,11 +54,12 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Return activations [L, T, D] in [-1, 1], fixed by layer, hook and tokens: a sine a dimension.
+    """Return activations [L, T, D] in [-1, 1], fixed by layer, hook and the tokens read so far: a
+    sine a dimension.
 
     T is the job's `num_rows`.
     """
-    read_T = job.tokens[job.places].astype(np.float64)
+    read_T = job.tokens.astype(np.float64).cumsum()[job.places]
     layers_L11 = np.array(job.layers, dtype=np.float64)[:, None, None]
     dims_D = np.arange(1, width + 1, dtype=np.float64)
     phase = sum(job.hook.encode())
