@@ -259,7 +259,7 @@ def test_names_that_are_none(http: httpx.Client, path: str) -> None:
             "whiten is for pca and logistic",
         ),
         (
-            {"name": "a", "pairs": [{"positive": "not so the end", "negative": "so not the end"}]},
+            {"name": "a", "pairs": [{"positive": "a not so end", "negative": "a so not end"}]},
             "invalid_vector",
             "do not differ",
         ),
