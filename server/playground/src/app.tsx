@@ -224,16 +224,30 @@ interface PanelProps {
   onChange: (change: Partial<Fields>) => void;
 }
 
+/** What a view shows, and which form asked for it. */
+interface Latest {
+  since: Session | null;
+  result: unknown;
+  /** null: it is not whole yet. */
+  fields: Fields | null;
+  model: string;
+}
+
 function Panel({ view, state, isShown, opened, onChange }: PanelProps) {
   const Component = view.component;
   const session = opened?.session ?? null;
-  const [latest, setLatest] = useState<{ since: Session | null; result: unknown }>({ since: null, result: null });
+  const [latest, setLatest] = useState<Latest>({ since: null, result: null, fields: null, model: "" });
   const isLatest = session === null || latest.since === session;
   const onResult = (result: unknown, asked?: { fields: Fields; title: string }): void => {
-    setLatest({ since: session, result });
     const model = currentModel.value?.id;
+    setLatest({ since: session, result, fields: asked?.fields ?? null, model: model ?? "" });
     if (asked && model !== undefined) void keepSession({ ...asked, view: view.id, model, result });
   };
+  const shown = isLatest ? latest : session;
+  const isStale =
+    view.asks !== undefined && shown.fields !== null &&
+    (shown.model !== currentModel.value?.id ||
+      JSON.stringify(view.asks(shown.fields)) !== JSON.stringify(view.asks(state)));
   return (
     <section
       id={`view-${view.id}`}
@@ -249,9 +263,10 @@ function Panel({ view, state, isShown, opened, onChange }: PanelProps) {
         model={currentModel.value}
         models={models.value}
         isShown={isShown}
-        result={isLatest ? latest.result : session.result}
+        result={shown.result}
         onResult={onResult}
         isKept={!isLatest && opened?.isUntouched === true}
+        isStale={isStale}
       />
     </section>
   );

@@ -58,6 +58,21 @@ export function useAutoRun(key: string | null, run: () => void, delay = 300): vo
   }, [key, delay]);
 }
 
+/** Milliseconds after which what has changed has been sent, where it is sent by itself, and answered. */
+const LASTING_MS = 900;
+
+/** Whether this stays so for longer than it takes for a change to be sent by itself. */
+export function useStaying(isSo: boolean): boolean {
+  const [stays, setStays] = useState(false);
+  useEffect(() => {
+    setStays(false);
+    if (!isSo) return undefined;
+    const timer = setTimeout(() => setStays(true), LASTING_MS);
+    return () => clearTimeout(timer);
+  }, [isSo]);
+  return isSo && stays;
+}
+
 /** What `make` returns, or what it throws. */
 export function attempt<T>(make: () => T): { value: T } | { error: unknown } {
   try {

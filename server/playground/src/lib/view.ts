@@ -19,6 +19,8 @@ export interface ViewProps<S extends Fields, R = never> {
   onResult: (result: R, asked?: { fields: S; title: string }) => void;
   /** Whether the result was opened from a session: nothing runs by itself until the form changes. */
   isKept: boolean;
+  /** Whether the form asks for something else by now. */
+  isStale: boolean;
 }
 
 /** How a result is shown: beside its form, and beside another one of the sessions. */
@@ -38,6 +40,8 @@ export interface View<S extends Fields, R = never> {
   /** A good example on the demo model. Fields that differ from it are written into the address. */
   initial: S;
   component: ComponentType<ViewProps<S, R>>;
+  /** The part of the form that its request is made of; without it results never become stale. */
+  asks?: (fields: S) => unknown;
   /** Shows a result without its form; without it results are not kept. */
   outcome?: ComponentType<OutcomeProps<S, R>>;
 }

@@ -127,7 +127,7 @@ function toRequest(state: State, cases: readonly Case[], condition: Condition): 
 }
 
 function ChoicesView(props: ViewProps<State, Shown>) {
-  const { state, setState, model, models, isShown, result, onResult, isKept } = props;
+  const { state, setState, model, models, isShown, result, onResult, isKept, isStale } = props;
   const task = useTask();
   const [done, setDone] = useState(0);
   const stored = vectors.value;
@@ -188,6 +188,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
   };
   return (
     <Panes
+      isStale={isStale}
       form={
         <RunForm label="Contexts and targets" onRun={run}>
           <Segments
@@ -606,6 +607,11 @@ export const choices = view<State, Shown>({
   icon: "choices",
   lead: "Which of these continues the context best?",
   initial: INITIAL,
+  asks: ({ mode, context, targets, table, shares, neutral, ...rest }) => [
+    rest,
+    mode === "one" ? [context, targets] : table,
+    shares === "pmi" && neutral,
+  ],
   component: ChoicesView,
   outcome: Outcome,
 });

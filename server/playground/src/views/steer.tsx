@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { parseFields, writeFields } from "../lib/address";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
@@ -14,7 +14,7 @@ import {
   type Reach,
   type VectorFields,
 } from "../lib/steering";
-import { attempt } from "../lib/task";
+import { attempt, useStaying } from "../lib/task";
 import type { VectorCard } from "../lib/vectors";
 import type { ModelCard } from "../lib/api";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
@@ -307,18 +307,6 @@ function useRepeated(run: () => void, isReady: boolean, body: object | null, sta
     if (rest <= 0) go();
     else last.current.timer = window.setTimeout(go, rest);
   }, [isReady, body, key]);
-}
-
-/** Whether this stays so for longer than it takes for a change to be sent by itself. */
-function useStaying(isSo: boolean): boolean {
-  const [stays, setStays] = useState(false);
-  useEffect(() => {
-    setStays(false);
-    if (!isSo) return undefined;
-    const timer = setTimeout(() => setStays(true), 3 * PAUSE_MS);
-    return () => clearTimeout(timer);
-  }, [isSo]);
-  return isSo && stays;
 }
 
 type Change = { state: State; setState: (change: Partial<State>) => void };

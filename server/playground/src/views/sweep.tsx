@@ -24,7 +24,7 @@ import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepBody, typ
 /** Points up to which the first sweep runs by itself. */
 const MOST_AT_ONCE = 128;
 
-function SweepView({ state, setState, model, isShown, result, onResult, isKept }: ViewProps<SweepState, Swept>) {
+function SweepView({ state, setState, model, isShown, result, onResult, isKept, isStale }: ViewProps<SweepState, Swept>) {
   const { cards, task: listing } = useVectors(isShown);
   const task = useTask();
   const named = model?.id;
@@ -34,8 +34,9 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
     if (body === null) return;
     task.run(async (signal) => {
       const answer = await call("post", "/sweep", body as never, { signal });
-      const title = `${state.vector || (cards?.[0]?.name ?? "")}: ${state.items.join("; ")}`;
-      onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: state, title });
+      const vector = state.vector || (cards?.[0]?.name ?? "");
+      const title = `${vector}: ${state.items.join("; ")}`;
+      onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: { ...state, vector }, title });
     });
   };
   const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
@@ -55,6 +56,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
   const alter = (change: Partial<SteeringFields>): void => setState({ ...change, ...rescale(state, change, cards) });
   return (
     <Panes
+      isStale={isStale}
       form={
       <RunForm label="What is steered, and what is scored" onRun={run}>
         <Cases items={state.items} onChange={(items) => setState({ items })} />
@@ -248,6 +250,7 @@ export const sweep = view<SweepState, Swept>({
     set: 0,
     generated: -1,
   },
+  asks: ({ measure: _m, map: _p, chosen: _c, set: _s, generated: _g, ...rest }) => rest,
   component: SweepView,
   outcome: Outcome,
 });

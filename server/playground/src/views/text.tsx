@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Schemas } from "../lib/api";
-import { count, fixed, number, plural, signed, tick, visible } from "../lib/format";
+import { count, fixed, number, plural, signed, tick } from "../lib/format";
 import { makeReading, readText, toRequest, type Alternatives, type Query, type Read, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
@@ -17,7 +17,7 @@ import { Segments, TextArea } from "../parts/fields";
 import SAMPLE from "../sample.txt?raw";
 import { VectorSelect } from "./steering/VectorFields";
 import { INITIAL_WINDOWS, Windows, WindowsOutcome, type Progress, type WindowState } from "./text/Windows";
-import { HeatMap } from "../parts/HeatMap";
+import { LayerMap } from "../parts/LayerMap";
 import { Legend } from "../parts/Legend";
 import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
@@ -107,7 +107,7 @@ function TextView(props: ViewProps<State, Sides | Progress>) {
 
 type TokensProps = ViewProps<State, Sides> & { head: ComponentChildren; examples: ComponentChildren };
 
-function Tokens({ state, setState, model, models, isShown, result, onResult, isKept, head, examples }: TokensProps) {
+function Tokens({ state, setState, model, models, isShown, result, onResult, isKept, isStale, head, examples }: TokensProps) {
   const task = useTask();
   const stored = vectors.value;
   const usesVectors = state.colour === "probe" || state.beside === "steered";
@@ -144,6 +144,7 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
 
   return (
     <Panes
+      isStale={isStale}
       form={
       <RunForm label="Text to score" onRun={run}>
         {head}
@@ -367,33 +368,27 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
   );
 }
 
-/** Tokens of a map: each is a column. */
-const MAX_COLUMNS = 300;
-
 /** What the probe reads at every layer and token. */
 function Layers({ reading, title }: { reading: Reading; title?: string }) {
   const { layers, tokens, answer } = reading;
-  const shown = useMemo(() => [...layers].sort((a, b) => b.layer - a.layer), [layers]);
+  const shown = useMemo(() => [...layers].sort((a, b) => a.layer - b.layer), [layers]);
+  const values = useMemo(() => shown.map(({ readings }) => readings), [shown]);
+  const names = useMemo(() => shown.map(({ layer }) => String(layer)), [shown]);
   const scale = useMemo(() => {
-    const { reach, isClipped } = findReach(shown.flatMap(({ readings }) => readings));
+    const { reach, isClipped } = findReach(values.flat());
     return { ...divergingScale("Cosine with the probe", reach, tick), isClipped };
-  }, [shown]);
+  }, [values]);
   return (
-    <div class="sheet">
-      <h2>Layers and tokens, {title ?? answer.model}</h2>
-      <HeatMap
-        label="What the probe reads, by layer and token"
-        rows={shown.map(({ layer }) => String(layer))}
-        columns={tokens.slice(0, MAX_COLUMNS).map(visible)}
-        rowLabel="layer"
-        columnLabel="token"
-        values={shown.map(({ readings }) => readings)}
-        scale={scale}
-        format={(value) => number(value)}
-        exportName="layers-and-tokens"
-      />
-      {tokens.length > MAX_COLUMNS && <p class="hint">The first {MAX_COLUMNS} of {count(tokens.length)} tokens.</p>}
-    </div>
+    <LayerMap
+      title={`Layers and tokens, ${title ?? answer.model}`}
+      label="What the probe reads, by layer and token"
+      layers={names}
+      tokens={tokens}
+      values={values}
+      scale={scale}
+      format={number}
+      exportName="layers-and-tokens"
+    />
   );
 }
 
@@ -519,6 +514,7 @@ export const text = view<State, Sides | Progress>({
   icon: "text",
   lead: "How well does the model read a text?",
   initial: INITIAL,
+  asks: ({ colour, probe, at, ...rest }) => [rest, colour === "probe" && [probe, at]],
   component: TextView,
   outcome: Outcome,
 });

@@ -127,6 +127,7 @@ export function Windows<S extends WindowState>(props: WindowsProps<S>) {
 
   return (
     <Panes
+      isStale={props.isStale}
       form={
       <RunForm label="Text to score" onRun={run}>
         {props.head}
