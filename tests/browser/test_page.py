@@ -26,7 +26,7 @@ def test_the_page_is_one_file_with_a_strict_policy(playground_server: Server) ->
     assert policy["default-src"] == "'none'"
     assert policy["connect-src"] == "'self'"
     assert re.fullmatch(r"('sha256-[\w+/=]+' ?)+", policy["script-src"])
-    assert len(answer.content) <= 400_000
+    assert len(answer.content) <= 450_000
     assert not re.findall(rb'<(?:script|link|img)[^>]+(?:src|href)="(?!data:)', answer.content)
 
 
@@ -48,6 +48,10 @@ LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "sweep": (
         {"vector": "mood", "points": 3, "to": 2, "measure": "logprob", "layers": "2;3"},
         {"Points": "3", "to": "2", "log-probability": True},
+    ),
+    "inside": (
+        {"look": "patch", "clean": "Tom was", "metric": "kl", "at": "0;1,2", "cells": "change"},
+        {"patching": True, "Clean context": "Tom was", "Metric": "kl", "Layers": "0;1,2"},
     ),
     "vectors": (
         {"opened": "mood", "method": "lda", "name": "mine"},

@@ -25,6 +25,8 @@ ADDRESSES = {
     "steer, clamped": "steer?vector=mood&op=clamp&positions=slices&max_tokens=8",
     "steer, conditional": "steer?vector=mood&when=mood&above=0&max_tokens=8",
     "sweep": "sweep?vector=mood&points=3&layers=2%3B3",
+    "inside": "inside?beside=steered&vector=mood&at=0,2-4",
+    "inside, patched": "inside?look=patch&at=0-1;4&metric=kl",
     "vectors": "vectors?name=snippet",
     "models": "models",
 }

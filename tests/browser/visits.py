@@ -11,13 +11,14 @@ TIMEOUT_MS = 60_000
 MINUS = "\N{MINUS SIGN}"
 """What the page writes before negative numbers."""
 
-VIEWS = ("text", "choices", "steer", "sweep", "vectors", "models", "sessions")
+VIEWS = ("text", "choices", "steer", "sweep", "inside", "vectors", "models", "sessions")
 
 DONE = {
     "text": "#view-text .result .token",
     "choices": "#view-choices .choice",
     "steer": "#view-steer .continuations[aria-busy=false] + .receipt",
     "sweep": "#view-sweep .explained",
+    "inside": "#view-inside .heat td",
     "vectors": "#view-vectors .vector .quality",
     "models": "#view-models .model",
     "sessions": "#view-sessions [role=status]",

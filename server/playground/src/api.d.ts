@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 c6f448178d25bf1dd457891300e4b527e48a70dcf99583173435bba51882c762
+// Written by build/types.mjs from openapi.json, sha256 b0df612fabf41927e4abf8634692a4e4b3e4e4e4c0b0cfd96401d4d202143144
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -62,6 +62,40 @@ export interface paths {
         put?: never;
         /** Generate */
         post: operations["generate_generate_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/gradient": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient */
+        post: operations["gradient_gradient_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/lens": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Lens */
+        post: operations["lens_lens_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -164,6 +198,23 @@ export interface paths {
         put?: never;
         /** Unload */
         post: operations["unload_models__model_id__unload_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/patch": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Patch */
+        post: operations["patch_patch_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -484,6 +535,49 @@ export interface components {
             top_p?: number;
             window?: number;
         };
+        GradientAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            along?: components["schemas"]["UsedOverride"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["ItemGradients"][];
+            steering?: components["schemas"]["SteeringReceipt"] | null;
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        GradientRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            items: components["schemas"]["LogprobItem"][];
+            model?: string | null;
+            /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            steering?: components["schemas"]["Steering"] | null;
+            wrt: components["schemas"]["GradientVariable"];
+        };
+        GradientVariable: {
+            hook?: string;
+            layers?: number[] | null;
+            override?: string | null;
+            positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["SlicePositions"];
+        };
+        ItemGradients: {
+            problem?: components["schemas"]["Problem"] | null;
+            targets?: components["schemas"]["TargetGradient"][];
+        } & {
+            [key: string]: unknown;
+        };
         ItemScore: {
             best?: number | null;
             choice_probs?: (number | null)[];
@@ -501,6 +595,77 @@ export interface components {
             explained_variance?: number | null;
             matching_scale?: number | null;
             pair_accuracy?: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        LensAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["LensItem"][];
+            steering?: components["schemas"]["SteeringReceipt"] | null;
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        LensItem: {
+            problem?: components["schemas"]["Problem"] | null;
+            targets?: components["schemas"]["LensTarget"][];
+        } & {
+            [key: string]: unknown;
+        };
+        LensRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            items: (string | components["schemas"]["LogprobItem"])[];
+            layers?: number[] | null;
+            model?: string | null;
+            /** @enum {string} */
+            on_error?: "fail" | "report";
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            policy?: components["schemas"]["SamplingPolicy"];
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            steering?: components["schemas"]["Steering"] | null;
+            top?: number;
+        };
+        LensRows: {
+            columns?: {
+                [key: string]: (number | null)[];
+            } | null;
+            logprob: number | null;
+            logprobs: (number | null)[];
+            probes?: components["schemas"]["ProbeReadings"][] | null;
+            ranks?: number[] | null;
+            top?: components["schemas"]["TopAlternatives"] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        LensTarget: {
+            /** @enum {string} */
+            boundary: "exact" | "merged";
+            flags?: string[];
+            layers: {
+                [key: string]: components["schemas"]["LensRows"];
+            };
+            offsets?: [
+                number,
+                number
+            ][] | null;
+            target: string;
+            token_ids: number[];
+            tokens: string[];
+            truncated_tokens?: number;
         } & {
             [key: string]: unknown;
         };
@@ -583,6 +748,61 @@ export interface components {
             cast?: "float32" | null;
             eta: number;
             name: string;
+        };
+        PatchAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            /** @enum {string} */
+            direction: "denoise" | "noise";
+            hook: string;
+            id: string;
+            /** @enum {string} */
+            metric: "logprob" | "difference" | "kl";
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["PatchResult"][];
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        PatchPair: {
+            align?: number[][] | null;
+            clean: components["schemas"]["LogprobItem"];
+            corrupted: components["schemas"]["LogprobItem"];
+        };
+        PatchRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            /** @enum {string} */
+            direction?: "denoise" | "noise";
+            hook?: string;
+            layers?: number[][] | null;
+            /** @enum {string} */
+            metric?: "logprob" | "difference" | "kl";
+            model?: string | null;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            pairs: components["schemas"]["PatchPair"][];
+            positions?: number[] | null;
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+        };
+        PatchResult: {
+            clean: number | null;
+            corrupted: number | null;
+            layers: number[][];
+            matrix: (number | null)[][];
+            positions: number[];
+            tokens: string[];
+            truncated_tokens?: number;
+        } & {
+            [key: string]: unknown;
         };
         PerplexityAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
@@ -997,6 +1217,28 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        TargetGradient: {
+            /** @enum {string} */
+            boundary: "exact" | "merged";
+            directional?: number | null;
+            directional_per_token?: (number | null)[] | null;
+            flags?: string[];
+            gradients?: {
+                [key: string]: (number | null)[][];
+            } | null;
+            logprob: number | null;
+            logprobs: (number | null)[];
+            norms?: {
+                [key: string]: (number | null)[];
+            } | null;
+            num_context: number;
+            positions?: number[] | null;
+            target: string;
+            token_ids: number[];
+            truncated_tokens?: number;
+        } & {
+            [key: string]: unknown;
+        };
         TargetScore: {
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
@@ -1384,6 +1626,70 @@ export interface operations {
             };
         };
     };
+    gradient_gradient_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["GradientRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["GradientAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    lens_lens_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["LensRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LensAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     logprob_logprob_post: {
         parameters: {
             query?: never;
@@ -1559,6 +1865,38 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ModelCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    patch_patch_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PatchRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PatchAnswer"];
+                    "application/msgpack": unknown;
                 };
             };
             default: {

@@ -1,5 +1,6 @@
 // The views, in the order of their tabs.
 import { choices } from "./views/choices";
+import { inside } from "./views/inside";
 import { models } from "./views/models";
 import { makeSessions } from "./views/sessions";
 import { steer } from "./views/steer";
@@ -7,6 +8,6 @@ import { sweep } from "./views/sweep";
 import { text } from "./views/text";
 import { vectors } from "./views/vectors";
 
-const ASKING = [text, choices, steer, sweep, vectors, models];
+const ASKING = [text, choices, steer, sweep, inside, vectors, models];
 
 export const VIEWS = [...ASKING, makeSessions(ASKING)];

@@ -20,6 +20,8 @@ const ENDPOINTS = {
   generate: ["POST", "/generate"],
   steer: ["POST", "/steer"],
   sweep: ["POST", "/sweep"],
+  lens: ["POST", "/lens"],
+  patch: ["POST", "/patch"],
   tokenize: ["POST", "/tokenize"],
   "vectors.list": ["GET", "/vectors"],
   "vectors.get": ["GET", "/vectors/{name}"],
@@ -157,6 +159,9 @@ function probeOptions({ endpoint }: Asked, probes: Json | undefined): string[] {
 /** Fields of a body that are options of the same name, with their defaults, which are left out. */
 const PLAIN: { [field: string]: Json } = {
   boundary: "joint",
+  metric: "logprob",
+  direction: "denoise",
+  hook: "resid_post",
   space: "as_given",
   top: 0,
   protocol: "sliding",
@@ -185,6 +190,8 @@ const TAKES: { [endpoint: string]: string[] } = {
   generate: ["max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "bos", "adapter"],
   steer: ["max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "bos", "baseline", "adapter"],
   sweep: ["boundary", "bos", "adapter"],
+  lens: ["top", "boundary", "bos", "adapter"],
+  patch: ["metric", "direction", "hook", "boundary", "bos"],
   "vectors.train": ["method", "whiten", "read", "bos"],
 };
 
@@ -256,6 +263,21 @@ export function toCommand(asked: Asked, origin: string): string | null {
       } else if (texts?.length) return null;
       break;
     }
+    case "lens": {
+      const [item] = body.items as (string | ItemBody)[];
+      if (typeof item === "string") last = [quote(item)];
+      else if (item?.context !== undefined) last = [item.context, ...(item.targets ?? [])].map(quote);
+      else return null;
+      if (body.layers) options.push(`--layers ${(body.layers as number[]).join(",")}`);
+      for (const column of (body.columns ?? []) as string[]) options.push(`--columns ${column}`);
+      break;
+    }
+    case "patch": {
+      const [{ clean, corrupted }] = body.pairs as unknown as [{ clean: ItemBody; corrupted: ItemBody }];
+      last = [clean.context ?? "", corrupted.context ?? "", ...(clean.targets ?? [])].map(quote);
+      for (const set of (body.layers ?? []) as number[][]) options.push(`--layers ${set.join(",")}`);
+      break;
+    }
     case "vectors.train": {
       const pairs = (body.pairs as Json[]).map((pair) => JSON.stringify(pair)).join("\n");
       if (body.layers) options.push(`--layers ${(body.layers as number[]).join(",")}`);
@@ -292,6 +314,8 @@ const COMMANDS: { [endpoint: string]: string[] } = {
   generate: ["generate"],
   steer: ["steer"],
   sweep: ["sweep"],
+  lens: ["lens"],
+  patch: ["patch"],
   tokenize: ["tokenize"],
   "vectors.list": ["vectors", "list"],
   "vectors.get": ["vectors", "show"],

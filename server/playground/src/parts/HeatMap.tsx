@@ -25,7 +25,7 @@ export interface HeatMapProps {
   format: (value: number) => string;
   /** What cells say in place of their numbers. */
   texts?: readonly (readonly string[])[];
-  /** What the card of a cell says beside its number. */
+  /** What the card of a cell says; else its names and number. */
   describe?: (row: number, column: number) => ComponentChildren;
   chosen?: { row: number; column: number } | null;
   onChoose?: (row: number, column: number) => void;
@@ -178,15 +178,16 @@ export function HeatMap(props: HeatMapProps) {
       )}
       {looked !== null && looked.row < rows.length && looked.column < columns.length && (
         <Card id={`${exportName}-card`} anchor={looked.cell} isHeld={false}>
-          <dl class="card-rows num">
-            <dt>{rowLabel}</dt>
-            <dd>{rows[looked.row]}</dd>
-            <dt>{columnLabel}</dt>
-            <dd>{columns[looked.column]}</dd>
-            <dt>{scale.label}</dt>
-            <dd>{write(values[looked.row]?.[looked.column])}</dd>
-          </dl>
-          {describe?.(looked.row, looked.column)}
+          {describe?.(looked.row, looked.column) ?? (
+            <dl class="card-rows num">
+              <dt>{rowLabel}</dt>
+              <dd>{rows[looked.row]}</dd>
+              <dt>{columnLabel}</dt>
+              <dd>{columns[looked.column]}</dd>
+              <dt>{scale.label}</dt>
+              <dd>{write(values[looked.row]?.[looked.column])}</dd>
+            </dl>
+          )}
         </Card>
       )}
     </figure>

@@ -4,6 +4,7 @@ const PATHS = {
   choices: "M4 7h14M4 12h8M4 17h4",
   steer: "M4 18C10 18 9 6 20 6M15 3l5 3-4 4",
   sweep: "M4 4v16h16M7 15c4 0 5-9 12-9",
+  inside: "M4 4h16v16H4zM4 9.3h16M4 14.7h16M9.3 4v16M14.7 4v16",
   vectors: "M5 19L18 6M11 6h7v7M5 12v7h7",
   models: "M4 7l8-4 8 4-8 4zM4 12l8 4 8-4M4 17l8 4 8-4",
   sessions: "M4 5h16v4H4zM5 9v10h14V9M9 13h6",

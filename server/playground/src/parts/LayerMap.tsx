@@ -18,13 +18,13 @@ interface LayerMapProps {
   format: (value: number) => string;
   /** What cells say in place of their numbers. */
   texts?: readonly (readonly string[])[];
-  /** What the card of a cell says beside its number, by layer and token. */
+  /** What the card of a cell says, by layer and token. */
   describe?: (layer: number, token: number) => ComponentChildren;
   exportName: string;
   children?: ComponentChildren;
 }
 
-export function LayerMap({ title, layers, tokens, values, texts, describe, children, ...rest }: LayerMapProps) {
+export function LayerMap({ title, label, layers, tokens, values, texts, describe, children, ...rest }: LayerMapProps) {
   const last = layers.length - 1;
   const rows = useMemo(() => [...layers].reverse(), [layers]);
   const cells = useMemo(() => [...values].reverse(), [values]);
@@ -35,6 +35,7 @@ export function LayerMap({ title, layers, tokens, values, texts, describe, child
       <h2>{title}</h2>
       <HeatMap
         {...rest}
+        label={`${title}: ${label}`}
         rows={rows}
         columns={columns}
         rowLabel="layer"
@@ -43,7 +44,7 @@ export function LayerMap({ title, layers, tokens, values, texts, describe, child
         texts={words}
         describe={describe && ((row, column) => describe(last - row, column))}
       />
-      {children}
+      {children && <p class="hint">{children}</p>}
     </div>
   );
 }

@@ -1,0 +1,235 @@
+import { useEffect, useMemo } from "preact/hooks";
+import { call, type Schemas } from "../lib/api";
+import type { JsonObject } from "../lib/snippets";
+import { attempt, useAutoRun, useTask } from "../lib/task";
+import { refreshVectors, vectors } from "../lib/vectors";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
+import { BesideFields, INITIAL_BESIDE, makeBeside } from "../parts/Beside";
+import { ErrorNote, RunButton, RunForm } from "../parts/controls";
+import { CopyAs } from "../parts/CopyAs";
+import { Examples, type Example } from "../parts/Examples";
+import { Segments, Select, TextArea, TextField } from "../parts/fields";
+import { Lines } from "../parts/Lines";
+import { Panes } from "../parts/Panes";
+import { LensMaps } from "./inside/LensMap";
+import { PatchMap } from "./inside/PatchMap";
+import { guessRuns, makeLens, makePatch, type Found, type InsideState } from "./inside/request";
+
+const EXAMPLES: Example<InsideState>[] = [
+  {
+    label: "Where a capital is known",
+    state: {
+      look: "patch",
+      clean: "The capital of France is",
+      corrupted: "The capital of Spain is",
+      targets: [" Paris", " Madrid"],
+      metric: "difference",
+    },
+  },
+  {
+    label: "Where a name is decided",
+    state: { look: "lens", text: "The capital of France is Paris. The capital of Italy is Rome." },
+  },
+];
+
+const INITIAL: InsideState = {
+  ...INITIAL_BESIDE,
+  look: "lens",
+  text: "The capital of France is Paris. The capital of Italy is Rome.",
+  says: "probability",
+  clean: "The capital of France is",
+  corrupted: "The capital of Spain is",
+  targets: [" Paris", " Madrid"],
+  metric: "difference",
+  direction: "denoise",
+  hook: "resid_post",
+  at: "",
+  cells: "share",
+};
+
+/** Characters up to which a text is read by itself, and runs up to which patches are. */
+const LIVE = { characters: 1000, runs: 256 };
+
+type Props = ViewProps<InsideState, Found>;
+
+function InsideView({ state, setState, model, models, isShown, result, onResult, isKept, isStale }: Props) {
+  const task = useTask();
+  const stored = vectors.value;
+  const isSteered = state.look === "lens" && state.beside === "steered";
+  useEffect(() => {
+    if (isSteered && isShown) refreshVectors().catch(() => (vectors.value ??= []));
+  }, [isSteered, isShown]);
+  const made = useMemo(
+    () =>
+      attempt(() => {
+        if (model === null) return null;
+        if (state.look === "patch") return [{ endpoint: "patch" as const, name: model.id, body: makePatch(state, model.id) }];
+        const own = { model: model.id, name: model.id };
+        const other = makeBeside(state, model.id, models, stored);
+        return [own, ...(other ? [other] : [])].map((condition) => ({
+          endpoint: "lens" as const,
+          name: condition.name,
+          body: makeLens(state, condition),
+        }));
+      }),
+    [state, model?.id, models, stored],
+  );
+  const asks = "value" in made ? made.value : null;
+  const isFilled = state.look === "lens" ? state.text !== "" : state.targets.some((target) => target !== "");
+  const canRun = asks !== null && isFilled && model?.state === "ready" && (stored !== null || !isSteered);
+  const run = (): void => {
+    if (!canRun) return;
+    task.run(async (signal) => {
+      const [first] = asks;
+      if (first?.endpoint === "patch") {
+        const { metric = "logprob", direction = "denoise", hook, results } = (await call("post", "/patch", first.body, { signal }));
+        const found: Found = { look: "patch", metric, direction, hook, result: results[0] as Schemas["PatchResult"] };
+        onResult(found, { fields: state, title: `Patching: ${state.clean} | ${state.corrupted}` });
+        return;
+      }
+      const sides = await Promise.all(
+        asks.map(async ({ name, body }) => {
+          const answer = await call("post", "/lens", body as Schemas["LensRequest"], { signal });
+          return { name, target: answer.results[0]?.targets?.[0] as Schemas["LensTarget"] };
+        }),
+      );
+      onResult({ look: "lens", sides }, { fields: state, title: `Logit lens: ${state.text.slice(0, 80)}` });
+    });
+  };
+  const isSmall =
+    state.look === "lens" ? state.text.length <= LIVE.characters : guessRuns(state, model?.num_layers ?? 1) <= LIVE.runs;
+  useAutoRun(canRun && isShown && isSmall && !isKept ? JSON.stringify(asks) : null, run);
+  return (
+    <Panes
+      isStale={isStale}
+      form={
+        <RunForm label="What is looked at" onRun={run}>
+          <Segments
+            label="Look by"
+            value={state.look}
+            options={[
+              { value: "lens", label: "logit lens" },
+              { value: "patch", label: "patching" },
+            ]}
+            onChange={(look) => setState({ look })}
+          />
+          {state.look === "lens" ? (
+            <TextArea label="Text" value={state.text} onChange={(text) => setState({ text })} rows={3} />
+          ) : (
+            <PairFields state={state} setState={setState} />
+          )}
+          <Examples examples={EXAMPLES} onChoose={setState} />
+          <TextField
+            label="Layers"
+            value={state.at}
+            placeholder={model?.num_layers ? `all ${model.num_layers}, each alone` : "all"}
+            hint={state.look === "patch" ? "Sets that are patched together, as in 0-2;3;4." : "As in 0,4-8."}
+            onChange={(at) => setState({ at })}
+          />
+          {state.look === "lens" && (
+            <>
+              <Segments
+                label="Colour"
+                value={state.says}
+                options={[
+                  { value: "probability", label: "Probability" },
+                  { value: "rank", label: "Rank" },
+                  { value: "entropy", label: "Entropy" },
+                ]}
+                onChange={(says) => setState({ says })}
+              />
+              <BesideFields state={state} setState={setState} model={model} models={models} cards={stored} />
+            </>
+          )}
+          <div class="actions">
+            <RunButton task={task} onRun={run} label={state.look === "lens" ? "Read" : "Patch"} disabled={!canRun} />
+            {state.look === "patch" && (
+              <Segments
+                label="Cells say"
+                value={state.cells}
+                options={[
+                  { value: "share", label: "share" },
+                  { value: "change", label: "change" },
+                ]}
+                onChange={(cells) => setState({ cells })}
+              />
+            )}
+          </div>
+        </RunForm>
+      }
+      below={asks?.map(({ endpoint, body }, at) => (
+        <CopyAs
+          key={at}
+          label={at === 0 ? "Copy as" : "Copy what is beside it as"}
+          asked={{ endpoint, body: JSON.parse(JSON.stringify(body)) as JsonObject }}
+        />
+      ))}
+    >
+      <ErrorNote error={"error" in made ? made.error : task.error} />
+      {result?.look === state.look && <Outcome result={result} state={state} />}
+    </Panes>
+  );
+}
+
+interface FieldsProps {
+  state: InsideState;
+  setState: (change: Partial<InsideState>) => void;
+}
+
+function PairFields({ state, setState }: FieldsProps) {
+  return (
+    <>
+      <TextArea label="Clean context" value={state.clean} rows={2} onChange={(clean) => setState({ clean })} />
+      <TextArea
+        label="Corrupted context"
+        value={state.corrupted}
+        rows={2}
+        hint="With as many tokens as the clean one."
+        onChange={(corrupted) => setState({ corrupted })}
+      />
+      <Lines label="Target" lines={state.targets} fresh=" " onChange={(targets) => setState({ targets })} />
+      <div class="row">
+        <Select
+          label="Metric"
+          value={state.metric}
+          options={[
+            { value: "difference", label: "first less second" },
+            { value: "logprob", label: "first target" },
+            { value: "kl", label: "KL from clean" },
+          ]}
+          onChange={(metric) => setState({ metric })}
+        />
+        <Select
+          label="Patched"
+          value={state.direction}
+          options={[
+            { value: "denoise", label: "clean in corrupted" },
+            { value: "noise", label: "corrupted in clean" },
+          ]}
+          onChange={(direction) => setState({ direction })}
+        />
+        <TextField label="Activations of" value={state.hook} onChange={(hook) => setState({ hook })} />
+      </div>
+    </>
+  );
+}
+
+function Outcome({ result, state }: Pick<OutcomeProps<InsideState, Found>, "result" | "state">) {
+  if (result.look === "lens") return <LensMaps sides={result.sides} says={state.says} />;
+  return <PatchMap found={result} cells={state.cells} />;
+}
+
+export const inside = view<InsideState, Found>({
+  id: "inside",
+  title: "Inside",
+  icon: "inside",
+  lead: "Which layers and tokens carry a prediction?",
+  initial: INITIAL,
+  asks: ({ look, text, clean, corrupted, targets, metric, direction, hook, at, says: _s, cells: _c, ...beside }) => [
+    look,
+    at,
+    look === "lens" ? [text, beside] : [clean, corrupted, targets, metric, direction, hook],
+  ],
+  component: InsideView,
+  outcome: Outcome,
+});
