@@ -44,6 +44,10 @@ class ModelCard(Reply):
     columns: list[str] | None = Field(
         default=None, description="Row columns that this engine can read."
     )
+    lacks: dict[str, str] | None = Field(
+        default=None,
+        description="Why requests with steering, an override, an adapter or a gradient are refused.",
+    )
     provenance: Provenance | None = None
     restarts: int = Field(default=0, description="Of all its replicas.")
     replicas: list[ReplicaCard] = Field(

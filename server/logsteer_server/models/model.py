@@ -250,6 +250,7 @@ class ResidentModel:
             card.hidden_size = info.hidden_size
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
+            card.lacks = dict(info.lacks)
             card.provenance = self.provenance()
         return card
 
