@@ -46,7 +46,7 @@ class ModelCard(Reply):
     )
     lacks: dict[str, str] | None = Field(
         default=None,
-        description="Why requests with steering, an override, an adapter or a gradient are refused.",
+        description="Why steering, overrides, adapters or gradients are refused, by their names.",
     )
     provenance: Provenance | None = None
     restarts: int = Field(default=0, description="Of all its replicas.")
