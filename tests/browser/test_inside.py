@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Route, expect
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
@@ -92,3 +92,37 @@ def test_a_result_that_another_form_asked_for_is_dimmed(visit: OpenPage) -> None
     assert float(result.evaluate("element => getComputedStyle(element).opacity")) < 1
     view.get_by_label("Clean context").fill("The capital of France is")
     expect(status).to_have_count(0)
+
+
+def test_attribution_shows_what_each_token_contributes(visit: OpenPage, tmp_path: Path) -> None:
+    seen = visit("models")
+    seen.see("models")
+    values = [0.5, -0.25, 0.0]
+    target = {"target": " Paris", "logprob": -1.5, "input_ids": [1, 5, 6], "attributions": values}
+    target |= {"input_tokens": ["<s>", "Tom", " is"], "baseline_logprob": -2.0}
+    seen.page.route(
+        "**/gradient", lambda asked: asked.fulfill(json={"results": [{"targets": [target]}]})
+    )
+    # Whether a model has gradients stands in its card.
+    seen.open("inside?look=attribution&clean=Tom%20is&targets=[%22%20Paris%22]&steps=9")
+    view = seen.page.locator("#view-inside")
+    expect(view.locator(".note")).to_contain_text("the engine vllm has no gradients")
+    expect(seen.button("Attribute")).to_be_disabled()
+
+    def give_gradients(asked: Route) -> None:
+        cards = asked.fetch().json()
+        for card in cards["models"]:
+            card["lacks"] = {}
+        asked.fulfill(json=cards)
+
+    seen.page.route("**/models", give_gradients)
+    seen.page.reload()
+    expect(view.locator(".token")).to_have_count(3)
+    sent = seen.sent_to("/gradient")
+    assert sent["items"] == [{"context": "Tom is", "targets": [" Paris"]}]
+    assert (sent["attribution"], sent["steps"]) == ("integrated", 9)
+    view.locator("summary", has_text="All numbers").click()
+    with seen.page.expect_download() as download:
+        view.get_by_role("button", name="CSV").click()
+    _, *rows = csv.reader(Path(download.value.path()).read_text("utf-8").splitlines())
+    assert [float(row[2]) for row in rows] == values

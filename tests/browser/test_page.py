@@ -50,7 +50,14 @@ LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"Points": "3", "to": "2", "log-probability": True},
     ),
     "inside": (
-        {"look": "patch", "clean": "Tom was", "metric": "kl", "at": "0;1,2", "cells": "change"},
+        {
+            "look": "patch",
+            "clean": "Tom was",
+            "corrupted": "Lily was",
+            "metric": "kl",
+            "at": "0;1,2",
+            "cells": "change",
+        },
         {"patching": True, "Clean context": "Tom was", "Metric": "kl", "Layers": "0;1,2"},
     ),
     "vectors": (

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 b0df612fabf41927e4abf8634692a4e4b3e4e4e4c0b0cfd96401d4d202143144
+// Written by build/types.mjs from openapi.json, sha256 e9f1b1118f245358728a2cf76b3963b7eb501f0e9997ee88ccb908eb13f0d711
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -728,6 +728,9 @@ export interface components {
             has_chat_template?: boolean | null;
             hidden_size?: number | null;
             id: string;
+            lacks?: {
+                [key: string]: string;
+            } | null;
             num_layers?: number | null;
             provenance?: components["schemas"]["Provenance"] | null;
             replicas?: components["schemas"]["ReplicaCard"][];

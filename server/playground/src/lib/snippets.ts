@@ -22,6 +22,7 @@ const ENDPOINTS = {
   sweep: ["POST", "/sweep"],
   lens: ["POST", "/lens"],
   patch: ["POST", "/patch"],
+  gradient: ["POST", "/gradient"],
   tokenize: ["POST", "/tokenize"],
   "vectors.list": ["GET", "/vectors"],
   "vectors.get": ["GET", "/vectors/{name}"],

@@ -128,6 +128,11 @@ function Model({ model, models, state, setState }: ModelProps) {
           {plural(model.restarts ?? 0, "restart")}; {model.required ? "counts" : "does not count"}{" "}
           for /readyz
         </Fact>
+        {Object.entries(model.lacks ?? {}).map(([what, why]) => (
+          <Fact key={what} name={`No ${what}`}>
+            {why}
+          </Fact>
+        ))}
         {model.columns && (
           <Fact name="Columns">
             <span class="columns">

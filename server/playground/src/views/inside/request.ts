@@ -5,7 +5,7 @@ import { parseLayers } from "../../lib/steering";
 import type { BesideState, Condition } from "../../parts/Beside";
 
 export type InsideState = BesideState & {
-  look: "lens" | "patch";
+  look: "lens" | "patch" | "attribution";
   /** What a lens reads. */
   text: string;
   /** What the colours of a lens say. */
@@ -20,6 +20,22 @@ export type InsideState = BesideState & {
   at: string;
   /** What the cells of a patch say. */
   cells: "share" | "change";
+  method: Attribution["attribution"];
+  steps: number;
+};
+
+/** What `/gradient` takes for an attribution, and what it adds to each target. */
+interface Attribution {
+  attribution: "integrated" | "gradient_x_input";
+  steps?: number;
+}
+
+export type AttributedTarget = Schemas["TargetGradient"] & {
+  input_ids: number[];
+  input_tokens: string[];
+  attributions: (number | null)[];
+  baseline_logprob?: number | null;
+  convergence_delta?: number | null;
 };
 
 /** A lens on one text, under one condition. */
@@ -36,7 +52,8 @@ export type Patched = {
   hook: string;
   result: Schemas["PatchResult"];
 };
-export type Found = Lensed | Patched;
+export type Attributed = { look: "attribution"; targets: AttributedTarget[] };
+export type Found = Lensed | Patched | Attributed;
 
 const TOP = 6;
 
@@ -69,6 +86,16 @@ export function makePatch(state: InsideState, model: string) {
     metric: state.metric,
     direction: state.direction,
   } satisfies JsonObject;
+}
+
+/** What an attribution is asked. */
+export function makeAttribution(state: InsideState, model: string) {
+  return {
+    model,
+    items: [{ context: state.clean, targets: state.targets.filter((target) => target !== "") }],
+    attribution: state.method,
+    steps: state.method === "integrated" ? state.steps : undefined,
+  } satisfies JsonObject & Attribution;
 }
 
 /** Jobs that a patch is about, by the model's layers and the characters of a token. */
