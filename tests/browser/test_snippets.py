@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
@@ -87,14 +88,21 @@ def test_a_text_with_a_probe_is_copied_without_a_command(visit: OpenPage, tmp_pa
     assert json.loads(printed["curl"])["results"][0]["tokens"]["probes"][0]["name"] == "mood"
 
 
-def test_combining_is_copied_without_a_command(
-    visit: OpenPage, api: Client, tmp_path: Path
-) -> None:
-    """The command line has none for it."""
+def test_combining_and_uploading_are_copied(visit: OpenPage, api: Client, tmp_path: Path) -> None:
     seen = visit("vectors?make=combine&combined=snippet-sum&parts=%5B%22mood%3A0.5%22%5D")
     seen.page.locator("[data-vector=mood]").wait_for()
-    assert seen.page.locator("#view-vectors [data-copy=cli]").count() == 0
-    run_all(seen, tmp_path, ("curl", "python"))
+    run_all(seen, tmp_path, ("curl", "python", "cli"))  # the same request again is the same vector
     (part,) = api.vectors.get("snippet-sum").about.parts or []
     assert (part.name, part.weight) == ("mood", 0.5)
+    file = tmp_path / "snippet file.safetensors"
+    file.write_bytes(api.vectors.download("snippet-sum"))
     api.vectors.delete("snippet-sum")
+    seen.page.get_by_text("Upload a file").click()
+    seen.page.locator("#view-vectors input[type=file]").set_input_files(file)
+    run_all(seen, tmp_path, ("curl", "python", "cli"))
+    assert api.vectors.delete("snippet-file").name == "snippet-file"
+
+
+def test_what_a_command_leaves_out_is_said(visit: OpenPage) -> None:
+    view = visit("text").see("text")
+    expect(view.locator(".copy-row")).to_contain_text("leaves out tokens, windows, columns")

@@ -9,6 +9,8 @@ export interface Asked {
   endpoint: keyof typeof ENDPOINTS;
   body?: JsonObject;
   path?: Record<string, string>;
+  /** A file that is its body; the fields of `body` are in the address then. */
+  file?: string;
 }
 
 const ENDPOINTS = {
@@ -27,6 +29,7 @@ const ENDPOINTS = {
   "vectors.list": ["GET", "/vectors"],
   "vectors.get": ["GET", "/vectors/{name}"],
   "vectors.delete": ["DELETE", "/vectors/{name}"],
+  "vectors.put": ["PUT", "/vectors/{name}"],
   "vectors.train": ["POST", "/vectors/train"],
   "vectors.combine": ["POST", "/vectors/{name}/combine"],
 } as const;
@@ -44,9 +47,12 @@ function withoutUndefined(body: JsonObject): JsonObject {
 export function toCurl(asked: Asked, origin: string, needsKey: boolean): string {
   const [method, path] = ENDPOINTS[asked.endpoint];
   const body = asked.body && withoutUndefined(asked.body);
-  const parts = [`curl -s${body?.stream ? "N" : ""} ${quote(origin + fill(path, asked.path))}`];
+  const query = asked.file === undefined ? "" : new URLSearchParams(body as Record<string, string>).toString();
+  const url = origin + fill(path, asked.path) + (query && `?${query}`);
+  const parts = [`curl -s${body?.stream ? "N" : ""} ${quote(url)}`];
   if (method === "DELETE") parts.push("-X DELETE");
   if (needsKey) parts.push('-H "Authorization: Bearer $LOGSTEER_API_KEY"');
+  if (asked.file !== undefined) parts.push(`-T ${quote(asked.file)}`);
   if (method === "POST") {
     parts.push("-H 'Content-Type: application/json'", `-d ${quote(JSON.stringify(body ?? {}))}`);
   }
@@ -86,7 +92,7 @@ const SHOWN: { [endpoint: string]: string } = {
 
 export function toPython(asked: Asked, origin: string): string {
   const { stream: _, ...body } = withoutUndefined(asked.body ?? {});
-  const keywords = { ...asked.path, ...body } as JsonObject;
+  const keywords = { ...asked.path, ...(asked.file === undefined ? {} : { source: asked.file }), ...body } as JsonObject;
   // What is continued is the client's first parameter, whatever form it has.
   if (body.messages !== undefined) keywords.prompts = null;
   if (asked.endpoint === "vectors.combine" && Array.isArray(keywords.vectors)) {
@@ -104,6 +110,9 @@ export function toPython(asked: Asked, origin: string): string {
   );
 }
 
+/** What options say of a vector. */
+const VECTOR_FIELDS = ["name", "scale", "layers", "op", "unit"];
+
 interface VectorBody extends JsonObject {
   name?: string;
   scale?: number;
@@ -120,9 +129,7 @@ function steeringOptions(steering: Json | undefined): { options: string[]; input
   const plain = vectors.every(
     (vector) =>
       vector.name !== undefined &&
-      vector.hook === undefined &&
-      vector.params === undefined &&
-      vector.when === undefined &&
+      Object.keys(withoutUndefined(vector)).every((field) => VECTOR_FIELDS.includes(field)) &&
       vector.op === first?.op &&
       vector.unit === first?.unit,
   );
@@ -181,6 +188,7 @@ const PLAIN: { [field: string]: Json } = {
   method: "mean_difference",
   whiten: false,
   read: "last",
+  overwrite: false,
   adapter: null,
   precision: "float32",
 };
@@ -193,8 +201,32 @@ const TAKES: { [endpoint: string]: string[] } = {
   sweep: ["boundary", "bos", "adapter"],
   lens: ["top", "boundary", "bos", "adapter"],
   patch: ["metric", "direction", "hook", "boundary", "bos"],
-  "vectors.train": ["method", "whiten", "read", "bos"],
+  "vectors.train": ["method", "whiten", "read", "bos", "overwrite"],
+  "vectors.combine": ["overwrite"],
+  "vectors.put": ["overwrite"],
 };
+
+/** What else a command says of a body: by its own options, or by what is behind them. */
+const SAYS: { [endpoint: string]: string[] } = {
+  logprob: ["items", "probes"],
+  perplexity: ["texts"],
+  generate: ["prompts", "messages", "probes"],
+  steer: ["prompts", "messages", "probes"],
+  sweep: ["items", "texts", "layers", "scales"],
+  lens: ["items", "layers", "columns"],
+  patch: ["pairs", "layers"],
+  tokenize: ["texts"],
+  selftest: ["against"],
+  "vectors.train": ["name", "pairs", "layers"],
+  "vectors.combine": ["vectors", "orthogonal_to"],
+};
+const SAID_BY_ALL = ["model", "steering", "stream"];
+
+/** Fields of a request that its command has no option for. */
+export function findUnsaid({ endpoint, body }: Asked): string[] {
+  const said = [...SAID_BY_ALL, ...(TAKES[endpoint] ?? []), ...(SAYS[endpoint] ?? [])];
+  return Object.keys(withoutUndefined(body ?? {})).filter((field) => !said.includes(field));
+}
 
 function plainOptions(asked: Asked, body: JsonObject): string[] {
   return (TAKES[asked.endpoint] ?? []).flatMap((field) => {
@@ -285,6 +317,15 @@ export function toCommand(asked: Asked, origin: string): string | null {
       last = [quote(String(body.name)), pipe(pairs)];
       break;
     }
+    case "vectors.combine": {
+      const parts = body.vectors as { name: string; weight: number }[];
+      for (const name of (body.orthogonal_to ?? []) as string[]) options.push(`--orthogonal-to ${quote(name)}`);
+      last = [quote(asked.path?.name ?? ""), ...parts.map(({ name, weight }) => quote(`${name}=${weight}`))];
+      break;
+    }
+    case "vectors.put":
+      last = [quote(asked.path?.name ?? ""), quote(asked.file ?? "")];
+      break;
     case "tokenize":
       if ((body.texts as string[]).length !== 1) return null;
       last = [quote((body.texts as string[])[0] as string)];
@@ -322,4 +363,6 @@ const COMMANDS: { [endpoint: string]: string[] } = {
   "vectors.get": ["vectors", "show"],
   "vectors.delete": ["vectors", "delete"],
   "vectors.train": ["vectors", "train"],
+  "vectors.combine": ["vectors", "combine"],
+  "vectors.put": ["vectors", "put"],
 };

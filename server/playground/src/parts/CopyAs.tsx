@@ -1,7 +1,7 @@
 // The request that a view sends, as text that runs as it stands.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { apiKey, BASE } from "../lib/api";
-import { toCommand, toCurl, toPython, type Asked } from "../lib/snippets";
+import { findUnsaid, toCommand, toCurl, toPython, type Asked } from "../lib/snippets";
 import { Icon } from "./Icon";
 
 type Form = "curl" | "python" | "cli";
@@ -14,6 +14,7 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
   const timer = useRef(0);
   useEffect(() => () => clearTimeout(timer.current), []);
   const command = toCommand(asked, BASE);
+  const unsaid = findUnsaid(asked);
   const write: Record<Form, () => string | null> = {
     curl: () => toCurl(asked, BASE, apiKey.value !== ""),
     python: () => toPython(asked, BASE),
@@ -47,7 +48,8 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
               <Icon name={copied && form === name ? "check" : "copy"} /> {NAMES[name]}
             </button>
           ))}
-        {command === null && <span class="hint">no command says all of it</span>}
+        {command === null && <span class="hint">no command does the same</span>}
+        {command !== null && unsaid.length > 0 && <span class="hint">the command leaves out {unsaid.join(", ")}</span>}
         <span class="copied" role="status">
           {copied ? "Copied" : ""}
         </span>

@@ -5,7 +5,8 @@ import { signal } from "@preact/signals";
 const KEYS: [keys: string, does: string][] = [
   ["Ctrl + Enter", "runs the form that has the focus; ⌘ + Enter, too"],
   ["← →", "in the tabs: the view before and behind; in a text: the token before and behind"],
-  ["↑ ↓", "in a text: the token above and below; in a table of cells: the cell"],
+  ["↑ ↓", "in a text: the token above and below"],
+  ["← → ↑ ↓", "in a map: the cell beside, above and below, whose numbers a card has"],
   ["Home, End", "the first and the last"],
   ["Enter", "in a text: holds the token's card, whose alternatives can be chosen"],
   ["Esc", "lets a card go, closes a dialog"],

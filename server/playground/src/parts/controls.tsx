@@ -38,6 +38,32 @@ export function RunButton({ task, onRun, label = "Run", disabled }: RunButtonPro
   );
 }
 
+interface WorkingProps {
+  words: string;
+  /** How much is done, of 1, where it is known. */
+  share?: number;
+}
+
+/** Says that there is work, and for how long, once it is worth it. */
+export function Working({ words, share }: WorkingProps) {
+  const [seconds, setSeconds] = useState<number | null>(null);
+  useEffect(() => {
+    const began = performance.now();
+    const timer = setInterval(() => setSeconds(Math.floor((performance.now() - began) / 1000)), WORTH_CANCELLING);
+    return () => clearInterval(timer);
+  }, []);
+  if (seconds === null) return null;
+  return (
+    <span class="progress">
+      <progress aria-label={words} value={share} />
+      <span class="hint num" role="status">
+        {words} …
+      </span>
+      {seconds > 0 && <span class="hint num">{seconds} s</span>}
+    </span>
+  );
+}
+
 interface FormProps {
   /** What the form is for, for those who do not see it. */
   label: string;

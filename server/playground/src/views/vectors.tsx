@@ -1,13 +1,14 @@
+import { useState } from "preact/hooks";
 import { EXAMPLE_NAME, EXAMPLE_PAIRS } from "../lib/example";
 import type { VectorCard } from "../lib/vectors";
 import { view, type ViewProps } from "../lib/view";
 import { ErrorNote } from "../parts/controls";
-import { Segments } from "../parts/fields";
+import { Drop, Segments } from "../parts/fields";
 import { useVectors } from "./steering/useVectors";
 import "./vectors.css";
 import { Panes } from "../parts/Panes";
 import { Cosines } from "./vectors/Cosines";
-import { Combine, Train, Upload, type MakeState } from "./vectors/Make";
+import { Combine, IS_VECTOR, Train, Upload, type MakeState } from "./vectors/Make";
 import { writePairs } from "./vectors/pairs";
 import { Stored } from "./vectors/Stored";
 
@@ -17,6 +18,9 @@ type State = MakeState & {
   opened: string;
   search: string;
 };
+
+/** Bytes of a file with pairs. */
+const MAX_PAIRS = 2 ** 21;
 
 /** The address of Steer with this vector, as it is recommended unless said otherwise. */
 function steerWith(card: VectorCard, layer?: number, scale?: number): string {
@@ -31,7 +35,21 @@ function steerWith(card: VectorCard, layer?: number, scale?: number): string {
 function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
   const { cards, task } = useVectors(isShown);
   const named = model?.id;
-  const Make = { train: Train, upload: Upload, combine: Combine }[state.make];
+  const [files, setFiles] = useState<File[]>([]);
+  const [fileError, setFileError] = useState<unknown>(null);
+  const made = { state, setState, model: named, cards: cards ?? [], onMade: (opened: string) => setState({ opened }) };
+  const take = (given: FileList | null | undefined): void => {
+    const all = [...(given ?? [])];
+    setFileError(null);
+    if (all.some(({ name }) => IS_VECTOR.test(name))) {
+      setFiles(all.filter(({ name }) => IS_VECTOR.test(name)));
+      setState({ make: "upload" });
+    } else if (all[0] !== undefined && all[0].size <= MAX_PAIRS) {
+      all[0].text().then((pairs) => setState({ make: "train", pairs }), setFileError);
+    } else if (all[0] !== undefined) {
+      setFileError(new Error(`${all[0].name} is neither a vector, .safetensors or .gguf, nor a short text with pairs.`));
+    }
+  };
   return (
     <Panes
       form={
@@ -49,13 +67,12 @@ function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
             ]}
             onChange={(make) => setState({ make })}
           />
-          <Make
-            state={state}
-            setState={setState}
-            model={named}
-            cards={cards ?? []}
-            onMade={(opened) => setState({ opened })}
-          />
+          <Drop onTake={take}>
+            {state.make === "train" && <Train {...made} />}
+            {state.make === "upload" && <Upload {...made} files={files} onTake={take} />}
+            {state.make === "combine" && <Combine {...made} />}
+          </Drop>
+          <ErrorNote error={fileError} />
         </section>
       }
     >

@@ -7,7 +7,7 @@ import { useTask } from "../../lib/task";
 import { refreshVectors, type VectorCard } from "../../lib/vectors";
 import { parseLayers } from "../../lib/steering";
 import { CopyAs } from "../../parts/CopyAs";
-import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
+import { ErrorNote, RunButton, RunForm, Working } from "../../parts/controls";
 import { Checkbox, NumberField, Select, TextArea, TextField } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
 import { VectorSelect } from "../steering/VectorFields";
@@ -114,6 +114,7 @@ export function Train({ state, setState, model, cards, onMade }: MakeProps) {
       {replaced.checkbox}
       <div class="actions">
         <RunButton task={task} onRun={run} label="Train" disabled={!isWhole} />
+        {task.isRunning && <Working words={`Reading ${plural(2 * pairs.length, "text")}`} />}
       </div>
       <ErrorNote error={task.error} />
       {isWhole && <CopyAs asked={{ endpoint: "vectors.train", body }} />}
@@ -138,59 +139,71 @@ function useReplaced(cards: readonly VectorCard[], name: string) {
   };
 }
 
-const FORMATS = ".safetensors,.gguf";
+/** Files that are vectors: what repeng and llama.cpp write, and this server itself. */
+export const IS_VECTOR = /\.(safetensors|gguf)$/i;
 
-export function Upload({ cards, onMade }: MakeProps) {
+function nameOf(file: File): string {
+  return file.name.replace(/\.\w+$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "");
+}
+
+interface UploadProps extends Pick<MakeProps, "cards" | "onMade"> {
+  files: readonly File[];
+  onTake: (files: FileList | null) => void;
+}
+
+export function Upload({ cards, onMade, files, onTake }: UploadProps) {
   const task = useTask();
-  const [file, setFile] = useState<File | null>(null);
-  const [name, setName] = useState("");
-  const replaced = useReplaced(cards, name.trim());
-  const [isOver, setOver] = useState(false);
-  const take = (given: File | undefined): void => {
-    if (given === undefined) return;
-    setFile(given);
-    setName(given.name.replace(/\.\w+$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, ""));
-  };
+  const [typed, setTyped] = useState<{ of: File; name: string } | null>(null);
+  const [first] = files;
+  const nameFor = (file: File): string => (typed?.of === file ? typed.name.trim() : nameOf(file));
+  const names = files.map(nameFor);
+  const replaced = useReplaced(cards, names[0] ?? "");
+  const [done, setDone] = useState(0);
+  const canRun = files.length > 0 && names.every((name) => name !== "");
   const run = (): void => {
-    if (file === null || name.trim() === "") return;
+    if (!canRun) return;
     task.run(async (signal) => {
-      const query: Record<string, string> = replaced.overwrite ? { overwrite: "true" } : {};
-      await upload("/vectors/{name}", file, { path: { name: name.trim() }, query, signal });
+      for (const [at, file] of files.entries()) {
+        setDone(at);
+        const query: Record<string, string> = at === 0 && replaced.overwrite ? { overwrite: "true" } : {};
+        await upload("/vectors/{name}", file, { path: { name: nameFor(file) }, query, signal });
+      }
       await refreshVectors();
-      onMade(name.trim());
+      onMade(names[0] ?? "");
     });
   };
   return (
-    <RunForm label="Upload a vector" onRun={run}>
-      <label
-        class={`upload-box ${isOver ? "is-over" : ""}`}
-        onDragOver={(event) => {
-          event.preventDefault();
-          setOver(true);
-        }}
-        onDragLeave={() => setOver(false)}
-        onDrop={(event) => {
-          event.preventDefault();
-          setOver(false);
-          take(event.dataTransfer?.files[0]);
-        }}
-      >
-        <input type="file" accept={FORMATS} onChange={(event) => take(event.currentTarget.files?.[0])} />
+    <RunForm label="Upload vectors" onRun={run}>
+      <label class="upload-box">
+        <input type="file" multiple accept=".safetensors,.gguf" onChange={(event) => onTake(event.currentTarget.files)} />
         <span>
-          <Icon name="file" /> {file ? `${file.name}, ${bytes(file.size)}` : "Drop a file here, or choose one"}
+          <Icon name="file" /> {files.length ? files.map((file) => `${file.name}, ${bytes(file.size)}`).join("; ") : "Drop files here, or choose some"}
         </span>
         <span class="hint">
-          safetensors, or a GGUF control vector; what torch.save has written is converted by `logsteer vectors put`
+          safetensors, or a GGUF control vector as repeng writes it; a feature of a sparse autoencoder
+          comes by `logsteer vectors import-sae`, what torch.save has written by `logsteer vectors put`
         </span>
       </label>
-      <div class="row">
-        <TextField label="Name" value={name} onChange={setName} />
-      </div>
+      {first !== undefined && files.length === 1 && (
+        <TextField label="Name" value={typed?.of === first ? typed.name : nameOf(first)} onChange={(name) => setTyped({ of: first, name })} />
+      )}
+      {files.length > 1 && <p class="hint">They are stored as {names.join(", ")}.</p>}
       {replaced.checkbox}
       <div class="actions">
-        <RunButton task={task} onRun={run} label="Upload" disabled={file === null || name.trim() === ""} />
+        <RunButton task={task} onRun={run} label="Upload" disabled={!canRun} />
+        {task.isRunning && files.length > 1 && <Working words={`${done} of ${files.length} stored`} share={done / files.length} />}
       </div>
       <ErrorNote error={task.error} />
+      {first !== undefined && canRun && (
+        <CopyAs
+          asked={{
+            endpoint: "vectors.put",
+            path: { name: names[0] ?? "" },
+            file: first.name,
+            body: replaced.overwrite ? { overwrite: true } : undefined,
+          }}
+        />
+      )}
     </RunForm>
   );
 }
