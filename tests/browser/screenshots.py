@@ -1,7 +1,8 @@
-"""Writes pictures of every view, in light and dark: `.venv/bin/python -m tests.browser.screenshots`
+"""Writes the pictures of README and documentation: `.venv/bin/python -m tests.browser.screenshots`
 
 It starts the demo model as `make serve` does, trains the example vector as a visitor would, and
-saves a PNG for each view. A picture larger than MAX_BYTES ends it with an error.
+saves a PNG for each view; `--dark` has dark colours, `--film steer.gif` writes one that moves. A
+picture larger than MAX_BYTES ends it with an error.
 """
 
 import argparse
@@ -26,11 +27,18 @@ ADDRESSES = {
     "choices": "choices",
     "steer": "steer",
     "sweep": "sweep",
+    "inside": "inside",
     "vectors": "vectors?opened=mood",
     "models": "models",
 }
-HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640,
+SHOWN = ("text", "steer", "sweep", "inside")
+"""Views whose pictures the documentation has."""
+
+HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640, "inside": 700,
            "vectors": 1640, "models": 1080}  # fmt: skip
+
+FILMED = (0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, -0.1, -0.2, -0.3, -0.4, -0.3, -0.2, -0.1)
+"""Where the slider of a moving picture stands, of its whole reach."""
 
 
 def main() -> int:
@@ -38,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs" / "images")
     parser.add_argument("--url", help="of a server that runs; else one is started")
-    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(ADDRESSES))
+    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(SHOWN))
+    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    parser.add_argument("--film", type=Path, help="write a moving picture of steering here, alone")
     arguments = parser.parse_args()
     path = find_chromium()
     if path is None:
@@ -51,11 +61,13 @@ def main() -> int:
         try:
             with sync_playwright() as playwright:
                 chromium = launch(playwright, path)
-                for dark in (False, True):
-                    visit = Visit.start(chromium, arguments.url or server.url, dark=dark)
-                    for view in arguments.views:
-                        save(visit, view, arguments.directory)
-                    visit.close()
+                if arguments.film is not None:
+                    film(Visit.start(chromium, arguments.url or server.url), arguments.film)
+                    return 0
+                visit = Visit.start(chromium, arguments.url or server.url, dark=arguments.dark)
+                for view in arguments.views:
+                    save(visit, view, arguments.directory)
+                visit.close()
                 chromium.close()
         finally:
             if server is not None:
@@ -101,6 +113,25 @@ def save(visit: Visit, view: str, directory: Path) -> None:
         sys.exit(f"{path} is larger than {MAX_BYTES:,} bytes")
     if visit.complaints:
         sys.exit(f"{view}: {visit.complaints}")
+
+
+def film(visit: Visit, path: Path) -> None:
+    """Save a moving picture of Steer, whose text follows the slider: a GIF, or what PIL writes."""
+    page = visit.page
+    page.set_viewport_size({"width": 1280, "height": 760})
+    visit.open("steer?scale=0")
+    train_example(visit, "steer")
+    slider = visit.see("steer").get_by_role("slider", name="Scale of ")
+    reach = float(slider.get_attribute("max") or 1)
+    frames = []
+    for share in FILMED:
+        slider.fill(f"{share * reach:.2f}")
+        visit.see_steered(slider)
+        page.wait_for_timeout(300)
+        frames.append(Image.open(io.BytesIO(page.screenshot())).convert("P", palette=1, colors=128))
+    first, *others = frames
+    first.save(path, save_all=True, append_images=others, duration=700, loop=0, optimize=True)
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 def train_example(visit: Visit, view: str) -> None:

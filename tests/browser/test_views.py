@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -64,6 +65,17 @@ def test_text_shows_tokens_surprisal_and_sums(visit: OpenPage, api: Client) -> N
     card = seen.page.get_by_role("tooltip")
     assert f"{-logprob:.3f} nats" in card.inner_text()
     expect(card.get_by_role("list", name="Most probable tokens")).to_be_visible()
+
+
+def test_arabic_stands_as_it_is_written(visit: OpenPage, api: Client) -> None:
+    """Each letter is two tokens of the demo model, and joined to the next."""
+    text = "مرحبا بالعالم"
+    view = visit(f"text?text={quote(text)}").see("text")
+    box = view.get_by_role("listbox", name="Tokens of the text")
+    (encoded,) = api.tokenize([text]).results
+    assert box.locator(".token").count() == len([o for o in encoded.offsets if o]) > len(text)
+    assert box.inner_text().replace("\u00a0", " ") == text
+    assert box.evaluate("element => getComputedStyle(element).direction") == "rtl"
 
 
 def test_text_compares_two_models(visit: OpenPage, api: Client) -> None:

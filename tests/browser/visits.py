@@ -1,6 +1,7 @@
 """What a visitor does with the page, and what is recorded of it."""
 
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,6 +48,17 @@ EXAMPLE = [
 _WATCH = """
 document.addEventListener("securitypolicyviolation", (event) =>
   console.error(`policy violated: ${event.violatedDirective} ${event.blockedURI}`));
+"""
+_DROP = """
+(element, files) => {
+  const dataTransfer = new DataTransfer();
+  for (const [name, bytes] of files) {
+    dataTransfer.items.add(new File([new Uint8Array(bytes)], name));
+  }
+  for (const type of ["dragover", "drop"]) {
+    element.dispatchEvent(new DragEvent(type, { bubbles: true, cancelable: true, dataTransfer }));
+  }
+}
 """
 
 
@@ -139,6 +151,11 @@ class Visit:
         self.page.get_by_role("status").filter(has_text="Copied").wait_for()
         read = "() => navigator.clipboard.readText()"
         return str(self.page.wait_for_function(read, polling=50).json_value())
+
+    def drop(self, target: Locator, *paths: Path) -> None:
+        """Drop files on an element."""
+        files = [[path.name, list(path.read_bytes())] for path in paths]
+        target.evaluate(_DROP, files)
 
     def wait_frames(self, count: int = 10) -> None:
         """Wait until the page has drawn what it knows so far, effects of that included."""

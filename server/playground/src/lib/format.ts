@@ -55,6 +55,7 @@ export function plural(value: number, one: string, many = `${one}s`): string {
 
 /** A token with what cannot be seen made visible: spaces, line ends, tabs, parts of characters. */
 export function visible(token: string): string {
+  if (token === "") return "·";
   return token
     .replace(/ /g, "␣")
     .replace(/\n/g, "↵")

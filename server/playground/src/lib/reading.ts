@@ -85,7 +85,7 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
   const readProbe = (one: Schemas["ProbeReadings"]): (number | null)[] => spread(one.after ?? one.before, -1);
   const probed = scored.probes?.find(({ layer }) => layer === query.bestLayer) ?? scored.probes?.[0];
   return {
-    tokens: readTokens(query.text, encoded, prefix.length),
+    tokens: cutTokens(query.text, encoded.tokens.slice(prefix.length), encoded.offsets.slice(prefix.length)),
     ids,
     logprobs: spread(scored.logprobs),
     ranks: spread(scored.ranks),
@@ -99,17 +99,18 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
   };
 }
 
-/** The tokens as the text has them; a character that is several tokens stands with its first. */
-function readTokens(text: string, encoded: Schemas["Encoded"], skip: number): string[] {
+type Offsets = readonly (readonly number[] | null)[];
+
+/** The tokens as the text has them; a character that is several tokens stands with its first, the others are empty. */
+export function cutTokens(text: string, tokens: readonly string[], offsets: Offsets): string[] {
   const characters = Array.from(text);
   let end = 0;
-  return encoded.tokens.slice(skip).map((token, at) => {
-    const offset = encoded.offsets[at + skip];
-    if (!offset) return token;
-    const from = Math.max(end, offset[0]);
-    const own = characters.slice(from, offset[1]).join("");
-    end = Math.max(end, offset[1]);
-    return own === "" ? "·" : own;
+  return tokens.map((token, at) => {
+    const [begin, stop] = offsets[at] ?? [];
+    if (begin === undefined || stop === undefined) return token;
+    const from = Math.max(end, begin);
+    end = Math.max(end, stop);
+    return characters.slice(from, stop).join("");
   });
 }
 

@@ -35,6 +35,7 @@ export function Lines({ label, lines, onChange, fresh = "", first = 1, min = 1 }
                   <input
                     {...ids}
                     type="text"
+                    dir="auto"
                     spellcheck={false}
                     autocomplete="off"
                     value={line}

@@ -60,9 +60,8 @@ export function TokenText(props: TokenTextProps) {
 
   useLayoutEffect(() => {
     spans.current.forEach((span, index) => {
-      const value = values?.[index];
-      const isKnown = scale !== undefined && value !== null && value !== undefined;
-      span.style.backgroundColor = isKnown ? colourAt(scale.kind, scale.place(value), dark) : "";
+      const place = scale && values ? placeOf(scale, tokens, values, index) : null;
+      span.style.backgroundColor = scale && place !== null ? colourAt(scale.kind, place, dark) : "";
     });
   }, [tokens, values, scale, dark]);
 
@@ -173,6 +172,17 @@ export function TokenText(props: TokenTextProps) {
       )}
     </div>
   );
+}
+
+/** Where a token is on its scale; a character of several tokens is where the strongest of them is. */
+function placeOf(scale: Scale, tokens: readonly string[], values: readonly (number | null)[], index: number): number | null {
+  let strongest: number | null = null;
+  for (let at = index; at === index || tokens[at] === ""; at += 1) {
+    const value = values[at];
+    const place = value === null || value === undefined ? null : scale.place(value);
+    if (place !== null && Math.abs(place) >= Math.abs(strongest ?? 0)) strongest = place;
+  }
+  return strongest;
 }
 
 /**

@@ -48,6 +48,7 @@ export function TextField({ label, hint, value, onChange, placeholder }: TextPro
         <input
           {...ids}
           type="text"
+          dir="auto"
           spellcheck={false}
           autocomplete="off"
           placeholder={placeholder}
@@ -98,6 +99,7 @@ export function TextArea(props: TextProps & { rows?: number; maxRows?: number })
         <textarea
           {...ids}
           ref={area}
+          dir="auto"
           spellcheck={false}
           placeholder={placeholder}
           rows={rows}

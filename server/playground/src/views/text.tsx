@@ -471,6 +471,8 @@ function TextCard({ reading, index }: { reading: Reading; index: number }) {
   const isPending = found?.index !== index && logprob !== null;
   const token = reading.tokens[index] ?? "";
   const readings = reading.readings?.[index];
+  const next = reading.tokens.findIndex((one, at) => at > index && one !== "");
+  const parts = (next < 0 ? reading.tokens.length : next) - index;
   return (
     <TokenCard
       token={token}
@@ -478,6 +480,7 @@ function TextCard({ reading, index }: { reading: Reading; index: number }) {
       logprob={logprob}
       rank={reading.ranks[index]}
       rows={[
+        ...(token !== "" && parts > 1 ? [["Character", `first of ${parts} tokens`] as const] : []),
         ...(logprob === null ? [["First token", "not scored"] as const] : []),
         ["Entropy", `${fixed(reading.entropies[index], 3)} nats`],
         ...(reading.readings ? [["Probe", fixed(readings, 3)] as const] : []),

@@ -1,6 +1,7 @@
 // What each layer would predict: the model's own norm and head on its stream.
 import { useMemo } from "preact/hooks";
 import { count, fixed, percent, tick, visible } from "../../lib/format";
+import { cutTokens } from "../../lib/reading";
 import { linearScale, logScale, type Scale } from "../../lib/scales";
 import { LayerMap } from "../../parts/LayerMap";
 import { TokenCard } from "../../parts/TokenCard";
@@ -50,6 +51,7 @@ interface LensMapProps {
 }
 
 function LensMap({ side: { name, target }, values, scale, says }: LensMapProps) {
+  const tokens = useMemo(() => cutTokens(target.target, target.tokens, target.offsets ?? []), [target]);
   const layers = useMemo(() => Object.keys(target.layers), [target]);
   const rows = useMemo(() => Object.values(target.layers), [target]);
   const texts = useMemo(() => rows.map(({ top }) => (top?.tokens ?? []).map((tokens) => visible(tokens[0] ?? ""))), [rows]);
@@ -58,7 +60,7 @@ function LensMap({ side: { name, target }, values, scale, says }: LensMapProps) 
       title={`What each layer would say, ${name}`}
       label="The most probable token by layer, and how probable the text's own is"
       layers={layers}
-      tokens={target.tokens}
+      tokens={tokens}
       values={values}
       scale={scale}
       format={WRITE[says]}
@@ -68,7 +70,7 @@ function LensMap({ side: { name, target }, values, scale, says }: LensMapProps) 
         const top = row?.top;
         return (
           <TokenCard
-            token={target.tokens[token] ?? ""}
+            token={tokens[token] ?? ""}
             id={target.token_ids[token]}
             logprob={row?.logprobs[token]}
             rank={row?.ranks?.[token]}
