@@ -250,7 +250,7 @@ class ResidentModel:
             card.hidden_size = info.hidden_size
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
-            card.lacks = dict(info.lacks)
+            card.lacks = {str(feature): reason for feature, reason in info.lacks.items()}
             card.provenance = self.provenance()
         return card
 
