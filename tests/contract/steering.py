@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.contract.plan import Positions
-
 WIDTH = 128
 LAYER = 2
 _DRAW = np.random.default_rng(11)
@@ -21,7 +19,7 @@ U = V / V.norm()
 DATA = {"data": {str(LAYER): VECTOR.tolist()}}
 
 POSITIONS: list[Any] = ["all", "prompt", "completion", "predicting", "last_prompt",
-                        {"slices": [[0, 2], [5, 9]]}]  # fmt: skip
+                        {"slices": [[0, 2], [5, 9]]}, {"last": 3}, {"every": 3}]  # fmt: skip
 
 
 def _along(x: Tensor, u: Tensor = U) -> Tensor:
@@ -53,6 +51,24 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
+def choose_tokens(positions: Any, num_tokens: int, prompt: int) -> Tensor:
+    """Which of a sequence's tokens are steered."""
+    every, last = (
+        positions.get(name) if isinstance(positions, dict) else None for name in ("every", "last")
+    )
+    chosen = {
+        "all": lambda n: True,
+        "prompt": lambda n: n < prompt,
+        "completion": lambda n: n >= prompt,
+        "predicting": lambda n: n >= prompt - 1,
+        "last_prompt": lambda n: n == prompt - 1,
+        "last": lambda n: prompt - last <= n < prompt,
+        "every": lambda n: n >= prompt and (n - prompt) % every == 0,
+        "slices": lambda n: any(start <= n < end for start, end in positions["slices"]),
+    }[positions if isinstance(positions, str) else next(iter(positions))]
+    return torch.tensor([bool(chosen(n)) for n in range(num_tokens)])
+
+
 class HookedReference:
     """A model in transformers, float32, whose block outputs a function may change."""
 
@@ -73,12 +89,7 @@ class HookedReference:
     ) -> np.ndarray:
         """log p of each target token."""
         ids = [*context, *target]
-        where = (
-            Positions(positions)
-            if isinstance(positions, str)
-            else Positions("slices", tuple(map(tuple, positions["slices"])))
-        )
-        mask = torch.from_numpy(where.mask(0, len(ids), len(context)))
+        mask = choose_tokens(positions, len(ids), len(context))
 
         def hook(_module: object, _args: object, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output

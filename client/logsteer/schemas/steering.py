@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
     PlainValidator,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -22,6 +24,7 @@ from logsteer.schemas.common import (
     ProbeRead,
     Reply,
     Request,
+    TokenId,
 )
 from logsteer.schemas.views import Tabled
 
@@ -201,6 +204,64 @@ class ProbeRequest(ProbedVector):
     )
 
 
+Slice = tuple[Index, Count]
+
+
+class SlicePositions(Request):
+    """Input tokens by position: [start, end) pairs."""
+
+    slices: list[Annotated[Slice, Field(strict=False)]] = Field(min_length=1, max_length=64)
+
+    @model_validator(mode="after")
+    def _slices_have_content(self) -> "SlicePositions":
+        for start, end in self.slices:
+            if start >= end:
+                raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
+        return self
+
+
+class PositionRule(Request):
+    """Tokens by place or by content, as exactly one of these says, with P the prompt's length.
+
+    `slices`: input tokens by position; of the prompt `token_ids`: the tokens of these ids, `after`:
+    those after the first place where this text stands, `last`: as many at its end; `every`: of the
+    completion the first token and every n-th after it.
+    """
+
+    slices: list[Annotated[Slice, Field(strict=False)]] | None = Field(
+        default=None, min_length=1, max_length=64
+    )
+    token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=1024)
+    after: str | None = Field(default=None, min_length=1)
+    last: Count | None = None
+    every: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "PositionRule":
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            known = ", ".join(type(self).model_fields)
+            raise ValueError(f"give exactly one of {known}; got {given or 'none'}")
+        if self.slices is not None:
+            SlicePositions(slices=self.slices)
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(n for n in type(self).model_fields if getattr(self, n) is not None)
+
+
+def _choose_form(data: Any) -> str:
+    return "name" if isinstance(data, str) else "rule"
+
+
+SteeredPositions = Annotated[
+    Annotated[PositionName, Tag("name")] | Annotated[PositionRule, Tag("rule")],
+    Discriminator(_choose_form),
+]
+
+
 class SteeringVector(VectorReference):
     """One vector and what is done with it to the activations x of each steered token.
 
@@ -225,6 +286,9 @@ class SteeringVector(VectorReference):
     unit: Unit = "raw"
     op: Operation = "add"
     params: ClampBounds | None = None
+    positions: SteeredPositions | None = Field(
+        default=None, description="Tokens that this vector changes; null: the steering object's."
+    )
     when: SteeringCondition | None = Field(
         default=None,
         description="Act only where this holds. Its probe is read at a layer not behind the "
@@ -274,22 +338,6 @@ class Steer(SteeringVector):
         super().__init__(**{"scale": scale, "layers": RECOMMENDED, **fields})
 
 
-Slice = tuple[Index, Count]
-
-
-class SlicePositions(Request):
-    """Input tokens by position: [start, end) pairs."""
-
-    slices: list[Annotated[Slice, Field(strict=False)]] = Field(min_length=1, max_length=64)
-
-    @model_validator(mode="after")
-    def _slices_have_content(self) -> "SlicePositions":
-        for start, end in self.slices:
-            if start >= end:
-                raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
-        return self
-
-
 class Steering(Request):
     """Vectors, applied in the order given, to the activations of some of a sequence's tokens.
 
@@ -298,11 +346,12 @@ class Steering(Request):
     """
 
     vectors: list[SteeringVector] = Field(min_length=1, max_length=64)
-    positions: PositionName | SlicePositions = Field(
+    positions: SteeredPositions = Field(
         default="all",
         description="Of the input token whose activation is changed, with P the prompt's length: "
         "all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1), or "
-        "slices. Where targets or texts are scored, the prompt is what stands before them.",
+        "slices; or a rule, such as {'last': 3}. Where targets or texts are scored, the prompt is "
+        "what stands before them.",
     )
 
     @model_validator(mode="before")
@@ -341,6 +390,9 @@ class UsedVector(Reply):
     name: str | None
     sha256: str
     scale: float
+    tokens: int | None = Field(
+        default=None, description="Tokens at its positions, counted as `tokens_steered` is."
+    )
     passed: int | None = Field(
         default=None,
         description="Tokens at steered positions where its condition held, without those from the "

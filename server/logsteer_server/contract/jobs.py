@@ -135,7 +135,7 @@ class Job:
         """
         if self.plan is None or not self.plan.sites:
             return None
-        first, _ = self.plan.positions.bounds(self.prompt_len)
+        first = self.plan.first_changed(self.prompt_len)
         return first, self.plan.digest(self.prompt_len).hex()
 
     @property

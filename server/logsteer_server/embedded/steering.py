@@ -35,7 +35,11 @@ class SteeringResolver:
         """Return the plan of a steering object, None for None. Errors: ValueError, APIError."""
         if given is None:
             return None
-        return resolve_steering(Steering.model_validate(given), self._source, self._info)
+        asked = Steering.model_validate(given)
+        resolved = resolve_steering(asked, self._source, self._info)
+        if resolved.plan.knows_tokens:
+            raise ValueError("positions: token_ids are the server's; give slices")
+        return resolved
 
 
 def _open_store(directory: Path) -> VectorStore:

@@ -54,8 +54,9 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Return activations [L, T, D] in [-1, 1], fixed by layer, hook and the sum of the tokens read so
-    far: a sine a dimension.
+    """Return activations [L, T, D] in [-1, 1], a sine a dimension.
+
+    They are fixed by layer, hook and the sum of the tokens read so far.
 
     T is the job's `num_rows`.
     """

@@ -40,6 +40,7 @@ from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, C, Kind, Store
 from logsteer_server.stores.upkeep import SHARED_BYTES
 from logsteer_server.stores.vectors import ParsedVectors, VectorStore
+from logsteer_server.text.tokenizer import TextCodec
 
 J = TypeVar("J", bound=Job)
 
@@ -120,7 +121,9 @@ class Interventions:
     probes: tuple[ResolvedProbe, ...] = ()
 
     @classmethod
-    def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
+    def resolve(
+        cls, asked: ParameterFields, stores: Stores, info: EngineInfo, codec: TextCodec
+    ) -> "Interventions":
         """Find what the fields of a request mean for a model; it blocks.
 
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
@@ -131,8 +134,9 @@ class Interventions:
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
         probes = asked.probes if isinstance(asked, ActivationFields) else None
+        decode = codec.decode
         found = cls(
-            None if steering is None else resolve_steering(steering, stores.vectors, info),
+            None if steering is None else resolve_steering(steering, stores.vectors, info, decode),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
             resolve_probes(probes, stores.vectors, info),
@@ -152,7 +156,11 @@ class Interventions:
         if plan is None:
             return SteeringPlan((), probes=own, kept=kept)
         shifted = tuple(replace(c, probe=c.probe + shift) for c in plan.conditions)
-        return replace(plan, probes=own + plan.probes, conditions=shifted, kept=kept)
+        first, *more = (
+            replace(part, probes=own + plan.probes, conditions=shifted, kept=kept)
+            for part in plan.parts
+        )
+        return replace(first, more=tuple(more))
 
     def show_readings(
         self, readings: Readings | None, first_row: int, *, is_steered: bool = True
@@ -185,13 +193,18 @@ class Interventions:
         if self is UNCHANGED:
             return jobs
         self.check_reach(jobs)
+        if self.plan is not None and self.plan.knows_tokens:
+            return list(map(self.change, jobs))
         return change_all(jobs, self.change)
 
     def change(self, job: J) -> J:
         """Return the job on the changed model."""
+        plan = self.plan
+        if plan is not None and plan.knows_tokens:
+            plan = plan.settle(job.tokens[: job.prompt_len])
         return replace(
             job,
-            plan=self.plan,
+            plan=plan,
             override=self.override.override if self.override else None,
             adapter=self.adapter.adapter if self.adapter else None,
         )

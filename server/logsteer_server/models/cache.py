@@ -95,7 +95,7 @@ def pack_outputs(outputs: ScoreOutputs, columns: Iterable[str]) -> list[bytes]:
 
 def _write_trace(trace: SteeringTrace) -> list[Any]:
     sites = {name: list(measured) for name, measured in trace.sites.items()}
-    return [trace.tokens, sites, list(trace.passed)]
+    return [list(trace.tokens), sites, list(trace.passed)]
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
@@ -115,7 +115,7 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     if trace is not None:
         tokens, sites, passed = trace
         found = {name: (count, mean) for name, (count, mean) in sites.items()}
-        trace = SteeringTrace(tokens, found, tuple(passed))
+        trace = SteeringTrace(tuple(tokens), found, tuple(passed))
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)

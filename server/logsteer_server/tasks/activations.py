@@ -9,7 +9,7 @@ import numpy.typing as npt
 from logsteer.schemas import ActivationsRequest
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.steering import place_positions
+from logsteer_server.interventions.positions import place_positions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import (
     CaptureSite,
@@ -55,7 +55,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
 
     def _plan(self, site: CaptureSite) -> Steps[list[PlannedCapture]]:
         body, info = self._body, self.info
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         sequences = read_items(body.items, body.bos, self.codec, info.vocab_size)
         places = [f"items[{index}]" for index in range(len(body.items))]
         planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)

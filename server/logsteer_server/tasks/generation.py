@@ -65,7 +65,7 @@ class GenerationTask(BodyTask[P]):
 
     def _plan(self) -> Steps[Continuations]:
         body = self._body
-        interventions = Interventions.resolve(body, self._stores, self.info)
+        interventions = Interventions.resolve(body, self._stores, self.info, self.codec)
         given = body.prompts or body.prompt_ids or []
         field = "prompts" if body.prompts else "prompt_ids" if body.prompt_ids else "messages"
         self._problems = ItemProblems(field, body.on_error, is_one=field == "messages")

@@ -18,7 +18,7 @@ from logsteer_server.interventions.parameters import (
     check_feature,
     resolve_direction,
 )
-from logsteer_server.interventions.steering import place_positions
+from logsteer_server.interventions.positions import place_positions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.logprob import (
@@ -145,7 +145,7 @@ class GradientTask(BodyTask[GradientRequest]):
     def _plan(self, problems: ItemProblems) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
         body, wrt, info = self._body, self._body.wrt, self.info
         check_feature("gradient", info, None)
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         targets = yield from plan_targets(

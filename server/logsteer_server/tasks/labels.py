@@ -117,7 +117,7 @@ class LabelTask(BodyTask[ScoreRequest]):
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
     def _plan(self) -> Steps[Sequence[ScoreJob]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         jobs = yield from plan_labels(self._body, self.codec, self.info)
         return self.interventions.apply(jobs)
 

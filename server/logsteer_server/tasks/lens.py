@@ -106,7 +106,7 @@ class LensTask(BodyTask[LensRequest]):
         body, info = self._body, self.info
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)

@@ -627,7 +627,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
 
     def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body, info = self._body, self.info
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)

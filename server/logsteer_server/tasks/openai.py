@@ -91,7 +91,7 @@ class OpenAITask(BodyTask[S]):
         return False
 
     def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         prompts = yield from self._plan_prompts()
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
 

@@ -208,7 +208,7 @@ class PatchTask(BodyTask[PatchRequest]):
     def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
         body, codec, info = self._body, self.codec, self.info
         check_feature("steering", info, "hook")
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)
         plan = yield from plan_targets(

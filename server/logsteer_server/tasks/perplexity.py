@@ -146,7 +146,7 @@ class PerplexityTask(WindowTask):
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         read = ColumnOptions.of(body.columns, body.policy, body.precision)
         self.windowing = Windowing.of(body).fit(info.context_length)
         steps = cut_texts(body.texts, self.windowing, read, self.codec, info, self._problems)
@@ -211,7 +211,7 @@ class PerplexityStreamTask(WindowTask):
             steering=query.steering, override=query.override, adapter=query.adapter
         )
         self.interventions = await planner.capacity.call(
-            Interventions.resolve, given, self._stores, info
+            Interventions.resolve, given, self._stores, info, self.codec
         )
         read = ColumnOptions.of((), precision=query.precision)
         self.windowing = Windowing.of(query).fit(info.context_length)

@@ -365,7 +365,7 @@ class Run:
         for output in find_steered(batch.jobs, part) if batch.purpose == "work" else ():
             self._applied.add(output)
             if output.trace is not None:
-                self.task.model.metrics.steered_tokens.inc(output.trace.tokens)
+                self.task.model.metrics.steered_tokens.inc(sum(output.trace.tokens))
         return work.generated_tokens
 
     @property

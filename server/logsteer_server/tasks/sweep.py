@@ -15,6 +15,7 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.positions import Decode
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -70,6 +71,7 @@ def plan_settings(
     unsteered: Interventions,
     stores: Stores,
     info: EngineInfo,
+    decode: Decode | None = None,
 ) -> list[SweepSetting]:
     """Plan the settings of a sweep, the unsteered one first. Errors: as `resolve_steering`."""
     settings = [SweepSetting(None, 0.0, unsteered)]
@@ -79,7 +81,7 @@ def plan_settings(
             interventions = unsteered
             if scale:
                 scaled = _scale(steering, scale, layers)
-                resolved = resolve_steering(scaled, stores.vectors, info)
+                resolved = resolve_steering(scaled, stores.vectors, info, decode)
                 interventions = replace(unsteered, steering=resolved)
             settings.append(SweepSetting(layers, scale, interventions))
     return settings
@@ -177,9 +179,15 @@ class SweepTask(BodyTask[SweepRequest]):
 
     def _plan(self) -> Steps[SweepPlan]:
         body, codec, info = self._body, self.codec, self.info
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, codec)
         self._settings = plan_settings(
-            body.steering, body.scales, body.layers, self.interventions, self._stores, info
+            body.steering,
+            body.scales,
+            body.layers,
+            self.interventions,
+            self._stores,
+            info,
+            codec.decode,
         )
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)

@@ -57,7 +57,7 @@ class RunningJob:
     @property
     def is_in_its_output(self) -> bool:
         """Whether vLLM's output has all of the result, and the job holds nothing in the workers."""
-        return isinstance(self.job, ScoreJob) and self.slot.pool is None and self.adapter is None
+        return isinstance(self.job, ScoreJob) and not self.slot.numbers and self.adapter is None
 
     @property
     def keeps_readings(self) -> bool:

@@ -76,14 +76,13 @@ CallWorkers = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SteeringSlot:
-    """A slot that one job has, its plan, and the extra arguments that tell the workers so.
+    """What one job has of the tables: a slot for each part of its plan, and the extra arguments
+    that tell the workers so.
 
-    Without a pool it is no slot, which is what a job has that is not steered. A capture has `rows`
-    of the capture buffer, too.
+    A job that is not steered has no plan. A capture has `rows` of the capture buffer, too.
     """
 
-    pool: SlotPool | None = None
-    number: int = 0
+    numbers: tuple[int, ...] = ()
     plan: SteeringPlan | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
     rows: range | None = None
@@ -108,12 +107,17 @@ class SteeringSlots:
 
     def refuse(self, plan: SteeringPlan) -> JobFailure | None:
         """Return why a plan has no room in the tables; None where it has."""
-        deepest = max((len(site.ops) for site in plan.sites), default=0)
+        deepest = max((len(site.ops) for site in plan.all_sites), default=0)
         detail = None
         if deepest > self._size.depth:
             detail = (
                 f"{deepest} operations at one layer, this model has room for {self._size.depth} "
                 "beside unconditional additions: use fewer, or raise steering_depth"
+            )
+        elif len(plan.parts) > self._size.slots:
+            detail = (
+                f"vectors at different positions take {len(plan.parts)} slots in this request, "
+                f"this model has {self._size.slots}: use fewer, or raise steering_slots"
             )
         elif max(len(plan.probes), len(plan.conditions)) > self._size.probes:
             detail = (
@@ -130,7 +134,7 @@ class SteeringSlots:
 
     def _find_apart(self, plan: SteeringPlan) -> tuple[int, int] | None:
         """Return the layers of a condition and of a site that are in different stages, if any."""
-        for site in plan.sites:
+        for site in plan.all_sites:
             for op in site.ops:
                 if op.condition is not None:
                     layer = plan.probes[plan.conditions[op.condition].probe].layer
@@ -143,23 +147,42 @@ class SteeringSlots:
         return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
 
     def take_plan(self, job: Job) -> SteeringSlot | None:
-        """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
+        """Return the slots of a job's plan, if it has one; None where the job has to wait for them.
 
         Errors: whatever a worker raises.
         """
         if job.plan is None:
             return SteeringSlot()
-        found = self._plans.take(job.plan.content_digest)
+        numbers: list[int] = []
+        for part in job.plan.parts:
+            try:
+                number = self._take_part(part)
+            except Exception:
+                self._release(numbers)
+                raise
+            if number is None:
+                self._release(numbers)
+                return None
+            numbers.append(number)
+        return SteeringSlot(tuple(numbers), job.plan, describe_steering(job, numbers))
+
+    def _take_part(self, part: SteeringPlan) -> int | None:
+        """Return a slot that has this part; None where none is free."""
+        found = self._plans.take(part.content_digest)
         if found is None:
             return None
         number, is_new = found
         if is_new:
             try:
-                self._call_workers("load_plan", number, job.plan)
+                self._call_workers("load_plan", number, part)
             except Exception:
                 self._plans.forget(number)
                 raise
-        return SteeringSlot(self._plans, number, job.plan, describe_steering(job, number))
+        return number
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._plans.release(number)
 
     def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
         """Return the slot of the job's plan with rows to capture in; None where it has to wait.
@@ -180,8 +203,7 @@ class SteeringSlots:
         """Free a slot for other jobs."""
         if slot.rows is not None:
             self._rows.release(slot.rows)
-        if slot.pool is not None:
-            slot.pool.release(slot.number)
+        self._release(slot.numbers)
 
     def read_traces(self, plans: Mapping[str, SteeringPlan]) -> dict[str, SteeringTrace]:
         """Return what was measured of requests that have ended, of which these are the plans."""
@@ -204,7 +226,7 @@ class SteeringSlots:
             return trace
 
         sites = {}
-        for site in plan.sites:
+        for site in plan.all_sites:
             tokens, ratios = measured(site.layer)[1].get(site.layer, (0, 0.0))
             sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
         passed = tuple(
