@@ -42,6 +42,10 @@ LIST = {"adapters": [CARD], "damaged": ["torn"], "bytes": 400, "max_bytes": 1000
 GONE = {"name": "lora", "sha256": "ab" * 32}
 USED = {"adapter": {"name": "lora", "sha256": "ab" * 32}}
 MOOD: dict[str, Any] = {"vectors": [{"name": "mood"}]}
+RECOMMENDED_MOOD: dict[str, Any] = {
+    "vectors": [{"name": "mood", "layers": "recommended", "scale": "recommended"}]
+}
+"""As the command line asks for it where it is given a name alone."""
 CONFIG = b'{"r": 8}\n'
 WEIGHTS = bytes(range(256)) * 4000
 BUSY = problem("overloaded", 429, retryable=True)
@@ -279,7 +283,9 @@ def test_scores_under_an_adapter_say_so(capsys: Output) -> None:
     assert "under adapter lora (abababababab)" in out and "steered" not in out
     server = answer(SCORES | USED | {"steering": steering_receipt()})
     assert run(server, "score", "a", "b", "--adapter", "lora", "--vector", "mood") == 0
-    assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora", "steering": MOOD}
+    assert json.loads(server.bodies[0]) == {
+        "items": ITEMS, "adapter": "lora", "steering": RECOMMENDED_MOOD,
+    }  # fmt: skip
     out = capsys.readouterr().out
     assert "under adapter lora" in out and "steered 5 tokens" in out
     assert run(answer(SCORES), "score", "a", "b") == 0

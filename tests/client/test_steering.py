@@ -135,7 +135,6 @@ def test_what_stands_in_for_prompts(call: Caller, options: Any, fields: Any) -> 
     [
         (None, MOOD, {}, "exactly one of prompts, prompt_ids, messages"),
         ("a", MOOD, {"prompt_ids": [[1]]}, "exactly one of prompts"),
-        ("", MOOD, {}, r"prompts\.0"),
         ("a", {}, {}, r"steering\.vectors"),
         ("a", {"vectors": [{"scale": 1.0}]}, {}, "exactly one of name, sha256, data"),
         ("a", MOOD, {"temperature": 3.0}, "temperature"),

@@ -132,7 +132,7 @@ def test_errors_have_openais_shape(outside: openai.OpenAI, model: str, client: C
         outside.completions.create(model="gpt", prompt=PROMPT)
     for bad, param, hint in (
         ({"prompt": ""}, "prompt", "empty"),
-        ({"max_tokens": 10**6}, "max_tokens", "context"),
+        ({"max_tokens": 10**6}, "prompt", "max_tokens|context"),
         ({"prompt": [10**6]}, "prompt", "vocabulary|token ids"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "own probabilities"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

@@ -124,10 +124,14 @@ def test_a_sample_is_scored_as_it_was_drawn(client: Client, ids: Any) -> None:
 def test_too_many_positions_are_refused_by_name(client: Client) -> None:
     vectors = [write_vector(LOUD, {"last": n}) for n in range(1, 6)]
     with pytest.raises(APIError, match="5 different positions, at most 4"):
-        client.logprob([{"context": "Once upon", "targets": [" a time"]}], steering={"vectors": vectors})
+        client.logprob(
+            [{"context": "Once upon", "targets": [" a time"]}], steering={"vectors": vectors}
+        )
     with pytest.raises(APIError, match="give exactly one of slices, token_ids, after"):
         vector = write_vector(LOUD, {"last": 1, "every": 2})
-        client.logprob([{"context": "Once upon", "targets": [" a time"]}], steering={"vectors": [vector]})
+        client.logprob(
+            [{"context": "Once upon", "targets": [" a time"]}], steering={"vectors": [vector]}
+        )
     with pytest.raises(APIError, match="positions after selects none"):
         client.logprob(
             [{"context": "Once upon", "targets": [" a time"]}],

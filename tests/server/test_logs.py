@@ -41,7 +41,7 @@ CHAT = [{"role": "user", "content": TEXT}]
 INLINE = {"vectors": [{"data": {"1": [NUMBER] * 16}, "op": "ablate"}]}
 VECTOR = save({"layers.1": np.full(16, NUMBER, np.float32)})
 PAIRS = [{"positive": f"{n} {TEXT}", "negative": f"{n} {TEXT} again"} for n in range(4)]
-SAME = {"positive": TEXT, "negative": f"no {TEXT}"}
+SAME = {"positive": "a not so end", "negative": "a so not end"}
 
 REQUESTS: dict[str, tuple[str, Any]] = {
     "models": ("/models", None),

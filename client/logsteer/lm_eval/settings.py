@@ -104,7 +104,7 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
     Errors: LogsteerError for what is no steering object, and for an unknown vector.
     """
     is_file = isinstance(given, Path) or (isinstance(given, str) and Path(given).exists())
-    if is_file or str(given).lstrip().startswith("{"):
+    if is_file or str(given).lstrip().startswith("{") or str(given).endswith(".json"):
         given = load_steering(given)  # type: ignore[arg-type]
     steering = checked(Steering, given).model_copy(deep=True)
     for vector in steering.vectors:
@@ -112,7 +112,7 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
             card = client.vectors.get(vector.name)
             advice = card.about.recommendation
             vector.sha256, vector.name = card.sha256, None
-            vector.scale = vector.choose_scale(advice)
+            vector.scale = vector.choose_scale(advice.scales if advice else ())
             if vector.layers == RECOMMENDED:
                 vector.layers = None if advice is None else [advice.layer]
     return steering.model_dump(mode="json", exclude_none=True)

@@ -149,7 +149,7 @@ class PromptCompletions(ItemResult, Tabled):
     )
 
 
-class Continuations(Answer, AppliedInterventions, Tabled):
+class ContinuationAnswer(Answer, AppliedInterventions, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
@@ -171,13 +171,13 @@ class Continuations(Answer, AppliedInterventions, Tabled):
         return {"texts": self.texts, "model": self.model, "steered_by": receipt}
 
 
-class SteerAnswer(Continuations):
+class SteerAnswer(ContinuationAnswer):
     """One result per prompt, in the order given."""
 
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Continuations):
+class GenerateAnswer(ContinuationAnswer):
     """One result per prompt, in the order given."""
 
 

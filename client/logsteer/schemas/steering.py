@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     BeforeValidator,
@@ -27,9 +27,6 @@ from logsteer.schemas.common import (
     TokenId,
 )
 from logsteer.schemas.views import Tabled
-
-if TYPE_CHECKING:
-    from logsteer.schemas.vectors import Recommendation
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -314,12 +311,12 @@ class SteeringVector(VectorReference):
             raise ValueError(f"op rotate turns by at most 180 degrees, got scale {self.scale}")
         return self
 
-    def choose_scale(self, advice: "Recommendation | None") -> float:
-        """Return the scale to use; `advice` is what the vector's training recommends."""
+    def choose_scale(self, advised: Sequence[float]) -> float:
+        """Return the scale to use; `advised` are those that the vector's training recommends."""
         if not isinstance(self.scale, str):
             return self.scale
         is_plain = self.op == "add" and self.unit == "raw"
-        return advice.scales[-1] if advice is not None and is_plain else 1.0
+        return advised[-1] if advised and is_plain else 1.0
 
 
 class Steer(SteeringVector):

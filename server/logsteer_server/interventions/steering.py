@@ -88,7 +88,8 @@ def resolve_steering(
             probe, condition = resolve_condition(use.when, number, source, info)
             probes.append(probe)
             conditions.append(condition)
-        scale = use.choose_scale(stored.recommendation)
+        advice = stored.recommendation
+        scale = use.choose_scale(advice.scales if advice else ())
         used.append(UsedSteering(stored.name, stored.sha256, scale, number, own))
         for _, (layer, hook), vector_D in place_vectors(use, stored, info, PARAM):
             if number is not None:
