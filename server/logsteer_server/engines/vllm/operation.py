@@ -31,8 +31,9 @@ TABLES = "logsteer.steering_tables"
 def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
     """Steer an activation in place, as the tables of the running model say.
 
-    `layer` is its number among the tables' (`points.SiteNumbers`), typed as vLLM types the names of its own layers: the compiler
-    then takes layers that differ in nothing else for the same, and compiles one.
+    `layer` is its number among the tables' (`points.SiteNumbers`), typed as vLLM types the names of
+    its own layers: the compiler then takes layers that differ in nothing else for the same, and
+    compiles one.
     """
     tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
     number = int(_resolve_layer_name(layer))

@@ -1,4 +1,4 @@
-"""Where a decoder layer has the activations of each hook, and whether they are what they are called.
+"""Where a decoder layer has the activations of each hook, and whether they are those.
 
 Names and numbers are TransformerLens'. A block adds the output of its attention, and that of its
 MLP, to the residual stream; where a norm follows such an output, what leaves the norm is added:
@@ -178,7 +178,7 @@ def find_faults(seen: Mapping[int, Activations], *, exact: bool) -> dict[str, st
     layers, noise = list(seen.values()), NOISE[exact]
     faults = {
         hook: f"no such activation was found in layer {layer}"
-        for layer, found in reversed(seen.items())
+        for layer, found in reversed([*seen.items()])
         for hook in HOOKS
         if hook not in found
     }

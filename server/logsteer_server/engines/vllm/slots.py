@@ -116,11 +116,10 @@ class SteeringSlots:
         return self._size.slots, self._plans.num_used
 
     def refuse(self, job: Job) -> JobFailure | None:
-        """Return why a job's hooks are not there, or its plan has no room; None where all is well."""
-        plan = job.plan
-        used = [] if plan is None else [place.hook for place in (*plan.sites, *plan.probes)]
-        if isinstance(job, CaptureJob):
-            used.append(job.hook)
+        """Return why a job's hooks are not there, or its plan has no room; None where it can run."""
+        plan, used = job.plan, [job.hook] if isinstance(job, CaptureJob) else []
+        if plan is not None:
+            used += [site.hook for site in plan.sites] + [probe.hook for probe in plan.probes]
         for hook in used:
             if hook not in self._info.hooks:
                 return JobFailure("unsupported_by_engine", self._info.explain_hook(hook))

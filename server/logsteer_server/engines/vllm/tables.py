@@ -2,9 +2,10 @@
 
 The operation `logsteer::steer` stands at every activation that the model's `hooks` name, and always
 runs, so that compiled graphs and CUDA graphs contain it. What is called a layer here is one such
-activation, by its number (`points.SiteNumbers`): with resid_post alone, the layer that it leaves. What it does is data: each token of a step has a slot, and slot 0
-changes nothing. It also measures what it changed, reads what probes ask for (`probe_tables`), and
-captures activations that are wanted (`captures`).
+activation, by its number (`points.SiteNumbers`): with resid_post alone, the layer that it leaves.
+What the operation does is data: each token of a step has a slot, and slot 0 changes nothing. It
+also measures what it changed, reads what probes ask for (`probe_tables`), and captures activations
+that are wanted (`captures`).
 
 Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M marked tokens, F
 fields of a mark, W what a layer has of a plan.
