@@ -218,7 +218,7 @@ def _find_faults_between(layers: Sequence[Activations], noise: float) -> dict[st
             if _are_same([*zip(sums, ends, strict=True)], noise):
                 break
         else:
-            return {"resid_mid": "attention and MLP are added to the stream at once"}
+            return {"resid_mid": "attention and MLP are not added one after the other"}
         if factor != 1.0:
             faults[hook] = f"what is put out is added to the stream times {factor:.3g}"
     return faults
