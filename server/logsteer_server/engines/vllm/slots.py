@@ -116,7 +116,7 @@ class SteeringSlots:
         return self._size.slots, self._plans.num_used
 
     def refuse(self, job: Job) -> JobFailure | None:
-        """Return why a job's hooks are not there, or its plan has no room; None where it can run."""
+        """Return why a job has no such hooks, or its plan no room; None where it can run."""
         plan, used = job.plan, [job.hook] if isinstance(job, CaptureJob) else []
         if plan is not None:
             used += [site.hook for site in plan.sites] + [probe.hook for probe in plan.probes]
