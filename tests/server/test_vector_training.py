@@ -198,7 +198,7 @@ def test_a_job_for_each_text() -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "reason"),
     [
-        ({"hook": "attn_out"}, "unsupported_by_engine", "it has resid_post"),
+        ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not"),
         ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
         ({"max_bytes": 100}, "payload_too_large", "at most 100 are held"),
         (

@@ -40,6 +40,9 @@ class ModelCard(Reply):
     hidden_size: int | None = Field(
         default=None, description="Numbers of the residual stream at a token."
     )
+    hooks: list[str] | None = Field(
+        default=None, description="Activations of each layer that can be steered and read."
+    )
     has_chat_template: bool | None = None
     columns: list[str] | None = Field(
         default=None, description="Row columns that this engine can read."

@@ -209,7 +209,7 @@ class FakeEngine:
             eos_ids=(2,),
             num_layers=int(args.get("num_layers", 4)),
             hidden_size=int(args.get("hidden_size", 16)),
-            hooks=("resid_post",),
+            hooks=spec.hooks,
             room=EngineRoom(int(args.get("ahead_tokens", 65_536))),
             lacks=LACKS if not args.get("reads_files") else {"gradient": LACKS["gradient"]},
         )

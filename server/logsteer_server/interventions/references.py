@@ -9,7 +9,7 @@ import numpy as np
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.steering import RECOMMENDED, VectorReference
-from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.plan import Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
@@ -68,10 +68,10 @@ def place_vectors(
             detail = f"is used at layer {layer}, the model's are 0 to {info.num_layers - 1}"
             raise refuse_vector(stored, detail, param)
         if hook not in info.hooks and not _has_other_name(hook, layer, info):
-            known = f"This engine reads and steers {', '.join(info.hooks)}, not {hook}"
-            hint = "; transformer_lens has more." if len(info.hooks) == 1 else "."
-            raise api_error("unsupported_by_engine", known + hint, param=param)
-        if hook.startswith("resid_") and len(vector_D) != info.hidden_size:
+            detail = info.explain_hook(hook)
+            detail = f"{detail[0].upper()}{detail[1:]}."
+            raise api_error("unsupported_by_engine", detail, param=param)
+        if hook in HOOKS and len(vector_D) != info.hidden_size:
             detail = f"has {len(vector_D)} numbers a layer, the model's activations "
             raise refuse_vector(stored, f"{detail}{info.hidden_size}", param)
         yield own, (layer, hook), vector_D

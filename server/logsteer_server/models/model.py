@@ -248,6 +248,7 @@ class ResidentModel:
             card.vocab_size = info.vocab_size
             card.num_layers = info.num_layers
             card.hidden_size = info.hidden_size
+            card.hooks = list(info.hooks)
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
             card.provenance = self.provenance()

@@ -26,9 +26,9 @@ class CaptureSite:
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
         """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
         if self.hook not in info.hooks:
-            none = info.lacks.get("steering", "it gives none")
-            known = f"it has {', '.join(info.hooks)}" if info.hooks else none
-            detail = f"This model's engine does not give the activations of {self.hook}: {known}."
+            detail = (
+                f"There are no activations of {self.hook} here: {info.explain_hook(self.hook)}."
+            )
             raise api_error("unsupported_by_engine", detail, param="hook")
         layers = tuple(sorted(self.layers)) if self.layers else tuple(range(info.num_layers))
         if layers[-1] >= info.num_layers:

@@ -30,6 +30,7 @@ from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import DRAW
 from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
+from logsteer_server.engines.vllm.points import PointProbe
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
@@ -108,7 +109,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
     device: torch.device
     row_reader: RowReader
     steering: StepSteering | None
-    stream_probe: StreamProbe | None
+    stream_probe: StreamProbe | PointProbe | None
     draws: StepDraws
 
     def prepare_scoring(self, bounds: RowBounds) -> None:
@@ -133,13 +134,13 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
             self._sync_device()
 
     def prepare_steering(self, size: SteeringSize) -> None:
-        """Put the steering operation behind the layers of the model, before it is compiled."""
+        """Put the steering operation at the layers' activations, before the model is compiled."""
         layers = self.find_layers()
         like = torch.empty(0, dtype=self.model_config.dtype, device=self.device)
         width = self.model_config.get_hidden_size()
         self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like)
         self.compilation_config.static_forward_context[TABLES] = self.steering.tables
-        append_operation(layers, self.steering.tables)
+        append_operation(layers, self.steering.tables, size.hooks)
 
     def find_layers(self) -> list[nn.Module]:
         """Return the decoder layers of the model, those of other pipeline stages included."""
