@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 GIVEN_UP = 3
 """Exit status where a required model was given up."""
 END_S = 5
-"""For answers that say that the server ends, once the time of running requests is over."""
+"""For answers that say that the server ends, once the time of running requests is over. A request
+that still waits then, such as for the rest of its body, is cancelled, and answered so, too."""
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
@@ -206,7 +207,7 @@ class DrainingServer(uvicorn.Server):
             return True
         if time.monotonic() >= self._deadline:
             log.warning("%d requests did not end in time", self._drain.num_running)
-            self._drain.end()
+            self._drain.has_ended = True
             self._state.models.stop()
         return False
 
@@ -220,7 +221,7 @@ class DrainingServer(uvicorn.Server):
                 f"{given_up.handle.detail}"
             )
         if given_up is not None or self._is_interrupted:
-            self._drain.begin()
+            self._drain.has_begun = True
             self._deadline = time.monotonic() + self._settings.drain_s
 
 
