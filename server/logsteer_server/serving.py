@@ -65,8 +65,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`, "
-        "`logsteer-server doctor --help`.",
+        epilog="Commands: `logsteer-server keys --help`, `logsteer-server doctor --help`.",
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
