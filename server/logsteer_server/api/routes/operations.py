@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from logsteer.errors import api_error
 from logsteer.schemas import (
     Health,
     ModelCard,
@@ -24,9 +23,9 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     UpkeepDep,
 )
-from logsteer_server.api.metrics import render_metrics
 from logsteer_server.api.respond import respond
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.keys.keyring import check_metrics_key
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE
 from logsteer_server.tasks.selftest import SelftestTask
@@ -153,8 +152,9 @@ def _name_waiting(models: ModelRegistry) -> str | None:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def metrics(request: Request, upkeep: UpkeepDep) -> Response:
     """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
-    if request.app.state.settings.metrics_address is not None:
-        raise api_error("not_found", "Metrics have an address of their own here: metrics_address.")
-    return Response(await render_metrics(request), media_type=METRICS_TYPE)
+    state = request.app.state
+    check_metrics_key(state.settings.metrics_key, request.headers.get("authorization", ""))
+    await upkeep.refresh()  # what lies on disk is as it was when the disk last answered
+    return Response(state.metrics.render(), media_type=METRICS_TYPE)
