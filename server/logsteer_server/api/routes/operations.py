@@ -127,8 +127,7 @@ async def readyz(
     """Whether every required model answers now: a readiness probe. Status 503 where one does not,
     and at the end.
     """
-    trouble = await upkeep.find_trouble()
-    store = None if upkeep.is_local else ("away" if trouble else "answers")
+    store = None if upkeep.is_local else ("away" if upkeep.trouble else "answers")
     reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}
@@ -152,9 +151,8 @@ def _name_waiting(models: ModelRegistry) -> str | None:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request, upkeep: UpkeepDep) -> Response:
+async def metrics(request: Request) -> Response:
     """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
     state = request.app.state
     check_metrics_key(state.settings.metrics_key, request.headers.get("authorization", ""))
-    await upkeep.refresh()  # what lies on disk is as it was when the disk last answered
     return Response(state.metrics.render(), media_type=METRICS_TYPE)
