@@ -128,7 +128,7 @@ def test_without_the_packages_the_settings_say_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigurationError, match=r"install logsteer\[otel\]"):
+    with pytest.raises(ConfigurationError, match=r"install logsteer-server\[otel\]"):
         OPEN_TRACER()
 
 
