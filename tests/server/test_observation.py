@@ -18,8 +18,12 @@ from logsteer import Client
 from logsteer.errors import APIError
 from logsteer_server.contract.engine import TIME_BOUNDS_S, DeviceMemory, EngineReading, StepCounts
 from logsteer_server.observation.metrics import ENGINE, OTHER_KEYS, Metrics, TokenTimes
-from logsteer_server.observation.processes import ProcessReading, read_family
-from logsteer_server.observation.readings import EngineStatus, ModelReading
+from logsteer_server.observation.readings import (
+    EngineStatus,
+    ModelReading,
+    ProcessReading,
+    read_family,
+)
 from logsteer_server.observation.requests import RequestObserver, RequestRecord
 from logsteer_server.settings import Settings, parse_settings
 from logsteer_server.stores import upkeep

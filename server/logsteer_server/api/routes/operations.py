@@ -1,4 +1,6 @@
-"""`/models` and `/models/{id}`, its self-test and what changes it; probes, `/metrics`."""
+"""`/models` and `/models/{id}`, its self-test and what changes it; probes, `/metrics`; `/v1/models`
+and `/tokenizer_info`, in OpenAI's shape.
+"""
 
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from logsteer.schemas import (
     SelftestRequest,
     Startup,
 )
+from logsteer.schemas.openai import TokenizerInfo
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.dependencies import (
@@ -36,6 +39,8 @@ ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {
 WaitDep = Annotated[WaitQuery, Query()]
 
 router = APIRouter(route_class=KeyedRoute, tags=["operations"])
+openai_router = APIRouter(route_class=KeyedRoute, tags=["openai"])
+"""What OpenAI's clients and vLLM's ask about models."""
 
 
 @router.get("/models")
@@ -156,3 +161,27 @@ async def metrics(request: Request) -> Response:
     state = request.app.state
     check_metrics_key(state.settings.metrics_key, request.headers.get("authorization", ""))
     return Response(state.metrics.render(), media_type=METRICS_TYPE)
+
+
+@openai_router.get("/v1/models", name="list_models")
+async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
+    """The models that answer now."""
+    ready = [model for model in models.by_id.values() if model.is_ready]
+    cards = [
+        {
+            "id": model.id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "logsteer",
+            "max_model_len": model.require()[1].context_length,
+        }
+        for model in ready
+    ]
+    return {"object": "list", "data": cards}
+
+
+@openai_router.get("/tokenizer_info")
+async def tokenizer_info(models: ModelsDep, model: str | None = None) -> TokenizerInfo:
+    """Special tokens and chat template of a model."""
+    codec, info = models.find(model).require()
+    return TokenizerInfo(model_max_length=info.context_length, **codec.describe())
