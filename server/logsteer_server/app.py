@@ -14,7 +14,6 @@ from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
     adapters,
-    openai,
     operations,
     overrides,
     page,
@@ -77,10 +76,10 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
-    for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
+    for module in (tasks, perplexity, vectors, overrides, adapters, tokens):
         app.include_router(module.router)
-    app.include_router(operations.router)
-    app.include_router(page.router)
+    for router in (operations.openai_router, operations.router, page.router):
+        app.include_router(router)
     _add_layers(app, needs_key=keys.needs_key)
     add_handlers(app)
     return app

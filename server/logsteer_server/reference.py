@@ -90,11 +90,11 @@ def write_metrics() -> str:
         [
             "# Metrics\n\n",
             WRITTEN,
-            "\n`GET /metrics` answers in Prometheus' text format, on the service's address or "
-            "on `metrics_address`, and asks for `metrics_key` where there is one. `replica` tells "
-            "the engine processes of a model apart. Times are in seconds; their histograms have "
-            f"buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)}. Counters of an "
-            "engine begin anew with its process; the last ones are of the HTTP process.\n\n",
+            "\n`GET /metrics` answers in Prometheus' text format, and asks for `metrics_key` where "
+            "there is one. `replica` tells the engine processes of a model apart. Times are in "
+            "seconds; their histograms have buckets of "
+            f"{', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)}. Counters of an engine begin "
+            "anew with its process; the last ones are of the HTTP process.\n\n",
             *tabulate(("name", "type", "labels", "meaning"), rows),
         ]
     )

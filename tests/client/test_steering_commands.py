@@ -195,27 +195,6 @@ def test_one_completion_is_streamed_then_its_receipt_is_shown(capsys: Output) ->
     assert sent(server) == {**body, "stream": True}
 
 
-def test_every_option_of_sampling_is_sent() -> None:
-    server = stream()
-    argv = ["--max-tokens", "9", "--n", "1", "--temperature", "0.5", "--top-p", "0.9"]
-    argv += ["--top-k", "5", "--min-p", "0.1", "--seed", "3", "--stop", "a", "--stop", "b"]
-    assert run(server, "steer", "x", "--vector", "v", *argv, "--bos", "never", "--chat") == 0
-    assert sent(server) == {
-        "messages": [{"role": "user", "content": "x"}],
-        "steering": {"vectors": [{"name": "v"} | RECOMMENDED]},
-        "max_tokens": 9,
-        "n": 1,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 3,
-        "stop": ["a", "b"],
-        "bos": "never",
-        "stream": True,
-    }
-
-
 def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> None:
     server = stream(piece(" glad"), piece(" sad", steered=False), baseline=True, n=2)
     assert run(server, "steer", "I am", "--vector", "mood", "--baseline", "--n", "2") == 0
@@ -310,22 +289,6 @@ def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
     # The reading is of the token in front, of which an answer has nothing else.
     assert ["n/a", "n/a", "0.25", "0.5"] in lines and ["'b'", "-1", "n/a", "n/a"] in lines
     assert "where its condition held, at 3 tokens" in out
-
-
-def test_each_reading_has_a_name_of_its_own(
-    capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = {"sha256": "0" * 64, "layer": 2, "hook": "resid_post"}
-    reads = [("mood", "projection", 3.5), ("mood", "cosine", 0.25), ("mood", "cosine", 0.75),
-             (None, "cosine", 0.5)]  # fmt: skip
-    probes = [{**common, "name": name, "read": read, "before": [x]} for name, read, x in reads]
-    scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=probes)])
-    argv = ["--probe", "mood@2", "--probe", "mood@2:cosine", "--probe", "mood@2:cosine"]
-    assert run(answer(scored), "score", "a", "b", *argv) == 0
-    assert ["n/a", "n/a", "3.5", "0.25", "0.75", "0.5"] in rows(capsys)
-    monkeypatch.setenv("COLUMNS", "50")  # no name is cut off
-    run(answer(scored), "score", "a", "b", *argv)
-    assert "…" not in capsys.readouterr().out
 
 
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from logsteer.extras.rows import list_grains, list_rows
 from logsteer.schemas import (
     Completion,
     GenerateAnswer,
-    ItemScore,
     LogprobAnswer,
     ModelList,
     PerplexityAnswer,
@@ -163,11 +162,6 @@ def test_a_heat_map_has_titles_and_a_legend() -> None:
     assert "choice_prob" in found.text and "merged" in found.text
 
 
-def test_what_is_not_finite_has_a_colour_of_its_own() -> None:
-    page = LOGPROB.results[0].targets[0]._repr_html_()
-    assert "rgba(128,128,128,.35)" in page and "surprisal n/a" in page
-
-
 def test_a_page_is_bounded_and_says_what_is_left_out() -> None:
     count = 5_000
     long = {"tokens": ["x" * 1000] * count, "token_ids": [1] * count, "logprobs": [-1.0] * count,
@@ -180,13 +174,6 @@ def test_a_page_is_bounded_and_says_what_is_left_out() -> None:
     assert f"and {count - TOKENS_SHOWN:,} more tokens" in text
     assert f"and {30 - PARTS_SHOWN} more sequences" in text
     assert f"and {30 + 39 * 30 - ROWS_SHOWN:,} more rows" in text
-
-
-def test_steered_and_unsteered_have_heads_of_their_own() -> None:
-    found = Reader(steered(probes=[PROBE])._repr_html_())
-    assert found.text.count("steered False") == 2
-    assert "glad 1" in found.text and "sad 1" in found.text
-    assert "abababababab" in found.text
 
 
 def test_windows_and_what_is_known_of_a_vector_are_told() -> None:
@@ -321,16 +308,3 @@ def test_a_plot_shows_the_numbers_of_the_answer() -> None:
     assert list(so_far.get_ydata()) == [0.5, 0.75, 1.0]
     with pytest.raises(LogsteerError, match="windows=True"):
         perplexity().plot()
-
-
-def test_without_matplotlib_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(LogsteerError, match=r'pip install "logsteer\[plot\]"'):
-        CARD.plot()
-
-
-def test_an_item_without_arrays_has_no_heat_map() -> None:
-    plain = ItemScore.model_validate(
-        {"targets": [target("a", -1.0), target("b", None)], "best": 0, "choice_probs": [1.0, None]}
-    )
-    assert "surprisal" not in plain._repr_html_() and "choice_prob" in plain._repr_html_()

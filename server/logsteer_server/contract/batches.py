@@ -397,11 +397,13 @@ class WorkCounts(NamedTuple):
 
 def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:
     """Count the tokens of outputs of some of the jobs."""
-    if isinstance(jobs, ScoreJobs) and isinstance(part.outputs, ScoreOutputs):
+    if isinstance(jobs, ScoreJobs):
         own = np.array(part.indices)
         read = int(np.diff(jobs.token_starts)[own].sum())
         scored = int(np.diff(jobs.target_starts)[own].sum())
-        return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
+        if isinstance(part.outputs, ScoreOutputs):
+            return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
+        return WorkCounts(read, scored, 0, sum(output.cached_tokens for output in part.outputs))
     pairs = zip(part.indices, part.outputs, strict=True)
     ended = [(jobs[index], output) for index, output in pairs if output.is_last]
     return WorkCounts(

@@ -59,9 +59,8 @@ class KeyRing:
 
         `priority` is what the request asks for: it may lower its key's, not raise it.
         """
-        scheme, _, token = authorization.partition(" ")
-        token = token.strip()
-        if self.needs_key and (scheme.lower() != "bearer" or not token):
+        token = _read_bearer(authorization)
+        if self.needs_key and not token:
             raise api_error("unauthorized", UNAUTHORIZED)
         if self._path is None:
             if self._api_key and not hmac.compare_digest(token.encode(), self._api_key):
@@ -123,6 +122,20 @@ class KeyRing:
             allowance.limits = key.limits
             self._allowances[key.id] = allowance
         log.info("%d keys are in force", len(keys))
+
+
+def check_metrics_key(key: str | None, authorization: str) -> None:
+    """Refuse a request for metrics without their key. Errors: APIError `unauthorized`."""
+    token = _read_bearer(authorization)
+    if key is not None and not hmac.compare_digest(token.encode(), key.encode()):
+        detail = "Metrics ask for a key: send the header Authorization: Bearer <metrics_key>."
+        raise api_error("unauthorized", detail)
+
+
+def _read_bearer(authorization: str) -> str:
+    """Return the token of a header; empty where it has none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _read_version(found: os.stat_result) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -245,7 +246,7 @@ class ResultCache:
             found.hits.extend(hits)
 
     def _remember(self, key: bytes, value: bytes) -> None:
-        if _measure(value) <= self._values.maxsize:
+        with suppress(ValueError):  # it is larger than the memory
             self._values[key] = value
 
     def keep(self, computed: Sequence[Computed]) -> None:

@@ -33,8 +33,12 @@ from prometheus_client.utils import floatToGoString
 
 from logsteer_server import __version__
 from logsteer_server.contract.engine import TIME_BOUNDS_S
-from logsteer_server.observation.processes import read_family
-from logsteer_server.observation.readings import DiskReading, EngineStatus, ModelReading
+from logsteer_server.observation.readings import (
+    DiskReading,
+    EngineStatus,
+    ModelReading,
+    read_family,
+)
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "logsteer_"

@@ -89,12 +89,6 @@ class Settings(BaseSettings):
         description="Send a trace of each request as the standard OTEL_… variables say; takes "
         "logsteer-server[otel].",
     )
-    metrics_address: str | None = Field(
-        None,
-        pattern=r"^.+:[0-9]{1,5}$",
-        description="HOST:PORT for /metrics alone, such as 127.0.0.1:9100, which the service's own "
-        "address then does not answer; null: on the service's.",
-    )
     metrics_key: str | None = Field(
         None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
     )

@@ -23,7 +23,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -279,27 +279,16 @@ class Store(Generic[C]):
 
     def read(self, found: StoredContent) -> bytes:
         """Return a content's bytes. Errors: APIError `internal` where they are damaged."""
-        pieces: list[bytes] = []
-        self.check(found, pieces.append)
-        return b"".join(pieces)
-
-    def check(self, found: StoredContent, write: Callable[[bytes], object] | None = None) -> None:
-        """Read a content against its SHA-256, and pass its bytes on. Errors: as `read`."""
-        place, digest = found.source, new_sha256()
+        place = found.source
         if self.objects.is_local:
             place = str(Path(place).relative_to(self.objects.root))
-
-        def take(piece: bytes) -> None:
-            digest.update(piece)
-            if write is not None:
-                write(piece)
-
         try:
-            self.objects.download(place, take)
+            content = self.objects.read(place)
         except FileNotFoundError as error:
             raise self.report_damage(found) from error
-        if digest.hexdigest() != found.sha256:
+        if new_sha256(content).hexdigest() != found.sha256:
             raise self.report_damage(found)
+        return content
 
     def list_all(self) -> StoreListing[C]:
         """Return every name's card, and which names are damaged."""
