@@ -113,7 +113,7 @@ def save(visit: Visit, view: str, directory: Path) -> None:
 
 
 def film(visit: Visit, directory: Path) -> None:
-    """Save a GIF of a visitor who moves the slider of `steer`. Errors: SystemExit for a large one."""
+    """Save a GIF of a visitor who steers. Errors: SystemExit for a large one."""
     page = visit.page
     visit.open("steer?scale=0&max_tokens=64")
     train_example(visit, "steer")
