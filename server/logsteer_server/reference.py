@@ -157,7 +157,7 @@ def write_endpoints() -> str:
         [
             "# HTTP endpoints\n\n",
             WRITTEN,
-            "\nRequests are JSON; unknown fields are refused. Answers are JSON, or MessagePack with "
+            "\nRequests are JSON; unknown fields are refused. Answers are JSON, or MessagePack by "
             "`Accept: application/msgpack`. `/docs` of a running server has every "
             "schema. A field without a default may be left out, unless it is required.\n\n"
             f"A `Column` is one of {', '.join(f'`{name}`' for name in get_args(Column))}: see "
