@@ -30,13 +30,11 @@ FRAME_MS = 120
 ADDRESSES = {
     "text": "text",
     "choices": "choices",
-    "steer": "steer",
     "sweep": "sweep",
     "vectors": "vectors?opened=mood",
     "models": "models",
 }
-HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640,
-           "vectors": 1640, "models": 1080}  # fmt: skip
+HEIGHTS = {"text": 860, "choices": 900, "sweep": 1100, "vectors": 1100, "models": 860}
 
 
 def main() -> int:
@@ -57,11 +55,10 @@ def main() -> int:
         try:
             with sync_playwright() as playwright:
                 chromium = launch(playwright, path)
-                for dark in (False, True):
-                    visit = Visit.start(chromium, arguments.url or server.url, dark=dark)
-                    for view in arguments.views:
-                        save(visit, view, arguments.directory)
-                    visit.close()
+                visit = Visit.start(chromium, arguments.url or server.url)
+                for view in arguments.views:
+                    save(visit, view, arguments.directory)
+                visit.close()
                 visit = Visit.start(chromium, arguments.url or server.url, height=800)
                 film(visit, arguments.directory)
                 visit.close()
@@ -87,7 +84,7 @@ def save(visit: Visit, view: str, directory: Path) -> None:
     page.set_viewport_size({"width": 1280, "height": HEIGHTS[view]})
     page.mouse.move(0, 0)
     visit.open(ADDRESSES[view])
-    if view in ("steer", "sweep", "vectors"):
+    if view in ("sweep", "vectors"):
         train_example(visit, view)
     if view == "models":
         visit.button("Run the self-test").click()
@@ -97,8 +94,7 @@ def save(visit: Visit, view: str, directory: Path) -> None:
         page.locator("#view-text .token", has_text="Oslo").hover()
         page.get_by_role("tooltip").get_by_role("list").wait_for()
     page.wait_for_timeout(500)  # bars grow to their length, charts take the width they have
-    is_dark = page.evaluate("document.documentElement.dataset.theme") == "dark"
-    path = directory / f"playground-{view}-{'dark' if is_dark else 'light'}.png"
+    path = directory / f"{view}.png"
     # 256 colours are enough for a page, and a third of the bytes.
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture = picture.convert("RGB").quantize(
