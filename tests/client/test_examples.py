@@ -1,4 +1,4 @@
-"""The examples in the commands' help, which the parser takes; and the notebooks as they are kept."""
+"""The examples in the help of commands, which the parser takes; and notebooks as they are kept."""
 
 import argparse
 import json
