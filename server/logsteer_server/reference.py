@@ -250,9 +250,9 @@ def write_metrics() -> str:
             "# Metrics\n\n",
             WRITTEN,
             "\n`GET /metrics` answers in Prometheus' text format, on the service's address or on "
-            "`metrics_address`. A name that ends in `_total` is a counter, one in `_seconds` a "
+            "`metrics_address`. A name in `_total` is a counter. A name in `_seconds` is a "
             f"histogram with buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)} s, "
-            "any other a gauge; `logsteer_engine_heartbeat_age_seconds` is a gauge, too. `replica` "
+            "but `logsteer_engine_heartbeat_age_seconds`. Others are gauges. `replica` "
             "names an engine process, and an engine's counters start at 0 with its process. "
             "`process_` metrics are those of the HTTP process.\n\n",
             *tabulate(("name", "labels", "meaning"), rows),

@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_what_is_done_and_two_at_once_are_refused(tmp_path: Path) -
         command.send_signal(signal.SIGINT)
         _, told = command.communicate(timeout=120)
         assert command.returncode == 130
-        assert b"the same command goes on" in told
+        assert b"the same command resumes" in told
     scores = score(corpus, target, CorpusServer(), limits=JobLimits())
     assert 0 < scores.resumed_rows < 3000
     assert [row["row"] for row in read_rows(target)] == list(range(3000))
