@@ -22,8 +22,8 @@ from tests.servers import Server
 
 MAX_BYTES = 150_000
 MAX_FILM_BYTES = 1_500_000
-SCALES = (1.0, -1.0, 0.5)
-"""Where the visitor of the film stops the slider; it begins at 0."""
+SCALES = (-1.0, 0.0)
+"""Where the visitor of the film stops the slider; it begins at 1."""
 WRITING = "#view-steer .continuations[aria-busy=true]"
 FRAME_MS = 120
 
@@ -111,7 +111,7 @@ def save(visit: Visit, view: str, directory: Path) -> None:
 def film(visit: Visit, directory: Path) -> None:
     """Save a GIF of a visitor who steers. Errors: SystemExit for a large one."""
     page = visit.page
-    visit.open("steer?scale=0&max_tokens=64")
+    visit.open("steer?scale=1&max_tokens=64")
     train_example(visit, "steer")
     visit.see("steer")
     page.mouse.move(0, 0)
@@ -123,8 +123,8 @@ def film(visit: Visit, directory: Path) -> None:
         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         frames.append((picture.resize((960, 600), Image.Resampling.LANCZOS), milliseconds))
 
-    take(1500)
-    last = []
+    take(2500)
+    last = [frames[0][0]]
     for scale in SCALES:
         slider.fill(str(scale))
         page.locator(WRITING).wait_for()
@@ -132,7 +132,7 @@ def film(visit: Visit, directory: Path) -> None:
             take(FRAME_MS)
         visit.see_steered(slider)
         page.wait_for_timeout(300)
-        take(2000)
+        take(2500)
         last.append(frames[-1][0])
     # One palette for all frames, from those with the most colours.
     strip = Image.new("RGB", (960, 600 * len(last)))
