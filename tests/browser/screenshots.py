@@ -22,7 +22,7 @@ from tests.servers import Server
 
 MAX_BYTES = 150_000
 MAX_FILM_BYTES = 1_500_000
-SCALES = (-1.0, 0.0)
+SCALES = (0.5, -0.5, -1.0, 0.0)
 """Where the visitor of the film stops the slider; it begins at 1."""
 WRITING = "#view-steer .continuations[aria-busy=true]"
 FRAME_MS = 120
@@ -123,7 +123,7 @@ def film(visit: Visit, directory: Path) -> None:
         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         frames.append((picture.resize((960, 600), Image.Resampling.LANCZOS), milliseconds))
 
-    take(2500)
+    take(2000)
     last = [frames[0][0]]
     for scale in SCALES:
         slider.fill(str(scale))
@@ -132,7 +132,7 @@ def film(visit: Visit, directory: Path) -> None:
             take(FRAME_MS)
         visit.see_steered(slider)
         page.wait_for_timeout(300)
-        take(2500)
+        take(1600)
         last.append(frames[-1][0])
     # One palette for all frames, from those with the most colours.
     strip = Image.new("RGB", (960, 600 * len(last)))
