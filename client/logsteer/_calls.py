@@ -70,7 +70,7 @@ def build_call(
 ) -> ApiCall[Any]:
     """Return the call of the endpoint `name`, which is answered by `events` where they are wanted.
 
-    `values` are the arguments of its method; those that are `NOT_GIVEN` are not sent.
+    `values` are the arguments of its method; `NOT_GIVEN` is not sent.
     Raises InvalidRequestError, and OSError for a file that cannot be read.
     """
     endpoint = ENDPOINTS[name]

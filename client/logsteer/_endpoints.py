@@ -44,7 +44,7 @@ class Endpoint:
     """One method of one path.
 
     `name` is that of the client's method, with its resource in front: `logprob`, `vectors.train`.
-    The fields of `request` go in the body, those of `query` behind the path; `upload` is a body of
+    The fields of `request` go in the body, those of `query` after the path; `upload` is a body of
     another kind. `events` (name -> type) is what a stream yields: an endpoint with a request field
     `stream` has a second method, `NAME_events`, and one without `answer` always streams.
     `file_type` is the media type of an answer that is a file, with the query's `format` in it.
@@ -144,7 +144,7 @@ _OPERATIONS = [
     Endpoint(
         "model", "GET", "/models/{model_id}", "operations", s.ModelCard,
         positional=("model_id",), parameters={"model_id": "Id of the model."},
-        summary="Return the card of one model; NotFoundError where there is none of this id.",
+        summary="Return the card of one model; NotFoundError for an unknown id.",
     ),
     Endpoint(
         "selftest", "POST", "/models/{model_id}/selftest", "operations", s.SelftestAnswer,
@@ -162,11 +162,11 @@ _OPERATIONS = [
     ),
     _change(
         "unload_model", "/models/{model_id}/unload", s.ModelCard,
-        "Finish what a model has at work, then end its engine; return its card.",
+        "Finish a model's running requests, then end its engine; return its card.",
     ),
     _change(
         "drain_model", "/models/{model_id}/drain", s.ModelCard,
-        "Finish what a model has at work, and refuse it new requests; return its card.",
+        "Finish a model's running requests and refuse new ones; return its card.",
     ),
     _change(
         "reload", "/admin/reload", s.ReloadAnswer,

@@ -255,8 +255,8 @@ def _parse(schema: type[A], document: Any, request_id: str) -> A:
         first = invalid.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the document"
         raise AnswerError(
-            f"the answer is no {schema.__name__}: {place}: {first['msg']}; is base_url a logsteer "
-            "server of this version?",
+            f"the answer is not a {schema.__name__}: {place}: {first['msg']}; is base_url a "
+            "logsteer server of this version?",
             request_id=request_id,
         ) from invalid
 

@@ -63,7 +63,7 @@ _LIKE = {schemas.Steering: "SteeringLike", schemas.ContrastPair: "PairLike"}
 
 
 EVENTS_NOTE = (
-    "The request is sent when the first event is asked for. Close the generator to stop early."
+    "The request is sent when the first event is requested. Close the generator to stop early."
 )
 
 _HEAD = '''"""The methods of `AsyncClient` that ask one endpoint each.

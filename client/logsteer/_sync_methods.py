@@ -90,7 +90,7 @@ class ClientMethods(Caller):
         return self._ask("models")
 
     def model(self, model_id: str) -> ModelCard:
-        """Return the card of one model; NotFoundError where there is none of this id.
+        """Return the card of one model; NotFoundError for an unknown id.
 
         Args:
             model_id: Id of the model.
@@ -112,7 +112,7 @@ class ClientMethods(Caller):
         Args:
             model_id: Id of the model.
             texts: Texts to test with, in place of the built-in ones.
-            token_ids: Likewise, texts as token ids.
+            token_ids: Texts as token ids.
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
@@ -135,12 +135,12 @@ class ClientMethods(Caller):
         """Yield the events of `selftest`: a start, each check as it ends, then the whole answer.
 
         A check that fails raises nothing: see the answer's `verdict`. The request is sent when the
-        first event is asked for. Close the generator to stop early.
+        first event is requested. Close the generator to stop early.
 
         Args:
             model_id: Id of the model.
             texts: Texts to test with, in place of the built-in ones.
-            token_ids: Likewise, texts as token ids.
+            token_ids: Texts as token ids.
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
@@ -159,7 +159,7 @@ class ClientMethods(Caller):
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return self._ask("load_model", model_id=model_id, wait_s=wait_s)
@@ -170,13 +170,13 @@ class ClientMethods(Caller):
         *,
         wait_s: float | NotGiven = NOT_GIVEN,
     ) -> ModelCard:
-        """Finish what a model has at work, then end its engine; return its card.
+        """Finish a model's running requests, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return self._ask("unload_model", model_id=model_id, wait_s=wait_s)
@@ -187,13 +187,13 @@ class ClientMethods(Caller):
         *,
         wait_s: float | NotGiven = NOT_GIVEN,
     ) -> ModelCard:
-        """Finish what a model has at work, and refuse it new requests; return its card.
+        """Finish a model's running requests and refuse new ones; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return self._ask("drain_model", model_id=model_id, wait_s=wait_s)
@@ -204,7 +204,7 @@ class ClientMethods(Caller):
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return self._ask("reload", wait_s=wait_s)
@@ -260,7 +260,7 @@ class ClientMethods(Caller):
             items: Contexts and the targets scored after each.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -340,7 +340,7 @@ class ClientMethods(Caller):
             items: Contexts and the targets scored after each.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -421,7 +421,7 @@ class ClientMethods(Caller):
             texts: Texts to score.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -500,13 +500,13 @@ class ClientMethods(Caller):
     ) -> Generator[PerplexityEvent, None]:
         """Yield the events of scoring texts: a start, each finished window, then the whole answer.
 
-        The request is sent when the first event is asked for. Close the generator to stop early.
+        The request is sent when the first event is requested. Close the generator to stop early.
 
         Args:
             texts: Texts to score.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -580,7 +580,7 @@ class ClientMethods(Caller):
 
         The source is tried again after a failure only if it can be read from its beginning again.
         Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive from then on.
-        The request is sent when the first event is asked for. Close the generator to stop early.
+        The request is sent when the first event is requested. Close the generator to stop early.
 
         Args:
             source: A path, an open file, or an iterable of bytes or text.
@@ -600,7 +600,7 @@ class ClientMethods(Caller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
         """
@@ -659,7 +659,7 @@ class ClientMethods(Caller):
             prompts: Texts to continue.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -694,7 +694,7 @@ class ClientMethods(Caller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -765,13 +765,13 @@ class ClientMethods(Caller):
         answer.
 
         With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
-        when the first event is asked for. Close the generator to stop early.
+        when the first event is requested. Close the generator to stop early.
 
         Args:
             prompts: Texts to continue.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -806,7 +806,7 @@ class ClientMethods(Caller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -878,7 +878,7 @@ class ClientMethods(Caller):
 
         Args:
             prompts: Texts to continue.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -915,7 +915,7 @@ class ClientMethods(Caller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
@@ -982,11 +982,11 @@ class ClientMethods(Caller):
         answer.
 
         With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
-        when the first event is asked for. Close the generator to stop early.
+        when the first event is requested. Close the generator to stop early.
 
         Args:
             prompts: Texts to continue.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -1023,7 +1023,7 @@ class ClientMethods(Caller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
@@ -1077,7 +1077,7 @@ class ClientMethods(Caller):
         """Score targets and texts at each scale of a steering object.
 
         Args:
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             scales: Factors of the vectors' own scales; 0 is unsteered.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1211,7 +1211,7 @@ class ClientMethods(Caller):
                 whole, as the target after an empty context.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
@@ -1280,7 +1280,7 @@ class ClientMethods(Caller):
             wrt: What to differentiate with respect to.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
@@ -1371,7 +1371,7 @@ class ClientMethods(Caller):
             targets: Texts to score; one string is one target.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1446,7 +1446,7 @@ class ClientMethods(Caller):
                 probable; `both`: each of the two; or `as_given`.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -1519,9 +1519,9 @@ class ClientMethods(Caller):
         Each prompt is continued `n` times, every time with a seed of its own that follows from
         `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
         prompts alone, and one that is refused is halved, so that it costs the prompt that it is
-        refused for: they are told by a warning, and by `failures` of what is returned. Raises the
-        first one's error where there is no sample at all. `logsteer.score_file` draws the same
-        continuations of a file's prompts, and goes on where it was interrupted.
+        refused for: a warning and `failures` of the result name them. Raises the first error where
+        no sample was drawn. `logsteer.score_file` draws the same continuations of a file's prompts,
+        and resumes where it was interrupted.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1531,7 +1531,7 @@ class ClientMethods(Caller):
             with_replacement: Whether a prompt may be drawn again.
             max_prompts_pool: Rows of the source that are drawn from, its first ones; None: all.
             reward: Called with a row of the source, its prompt and the text of a continuation;
-                returns a number, or what is awaited for it. One that fails is told by that
+                returns a number, or what is awaited for it. `reward_error` of a sample says
                 sample's `reward_error`.
             batch_size: Prompts of one request.
             concurrency: Requests under way at once.
@@ -1539,7 +1539,7 @@ class ClientMethods(Caller):
             progress: Whether a terminal shows a bar.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1569,7 +1569,7 @@ class ClientMethods(Caller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -1683,9 +1683,9 @@ class ClientMethods(Caller):
     ) -> ActivationShards:
         """Write the activations of a source's texts to files in a directory, and return them.
 
-        Each request's answer is a safetensors file; `index.json` lists those that are whole, and a
-        capture that was interrupted goes on behind them. To `activations` a file's path is a text;
-        this method reads files.
+        Each request's answer is a safetensors file; `index.json` lists the whole ones, and an
+        interrupted capture resumes after them. To `activations` a file's path is a text; this
+        method reads files.
 
         Args:
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of

@@ -60,7 +60,7 @@ class Vectors(VectorMethods):
         *,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
-        """Sum stored vectors, each by its name and weight, store the sum, and return its card.
+        """Sum stored vectors, each with a name and weight, store the sum, and return its card.
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         `overwrite` replaces what another request has stored under the name.

@@ -81,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--insecure",
         action="store_true",
         default=None,
-        help="listen on other than loopback addresses although no key is asked for",
+        help="listen on other than loopback addresses without keys",
     )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
     parser.add_argument(

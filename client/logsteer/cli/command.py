@@ -45,7 +45,7 @@ EXAMPLES = """
 
 `logsteer serve MODEL` starts a server, where one is installed; `logsteer serve --demo` a small one.
 Each command's --help has examples of its own. LOGSTEER_BASE_URL, LOGSTEER_API_KEY and
-LOGSTEER_MODEL stand in for --base-url, --api-key and --model; NO_COLOR keeps colours away.
+LOGSTEER_MODEL replace --base-url, --api-key and --model; NO_COLOR keeps colours away.
 
 exit status:
   0    done
@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
     )
-    add_score_file(add("score-file", help="every row of a file, each exactly once; goes on"))
+    add_score_file(add("score-file", help="every row of a file, each exactly once; resumes"))
     tokenize = add("tokenize", help="cut a text into tokens")
     add_examples(tokenize, TOKENIZE_EXAMPLES)
     tokenize.add_argument("text", metavar="TEXT")

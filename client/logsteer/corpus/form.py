@@ -88,7 +88,7 @@ class RowForm:
         kind = self.kind
         if unknown := [name for name in self.fields if name not in kind.fields]:
             known = ", ".join(kind.fields)
-            raise _refuse(f"{unknown[0]} is no field of a row; {known} are", "fields")
+            raise _refuse(f"{unknown[0]} is not a field of a row; {known} are", "fields")
         if self.targets and kind.fields != ITEM_FIELDS:
             raise _refuse(f"{self.endpoint} takes no targets; leave them out", "targets")
         options = {name: value for name, value in self.options.items() if name != "model"}

@@ -33,7 +33,7 @@ _SIDE = ("row_starts", "token_ids", "token_starts", "positions")
 class ActivationsOfItem:
     """The activations of one text: by layer, [T, D], of the tokens at `positions` of `token_ids`.
 
-    A mean has one row and no positions. `truncated_tokens` were dropped in front of `token_ids`;
+    A mean has one row and no positions. `truncated_tokens` were dropped before `token_ids`;
     `flags` says where a number is not finite.
     """
 
@@ -47,7 +47,7 @@ class ActivationsOfItem:
 class Activations(Sequence[ActivationsOfItem]):
     """The activations of some texts, in their order.
 
-    `layers` has, by layer, the rows of all of them one behind the other: float32 [N, D]; those of
+    `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
     text i are `row_starts[i]` to `row_starts[i + 1]`. Arrays share the memory of `file`, and are
     read-only. `answer` is what else the server said: usage, provenance, receipts.
     """

@@ -235,7 +235,7 @@ def draw_prompts(
         return draw.choices(prompts, k=count)
     if count > len(prompts):
         raise _refuse(
-            f"{count} prompts are asked for, the source has {len(prompts)}; draw with_replacement"
+            f"{count} prompts were requested, the source has {len(prompts)}; draw with_replacement"
         )
     return draw.sample(prompts, count)
 

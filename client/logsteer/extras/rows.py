@@ -69,7 +69,7 @@ def list_rows(answer: Any, per: str | None = None) -> list[FlatRow]:
     """Return the rows of an answer, of the grain `per`, such as "token".
 
     None: the first grain of its kind that the answer has. Raises LogsteerError for a grain that
-    there is none of, or that was not asked for.
+    does not exist, or was not requested.
     """
     writers = _find_writers(answer)
     if per is None:
@@ -128,13 +128,13 @@ def place_readings(
     """Return what probes have read, by names such as `mood@2: cosine`, and by place.
 
     A reading belongs to the token at which the stream was read. Entry i of an answer was read at
-    the token in front of token i, which was predicted there:
+    the token before token i, which was predicted there:
 
         places of tokens        0    1    2
         entries                 a    b    c
         what is returned       -1: a, 0: b, 1: c
 
-    So the first is of the last token in front, and the last token has none: nothing is predicted
+    So the first is of the last token before, and the last token has none: nothing is predicted
     from it. A probe that was asked for twice is numbered.
     """
     seen: Counter[str] = Counter()
@@ -286,7 +286,7 @@ def _write_completion_tokens(completion: Completion) -> Iterable[FlatRow]:
 
 
 def list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Completion]]:
-    """Yield each completion of a prompt and its number, behind each its unsteered neighbour."""
+    """Yield each completion of a prompt and its number, after each its unsteered neighbour."""
     for index, completion in enumerate(result.completions):
         if result.baseline is None:
             yield {"completion": index}, completion

@@ -79,7 +79,7 @@ def read_feature(
 ) -> SaeFeature:
     """Return a feature of the autoencoder that SAELens saved in a directory.
 
-    `layer` stands in for the number in the hook that its configuration names, so that layer 8 of a
+    `layer` replaces the number in the hook that its configuration names, so that layer 8 of a
     `hook_resid_pre` is what enters block 8; it is the block whose output is read where there is no
     hook, or none that is known. `activation_scale` is the constant
     that activations are multiplied by before the autoencoder, where its configuration says that
@@ -236,7 +236,7 @@ class SaeConfig:
         found = self.get("hook_layer", "hook_point_layer")
         if found is not None and (type(found) is not int or found < 0):
             raise LogsteerError(
-                f"{self._place}: hook_layer {found!r:.80} is no layer, which are counted from 0; "
+                f"{self._place}: hook_layer {found!r:.80} is not a layer, counted from 0; "
                 "give --layer (layer)"
             )
         return found

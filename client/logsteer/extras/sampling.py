@@ -42,7 +42,7 @@ def check_reward(reward: Reward) -> None:
 
 
 class Rating(NamedTuple):
-    """A reward, or None and why there is none."""
+    """A reward, or None and the reason."""
 
     value: float | None
     error: str | None = None
@@ -51,7 +51,7 @@ class Rating(NamedTuple):
 def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
     """Return the rating of one text, or what is awaited for its reward.
 
-    An exception of the function, and a value that is no finite number, are that text's alone.
+    An exception of the function, and a value that is not finite, are that text's alone.
     """
     try:
         value = reward(row, prompt, text)
@@ -153,7 +153,7 @@ class SamplingOptions:
 class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
-    A draw is a prompt by its place among those drawn. The continuations of draw i have the seeds
+    A draw is a prompt's place among those drawn. The continuations of draw i have the seeds
     from seed + i n on, whatever batch it is sent in. After `max_failures` failed batches in a row
     no further one is begun.
     """
@@ -188,7 +188,7 @@ class SamplingRun:
         self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
-        """Return the draws to ask for next; None where there are none, or too many failed."""
+        """Return the draws to ask for next; None where all were drawn, or too many failed."""
         if self._failed_in_a_row >= self.options.max_failures:
             return None
         return self._halves.pop() if self._halves else next(self._batches, None)

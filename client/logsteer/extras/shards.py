@@ -48,7 +48,7 @@ _INDEX = TypeAdapter(_Index)
 
 
 class ActivationShards(Sequence[Activations]):
-    """The shards of a directory, each opened when it is asked for; `contents` is what its index
+    """The shards of a directory, each opened when it is needed; `contents` is what its index
     file says.
 
     Errors: OSError without an index, InvalidRequestError for one of another kind.
@@ -62,7 +62,9 @@ class ActivationShards(Sequence[Activations]):
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             where = ".".join(map(str, fault["loc"]))
-            detail = f"{path} is no index of this version: {where or 'all of it'}: {fault['msg']}"
+            detail = (
+                f"{path} is not an index of this version: {where or 'all of it'}: {fault['msg']}"
+            )
             raise _refuse(f"{detail}; name another directory") from error
         self._files = [shard["file"] for shard in self.contents["shards"]]
 

@@ -101,7 +101,7 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
     So a run has one steering, whatever becomes of the vectors' names meanwhile. A string is JSON,
     a file of that, or vectors as in "mood:4@3".
 
-    Errors: LogsteerError for what is no steering object, and for an unknown vector.
+    Errors: LogsteerError for an invalid steering object, and for an unknown vector.
     """
     is_file = isinstance(given, Path) or (isinstance(given, str) and Path(given).exists())
     if is_file or str(given).lstrip().startswith("{") or str(given).endswith(".json"):

@@ -24,7 +24,7 @@ AllPositions = Literal["all"]
 
 
 class ActivationItem(Request):
-    """A sequence that is no plain text: token ids, or a conversation through the chat template."""
+    """A sequence other than plain text: token ids, or a conversation through the chat template."""
 
     token_ids: list[TokenId] | None = Field(default=None, min_length=1)
     messages: list[Message] | None = Field(default=None, min_length=1)
@@ -83,7 +83,7 @@ class ItemActivations(Reply):
     truncated_tokens: int = 0
     positions: list[int] = Field(
         description="Of the tokens in `token_ids` whose activations are given; for a mean, of "
-        "those that it was taken over."
+        "the tokens it was taken over."
     )
     activations: ByLayer[list[list[Float]]] = Field(
         description="By layer: a row for each position, or one row; a number a dimension."
@@ -102,8 +102,8 @@ class ActivationsAnswer(ActivationsHeader):
     """One result per item, in the order given.
 
     As a file (`Accept: application/vnd.safetensors`): a tensor `HOOK.LAYER` [rows, width] for each
-    layer, with the rows of all items one behind the other; `row_starts` [items + 1] says where each
-    item's begin, `token_ids` and `token_starts` likewise what it read, and `positions` [rows] whose
+    layer, with the rows of all items in order; `row_starts` [items + 1] says where each
+    item's begin, `token_ids` and `token_starts` what it read, and `positions` [rows] whose
     they are, except for means. All else of the answer is JSON under `answer` in its metadata.
     """
 

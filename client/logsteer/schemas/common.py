@@ -57,7 +57,7 @@ def _fail_fast(schema: Any) -> None:
 class Request(BaseModel):
     """A message to the server: unknown fields are refused, values are not coerced.
 
-    Of the entries of a list the first one that does not fit is told of, and no other is looked at:
+    Of the entries of a list the first one that does not fit is named, and no other is looked at:
     there may be hundreds of thousands.
     """
 
@@ -111,7 +111,7 @@ class Reply(BaseModel):
 
 
 class NamedRefusals(Request):
-    """A request that has not every common field: those that it lacks are refused with a reason."""
+    """A request that has not every common field: the others are refused with a reason."""
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Field -> why it is not taken, and what to do instead."""
@@ -201,7 +201,7 @@ class Aggregate(Reply):
     min: Float
     max: Float
     early: Float = Field(description="Mean over the first tokens, as many as the window asked for.")
-    late: Float = Field(description="Likewise over the last.")
+    late: Float = Field(description="Mean over the last tokens.")
 
 
 ALL_COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -257,7 +257,7 @@ class ProbeReadings(Reply):
         default=None, description="Of the steered one; null in a request that steers nothing."
     )
     context_before: list[Float] | None = Field(
-        default=None, description="Of all tokens in front of those, where asked for."
+        default=None, description="Of all tokens before those, where requested."
     )
     context_after: list[Float] | None = None
     flags: list[str] = Field(default_factory=list)
@@ -346,7 +346,7 @@ class Provenance(Reply):
     quantization: str | None
     int8_products: Literal["integer", "float32_blocks"] | None = Field(
         default=None,
-        description="How the INT8 layers of a model on a CPU were computed: by its instructions "
+        description="How the INT8 layers of a model on a CPU were computed: by instructions "
         "for 8-bit integers, found exact when the model was loaded; or, where these saturate, in "
         "float32 over blocks so short that it is exact, too.",
     )

@@ -84,7 +84,7 @@ class TargetGradient(Reply):
     token_ids: list[int]
     logprobs: list[Float]
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
-    num_context: int = Field(description="Tokens in front of the target.")
+    num_context: int = Field(description="Tokens before the target.")
     boundary: BoundaryFinding
     truncated_tokens: int = 0
     positions: list[int] | None = Field(

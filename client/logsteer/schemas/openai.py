@@ -109,7 +109,7 @@ class SamplingRequest(CompatibleRequest, ActivationFields):
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = False
     stream_options: StreamOptions | None = None
 

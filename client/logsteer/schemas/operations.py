@@ -64,10 +64,10 @@ class ReloadAnswer(Reply):
     unchanged: list[str]
     pending: list[str] = Field(
         description="Those whose change had not ended with this answer; unchanged ones, too, where "
-        "an earlier change goes on."
+        "an earlier change continues."
     )
     failed: dict[str, str] = Field(
-        description="Those that could not be changed, and why. One to be replaced is as it was, "
+        description="Models that could not be changed, and why. One to be replaced is as it was, "
         "unless a later change took the place of this one."
     )
     needs_restart: list[str] = Field(

@@ -184,7 +184,7 @@ SUMS = (
 
 
 def summarize_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `TextScore` that follow from its sums, those that SUMS names.
+    """Return the fields of `TextScore` that follow from the sums that SUMS names.
 
     What is not finite is None, with a flag. `stderr` is perplexity x s / sqrt(n), s the sample
     deviation of log p: the delta method.

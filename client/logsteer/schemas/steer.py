@@ -78,7 +78,7 @@ class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFiel
     include_stop: bool = Field(
         default=False, description="Keep the stop string that ended a completion in its text."
     )
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = Field(default=False, description="Answer with server-sent events.")
     columns: Columns | None = Field(
         default=None,

@@ -58,7 +58,7 @@ def parse_layers(text: str) -> list[int]:
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         last = int(found[2] or found[1]) if found else -1
         if found is None or last < int(found[1]):
-            raise ValueError(f"{text!r} is no list of layers such as 10,12-14")
+            raise ValueError(f"{text!r} is not a list of layers such as 10,12-14")
         layers += range(int(found[1]), last + 1)
     return layers
 
@@ -76,7 +76,7 @@ def parse_vector(text: str) -> dict[str, Any]:
         try:
             scale = float(found["scale"])
         except ValueError as error:
-            raise ValueError(f"{text!r}: the scale {found['scale']!r} is no number") from error
+            raise ValueError(f"{text!r}: the scale {found['scale']!r} is not a number") from error
     layers = RECOMMENDED if found["layers"] is None else parse_layers(found["layers"])
     return {"name": found["name"], "scale": scale, "layers": layers}
 
@@ -96,7 +96,7 @@ def _read_layers(data: Any) -> list[int] | Recommended | None:
     if not isinstance(data, list) or not data:
         raise ValueError(f'give a list of layers such as [3], or "{RECOMMENDED}"')
     if wrong := [one for one in data if type(one) is not int or not 0 <= one <= MAX_COUNT]:
-        raise ValueError(f"{wrong[0]!r:.40} is no layer: they are counted from 0")
+        raise ValueError(f"{wrong[0]!r:.40} is not a layer: they are counted from 0")
     if len(set(data)) != len(data):
         raise ValueError(f"an entry is there twice: {data}; name each layer once")
     return data
@@ -180,7 +180,7 @@ class SteeringCondition(Request):
     of: Literal["token", "prompt"] = Field(
         default="token",
         description="`token`: each token's own reading. `prompt`: that of the prompt's last token, "
-        "for this one and all tokens behind it.",
+        "for this one and all tokens after it.",
     )
 
     @model_validator(mode="after")
@@ -197,7 +197,7 @@ class ProbeRequest(ProbedVector):
 
     context: bool = Field(
         default=False,
-        description="Also at the tokens in front of those, which are all read anew for it.",
+        description="Also at the tokens before those, which are all read again for it.",
     )
 
 
@@ -288,7 +288,7 @@ class SteeringVector(VectorReference):
     )
     when: SteeringCondition | None = Field(
         default=None,
-        description="Act only where this holds. Its probe is read at a layer not behind the "
+        description="Act only where this holds. Its probe is read at a layer not after the "
         "vector's.",
     )
 
@@ -322,7 +322,7 @@ class SteeringVector(VectorReference):
 class Steer(SteeringVector):
     """A vector for Python: `Steer("mood")`, `Steer("mood", 4, layer=3)`, or with other fields.
 
-    A scale or layers that are left out are those that its training recommends.
+    A scale or layers that are left out are as its training recommends.
     """
 
     def __init__(
@@ -377,12 +377,12 @@ class SteeredSite(Reply):
 
     tokens: int = Field(description="Tokens whose activation was changed there in this request.")
     relative_norm: Float = Field(
-        description="Mean of |change| / |activation| over those tokens; null where there are none."
+        description="Mean of |change| / |activation| over those tokens; null without any."
     )
 
 
 class UsedVector(Reply):
-    """A vector that was used, by its content."""
+    """A vector that was used, and its digest."""
 
     name: str | None
     sha256: str
@@ -402,6 +402,6 @@ class SteeringReceipt(Tabled):
 
     tokens_steered: int = Field(description="Input tokens that were read under steering.")
     layers: ByLayer[SteeredSite] = Field(
-        description="By layer; a hook other than resid_post stands behind it, as in 3.attn_out."
+        description="By layer; a hook other than resid_post follows it, as in 3.attn_out."
     )
     vectors: list[UsedVector]

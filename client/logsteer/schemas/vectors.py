@@ -50,7 +50,7 @@ class LayerQuality(Reply):
     effect_size: Float = Field(
         default=None,
         description="Difference of the two means of projections by their standard deviation "
-        "(Cohen's d); null where there is none.",
+        "(Cohen's d); null where it has no value.",
     )
     matching_scale: Float = Field(
         default=None,
@@ -74,7 +74,7 @@ class Validation(Reply):
     reason: str | None = Field(default=None, description="Why nothing was held out.")
     caution: str | None = Field(
         default=None,
-        description="Why nothing is recommended: held-out texts are told apart no better than "
+        description="Why nothing is recommended: held-out texts are separated no better than "
         "chance would, by an AUC of at most 0.6.",
     )
 
@@ -262,7 +262,7 @@ class SimilarVectors(Reply):
     )
     compared: int = Field(description="Stored vectors that were compared.")
     left_out: int = Field(
-        description="Those that were not: older ones beyond the server's bound, and damaged ones."
+        description="Vectors that were not: older ones beyond the server's bound, and damaged ones."
     )
 
 
