@@ -221,7 +221,7 @@ class PositionRule(Request):
     """Tokens by place or by content, as exactly one of these says, with P the prompt's length.
 
     `slices`: input tokens by position; of the prompt `token_ids`: the tokens of these ids, `after`:
-    those after the first place where this text stands, `last`: as many at its end; `every`: of the
+    the rest behind this text's first place, `last`: as many at its end; `every`: of the
     completion the first token and every n-th after it.
     """
 
