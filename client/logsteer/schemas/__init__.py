@@ -105,6 +105,7 @@ from logsteer.schemas.perplexity import (
     WindowScore,
 )
 from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.saes import DeletedSae, SaeCard, SaeList
 from logsteer.schemas.selftest import (
     PromiseName,
     SelftestAnswer,
@@ -202,6 +203,7 @@ __all__ = [
     "ContrastPair",
     "DeletedAdapter",
     "DeletedOverride",
+    "DeletedSae",
     "DeletedVector",
     "DetokenizeAnswer",
     "DetokenizeRequest",
@@ -264,6 +266,8 @@ __all__ = [
     "ReplicaCard",
     "RequestOptions",
     "RowOptions",
+    "SaeCard",
+    "SaeList",
     "SamplingPolicy",
     "ScoredTarget",
     "SelftestAnswer",
