@@ -15,6 +15,7 @@ from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.schemas.queries import ContentQuery, ModelQuery, StoreQuery, UploadQuery, WaitQuery
+from logsteer.schemas.saes import SaeQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -322,6 +323,16 @@ _ADAPTERS = _store(
     ),
 )  # fmt: skip
 
+_SAES = _store(
+    "saes", "sparse autoencoder", s.SaeList, s.SaeCard, s.DeletedSae,
+    upload="form", query=SaeQuery,
+    source=(
+        "directory",
+        "What SAELens saves: cfg.json and sae_weights.safetensors, which are read while they are "
+        "sent; and labels.json, feature -> text, where it is there.",
+    ),
+)  # fmt: skip
+
 _TOKENS = [
     Endpoint(
         "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
@@ -356,7 +367,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
         _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
-        _TOKENS, _OPENAI,
+        _SAES, _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

@@ -35,6 +35,7 @@ from logsteer.schemas import (
     ContentFormat,
     DeletedAdapter,
     DeletedOverride,
+    DeletedSae,
     DeletedVector,
     DetokenizeAnswer,
     GenerateAnswer,
@@ -63,6 +64,8 @@ from logsteer.schemas import (
     Protocol,
     Readiness,
     ReloadAnswer,
+    SaeCard,
+    SaeList,
     SamplingPolicy,
     SelftestAnswer,
     SlicePositions,
@@ -1812,5 +1815,43 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
             name=name,
             directory=directory,
             model=model,
+            overwrite=overwrite,
+        )
+
+
+class Saes(StoreMethods[SaeList, SaeCard, DeletedSae]):
+    """Methods of `Client.saes`."""
+
+    _name = "saes"
+
+    def put(
+        self,
+        name: str,
+        directory: str | PathLike[str],
+        layer: int | NotGiven | None = NOT_GIVEN,
+        activation_scale: float | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> SaeCard:
+        """Upload the sparse autoencoder, store it under a name, and return its card.
+
+        Args:
+            name: What the sparse autoencoder is called from now on.
+            directory: What SAELens saves: cfg.json and sae_weights.safetensors, which are read
+                while they are sent; and labels.json, feature -> text, where it is there.
+            layer: Stands in for the number in the hook that the configuration names; the block
+                whose output is read where it names none that is known.
+            activation_scale: SAELens' norm_scaling_factor, where normalize_activations is
+                expected_average_only_in; 1 where it was folded in.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
+        """
+        return self._ask(
+            "saes.put",
+            name=name,
+            directory=directory,
+            layer=layer,
+            activation_scale=activation_scale,
             overwrite=overwrite,
         )

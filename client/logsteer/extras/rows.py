@@ -29,6 +29,8 @@ from logsteer.schemas import (
     OverrideList,
     PerplexityAnswer,
     PromptCompletions,
+    SaeCard,
+    SaeList,
     SelftestAnswer,
     SteerAnswer,
     SteeringReceipt,
@@ -446,5 +448,7 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     AdapterList: {"adapter": _write_each("adapters", _write_plain)},
     OverrideCard: {"override": _write_plain},
     OverrideList: {"override": _write_each("overrides", _write_plain)},
+    SaeCard: {"sae": _write_plain},
+    SaeList: {"sae": _write_each("saes", _write_plain)},
 }
 """Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

@@ -5,9 +5,11 @@ from pathlib import Path
 from logsteer.schemas import Steering, SteeringLike
 from logsteer_server.engines.tlens.causal import CausalModel, describe_model
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import VECTORS, Store
+from logsteer_server.stores.saes import SaeStore
+from logsteer_server.stores.store import SAES, VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 
@@ -19,6 +21,10 @@ class _NoVectors:
         raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
 
     find_content = find
+
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:  # noqa: ARG002
+        """Refuse an autoencoder."""
+        return self.find(name)
 
 
 class SteeringResolver:
@@ -41,4 +47,7 @@ class SteeringResolver:
 def _open_store(directory: Path) -> VectorStore:
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
-    return VectorStore(Namespace(Store(VECTORS, Objects(directory), max_bytes=0)))  # it only reads
+    objects = Objects(directory)
+    saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
+    vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads
+    return VectorStore(vectors, features=saes)

@@ -64,7 +64,7 @@ class SaeEncoder:
         best_TK = np.zeros((len(x_TD), count), np.float32)
         step = max(1, BLOCK_BYTES // (4 * self.width))
         for begin in range(0, self.size, step):
-            block = _Block(self, slice(begin, min(begin + step, self.size)))
+            block = _FeatureBlock(self, slice(begin, min(begin + step, self.size)))
             for rows in _split(len(x_TD), block.size):
                 found_TF = block.activate(inputs_TD[rows])
                 _merge(ids_TK[rows], best_TK[rows], found_TF, begin)
@@ -81,7 +81,7 @@ class SaeEncoder:
             return x_TD - self.read("b_dec") if self.centres else x_TD
 
 
-class _Block:
+class _FeatureBlock:
     """Some features of an encoder, their weights in memory."""
 
     def __init__(self, encoder: SaeEncoder, own: slice) -> None:
