@@ -116,7 +116,10 @@ def build_call(
 
 
 def build_file_call(
-    default_model: str | None, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    default_model: str | None,
+    items: str | Sequence[Any],
+    layers: Sequence[int] | None,
+    **options: Any,
 ) -> ApiCall[Download]:
     """Return the call of `/activations` that is answered by a file. Errors: as `build_call`."""
     items = [items] if isinstance(items, str) else items

@@ -271,7 +271,8 @@ _ACTIVATIONS = [
     # The client's method reads the answer's file: `_conveniences` has it.
     Endpoint(
         "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
-        s.ActivationsRequest, positional=("items", "layers"), scope="steer",
+        s.ActivationsRequest, positional=("items", "layers"), optional=("layers",),
+        scope="steer",
     ),
 ]  # fmt: skip
 

@@ -1545,7 +1545,7 @@ class ClientMethods(Caller):
     def activations(
         self,
         items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1556,14 +1556,17 @@ class ClientMethods(Caller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> Activations:
         """Return the activations of texts as numpy arrays: of each token, the last, or their mean.
 
-        A path is a text like any other here; `capture` reads files.
+        With `sae`, the strongest features of each token. A path is a text like any other here;
+        `capture` reads files.
 
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1578,6 +1581,9 @@ class ClientMethods(Caller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return self._activations(
             items,
@@ -1591,13 +1597,15 @@ class ClientMethods(Caller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
     def capture(
         self,
         source: PromptSource,
         directory: str | PathLike[str],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
         field: str = "text",
         batch_size: int = 64,
@@ -1611,6 +1619,8 @@ class ClientMethods(Caller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> ActivationShards:
         """Write the activations of a source's texts to files in a directory, and return them.
 
@@ -1622,7 +1632,7 @@ class ClientMethods(Caller):
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
                 `logsteer.extras.datasets`.
             directory: Where the shards and their index go.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
             field: The field that holds a row's text.
             batch_size: Texts of one request and shard, at most.
             progress: Whether a terminal shows a bar.
@@ -1640,6 +1650,9 @@ class ClientMethods(Caller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return self._capture(
             source,
@@ -1657,6 +1670,8 @@ class ClientMethods(Caller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
 

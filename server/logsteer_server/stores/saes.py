@@ -8,6 +8,7 @@ from logsteer.schemas import SaeCard
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError
 from logsteer_server.stores.formats.sae_file import SaeFile
 from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import StoredContent
 from logsteer_server.stores.vectors import StoredVectors
 
 
@@ -19,12 +20,11 @@ class SaeStore:
     files: ContentFiles
 
     @contextmanager
-    def open(self, name: str) -> Iterator[tuple[SaeCard, SaeFile]]:
-        """Give the autoencoder of a name, whose file stays for so long."""
-        card, found = self.names.look_up(name)
+    def open(self, found: StoredContent) -> Iterator[SaeFile]:
+        """Give the autoencoder of a content, whose file stays for so long."""
         try:
             with self.files.open(found.sha256, found.source) as path:
-                yield card, SaeFile(path)
+                yield SaeFile(path)
         except (FileNotFoundError, DamagedContentError) as error:
             raise self.names.report_damage(found) from error
 
@@ -34,7 +34,8 @@ class SaeStore:
         Errors: APIError `unknown_sae`, `invalid_sae`; `invalid_request` for a feature that is not
         there.
         """
-        with self.open(name) as (_, file):
+        _, found = self.names.look_up(name)
+        with self.open(found) as file:
             number = file.find(feature)
             vectors = file.read_vectors(number, reads=reads)
         return StoredVectors(f"{name}/{number}", vectors.sha256, vectors)
