@@ -136,7 +136,8 @@ CONVENIENCES = (
         frozenset({"items", "layers"}),
         "Activations",
         "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
-        "With `sae`, the strongest features of each token. A path is a text like any other here; `capture` reads files.",
+        "With `sae`, the strongest features of each token. A path is a text like any other here; "
+        "`capture` reads files.",
     ),
     Convenience(
         "capture",
