@@ -35,7 +35,9 @@ class ActivationsOfItem:
     """The activations of one text: by layer, [T, D], of the tokens at `positions` of `token_ids`.
 
     With an autoencoder there are no layers: `feature_ids` and `feature_activations` [T, K] are the
-    strongest features of each token, -1 and 0 where no further one is active. A mean has one row and no positions. `truncated_tokens` were dropped in front of `token_ids`;
+    strongest features of each token, -1 and 0 where no further one is active.
+
+    A mean has one row and no positions. `truncated_tokens` were dropped in front of `token_ids`;
     `flags` says where a number is not finite.
     """
 
@@ -53,8 +55,8 @@ class Activations(Sequence[ActivationsOfItem]):
 
     `layers` has, by layer, the rows of all of them one behind the other: float32 [N, D]; those of
     text i are `row_starts[i]` to `row_starts[i + 1]`. So have `feature_ids` and
-    `feature_activations` [N, K], which an autoencoder gives; `answer.sae` has their labels. Arrays
-    share the memory of `file`, and are
+    `feature_activations` [N, K], which an autoencoder gives; `answer.sae` has their labels.
+    Arrays share the memory of `file`, and are
     read-only. `answer` is what else the server said: usage, provenance, receipts.
     """
 
@@ -110,7 +112,8 @@ class Activations(Sequence[ActivationsOfItem]):
     def to_pandas(self) -> "pd.DataFrame":
         """Return a row per activation: its text, its token, and its norm at each layer.
 
-        Of an autoencoder, a row per feature that is active: its label and its activation. The numbers themselves are in `layers`. Errors: ImportError that says what to install.
+        Of an autoencoder, a row per feature that is active: its label and its activation. The
+        numbers themselves are in `layers`. Errors: ImportError that says what to install.
         """
         from logsteer.extras.rows import to_frame
 
