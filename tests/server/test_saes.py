@@ -1,4 +1,4 @@
-"""Sparse autoencoders: SAELens' files and encoders, the store, features as vectors and of tokens."""
+"""Sparse autoencoders: SAELens' files and encoders, the store, features of tokens."""
 
 import json
 from collections.abc import Iterator
