@@ -15,6 +15,7 @@ from torch import Tensor
 
 from logsteer import APIError, Client, InvalidRequestError
 from logsteer.errors import NotFoundError
+from logsteer.schemas.steering import parse_vector
 from logsteer_server.numerics import sae
 from logsteer_server.stores.formats.sae_file import SaeFile, SaeUpload, check_sae, join_sae
 from tests.conftest import Server
@@ -256,3 +257,16 @@ def test_features_that_cannot_be_had_are_refused(
     answer = httpx.post(f"{client.base_url}/activations", json=given, timeout=60)
     assert answer.json()["code"] == code, answer.text
     assert reason in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("own/3:4", {"sae": "own", "feature": 3}),
+        ("shared/own/3:4", {"sae": "shared/own", "feature": 3}),
+        ("shared/3:4", {"name": "shared/3"}),
+        ("shared/own:4", {"name": "shared/own"}),
+    ],
+)
+def test_a_feature_as_a_string_is_no_shared_vector(text: str, named: dict[str, Any]) -> None:
+    assert parse_vector(text) == named | {"scale": 4.0, "layers": "recommended"}
