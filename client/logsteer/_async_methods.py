@@ -29,6 +29,7 @@ from logsteer.schemas import (
     AdapterCard,
     AdapterList,
     AllPositions,
+    Attribution,
     BosPolicy,
     Boundary,
     Column,
@@ -1188,7 +1189,7 @@ class AsyncClientMethods(AsyncCaller):
     async def gradient(
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
-        wrt: GradientVariable | Mapping[str, Any],
+        wrt: GradientVariable | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1198,13 +1199,16 @@ class AsyncClientMethods(AsyncCaller):
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
+        attribution: Attribution | NotGiven | None = NOT_GIVEN,
+        steps: int | NotGiven = NOT_GIVEN,
+        baseline: int | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> GradientAnswer:
-        """Differentiate every target's log-probability.
+        """Differentiate every target's log-probability, or attribute it to input tokens.
 
         `wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with respect to
-        each token's activation. Or `override`, a stored direction v: the derivative along it. Items
-        are those of `logprob`.
+        each token's activation. Or `override`, a stored direction v: the derivative along it. With
+        `attribution`, `wrt` is None. Items are those of `logprob`.
 
         Args:
             items: Contexts and the targets scored after each.
@@ -1223,6 +1227,12 @@ class AsyncClientMethods(AsyncCaller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
+            attribution: In place of wrt: what each input token contributes, by its embedding e.
+                `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
+                along the straight line from the baseline e' to e, times e - e' (integrated
+                gradients, Sundararajan et al. 2017).
+            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 50.
+            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
@@ -1240,6 +1250,9 @@ class AsyncClientMethods(AsyncCaller):
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
+            attribution=attribution,
+            steps=steps,
+            baseline=baseline,
             boundary=boundary,
         )
 

@@ -259,11 +259,11 @@ _GENERATION = [
     ),
     Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
-        positional=("items", "wrt"), scope="steer",
-        summary="Differentiate every target's log-probability.",
+        positional=("items", "wrt"), optional=("wrt",), scope="steer",
+        summary="Differentiate every target's log-probability, or attribute it to input tokens.",
         notes="`wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with "
         "respect to each token's activation. Or `override`, a stored direction v: the derivative "
-        "along it. Items are those of `logprob`.",
+        "along it. With `attribution`, `wrt` is None. Items are those of `logprob`.",
     ),
 ]  # fmt: skip
 

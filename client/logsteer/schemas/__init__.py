@@ -39,6 +39,7 @@ from logsteer.schemas.common import (
     Usage,
 )
 from logsteer.schemas.gradient import (
+    Attribution,
     GradientAnswer,
     GradientRequest,
     GradientVariable,
@@ -192,6 +193,7 @@ __all__ = [
     "Answer",
     "AppliedInterventions",
     "AppliedParameters",
+    "Attribution",
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
