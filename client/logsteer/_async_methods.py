@@ -1231,8 +1231,10 @@ class AsyncClientMethods(AsyncCaller):
                 `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
                 along the straight line from the baseline e' to e, times e - e' (integrated
                 gradients, Sundararajan et al. 2017).
-            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 50.
-            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros.
+            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 100.
+            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros,
+                near which models with RMSNorm are not smooth: see `convergence_delta`. Default
+                0.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps

@@ -385,7 +385,8 @@ def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
 
 def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
     for target in item.targets:
-        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional")
+        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional",
+                 "baseline_logprob", "convergence_delta")  # fmt: skip
         yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
 
 
@@ -401,6 +402,20 @@ def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
     return rows
 
 
+def _write_attributions(item: ItemGradients) -> Iterable[FlatRow] | None:
+    if all(target.attributions is None for target in item.targets):
+        return None
+    return [
+        {"target": target.target, "position": position, "token": token, "token_id": number,
+         "attribution": attribution}
+        for target in item.targets
+        for position, (token, number, attribution) in enumerate(zip(
+            target.input_tokens or (), target.input_ids or (), target.attributions or (),
+            strict=True,
+        ))
+    ]  # fmt: skip
+
+
 _MISSING = {
     "token": "a request with per_token or tokens set to false gives none",
     "window": "ask with windows=True",
@@ -411,6 +426,9 @@ _TEXTS: Mapping[str, _Write] = {
     "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
+_GRADIENTS: Mapping[str, _Write] = {
+    "position": _write_norms, "token": _write_attributions, "target": _write_gradients,
+}  # fmt: skip
 
 
 def _of_all(name: str, writers: Mapping[str, _Write]) -> Mapping[str, _Write]:
@@ -437,8 +455,8 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     SteeringReceipt: {"layer": _write_receipt},
     VectorList: {"vector": _write_each("vectors", _write_card)},
     DoseResponse: {"point": _write_each("points", _write_plain)},
-    GradientAnswer: _of_all("item", {"position": _write_norms, "target": _write_gradients}),
-    ItemGradients: {"position": _write_norms, "target": _write_gradients},
+    GradientAnswer: _of_all("item", _GRADIENTS),
+    ItemGradients: _GRADIENTS,
     Encoded: {"token": _write_encoded},
     TokenizeAnswer: _of_all("text", {"token": _write_encoded}),
     ModelList: {"model": _write_each("models", _write_model)},

@@ -88,11 +88,12 @@ class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefu
         "et al. 2017).",
     )
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = Field(
-        default=50, description="Points of the line (Gauss-Legendre), of `integrated` alone."
+        default=100, description="Points of the line (Gauss-Legendre), of `integrated` alone."
     )
     baseline: TokenId | None = Field(
-        default=None,
-        description="Of `integrated` alone: e' is the embedding of this token; null: zeros.",
+        default=0,
+        description="Of `integrated` alone: e' is the embedding of this token; null: zeros, near "
+        "which models with RMSNorm are not smooth: see `convergence_delta`.",
     )
     boundary: Boundary = "joint"
 
