@@ -39,7 +39,9 @@ _ITEMS = Argument(
     "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
     "Texts, one string being one text; or objects with `token_ids` or `messages`.",
 )
-_LAYERS = Argument("layers", "Sequence[int]", "Layers to read, 0-based.")
+_LAYERS = Argument(
+    "layers", "Sequence[int] | None", "Layers to read, 0-based; None with `sae`.", False, "None"
+)
 CONVENIENCES = (
     Convenience(
         "score",
@@ -134,7 +136,8 @@ CONVENIENCES = (
         frozenset({"items", "layers"}),
         "Activations",
         "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
-        "A path is a text like any other here; `capture` reads files.",
+        "With `sae`, the strongest features of each token. A path is a text like any other here; "
+        "`capture` reads files.",
     ),
     Convenience(
         "capture",

@@ -15,6 +15,7 @@ from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.schemas.queries import ContentQuery, ModelQuery, StoreQuery, UploadQuery, WaitQuery
+from logsteer.schemas.saes import SaeQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -264,11 +265,11 @@ _GENERATION = [
     ),
     Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
-        positional=("items", "wrt"), scope="steer",
-        summary="Differentiate every target's log-probability.",
+        positional=("items", "wrt"), optional=("wrt",), scope="steer",
+        summary="Differentiate every target's log-probability, or attribute it to input tokens.",
         notes="`wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with "
         "respect to each token's activation. Or `override`, a stored direction v: the derivative "
-        "along it. Items are those of `logprob`.",
+        "along it. With `attribution`, `wrt` is None. Items are those of `logprob`.",
     ),
 ]  # fmt: skip
 
@@ -276,7 +277,8 @@ _ACTIVATIONS = [
     # The client's method reads the answer's file: `_conveniences` has it.
     Endpoint(
         "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
-        s.ActivationsRequest, positional=("items", "layers"), scope="steer",
+        s.ActivationsRequest, positional=("items", "layers"), optional=("layers",),
+        scope="steer",
     ),
 ]  # fmt: skip
 
@@ -328,6 +330,16 @@ _ADAPTERS = _store(
     ),
 )  # fmt: skip
 
+_SAES = _store(
+    "saes", "sparse autoencoder", s.SaeList, s.SaeCard, s.DeletedSae,
+    upload="form", query=SaeQuery,
+    source=(
+        "directory",
+        "What SAELens saves: cfg.json and sae_weights.safetensors, which are read while they are "
+        "sent; and labels.json, feature -> text, where it is there.",
+    ),
+)  # fmt: skip
+
 _TOKENS = [
     Endpoint(
         "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
@@ -362,7 +374,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
         _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
-        _TOKENS, _OPENAI,
+        _SAES, _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

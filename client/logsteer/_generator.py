@@ -48,7 +48,12 @@ _OWN_WORDS = {
 }  # fmt: skip
 """What is true of one client only -> what is of the other."""
 
-RESOURCES = {"vectors": "VectorMethods", "overrides": "Overrides", "adapters": "Adapters"}
+RESOURCES = {
+    "vectors": "VectorMethods",
+    "overrides": "Overrides",
+    "adapters": "Adapters",
+    "saes": "Saes",
+}
 """Resource -> the class with its methods; a further method of vectors is written by hand."""
 
 _SOURCES: Mapping[Content, str] = {

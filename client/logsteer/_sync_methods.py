@@ -29,12 +29,14 @@ from logsteer.schemas import (
     AdapterCard,
     AdapterList,
     AllPositions,
+    Attribution,
     BosPolicy,
     Boundary,
     Column,
     ContentFormat,
     DeletedAdapter,
     DeletedOverride,
+    DeletedSae,
     DeletedVector,
     DetokenizeAnswer,
     GenerateAnswer,
@@ -64,6 +66,8 @@ from logsteer.schemas import (
     Protocol,
     Readiness,
     ReloadAnswer,
+    SaeCard,
+    SaeList,
     SamplingPolicy,
     SelftestAnswer,
     SlicePositions,
@@ -1257,7 +1261,7 @@ class ClientMethods(Caller):
     def gradient(
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
-        wrt: GradientVariable | Mapping[str, Any],
+        wrt: GradientVariable | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1267,13 +1271,16 @@ class ClientMethods(Caller):
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
+        attribution: Attribution | NotGiven | None = NOT_GIVEN,
+        steps: int | NotGiven = NOT_GIVEN,
+        baseline: int | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> GradientAnswer:
-        """Differentiate every target's log-probability.
+        """Differentiate every target's log-probability, or attribute it to input tokens.
 
         `wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with respect to
-        each token's activation. Or `override`, a stored direction v: the derivative along it. Items
-        are those of `logprob`.
+        each token's activation. Or `override`, a stored direction v: the derivative along it. With
+        `attribution`, `wrt` is None. Items are those of `logprob`.
 
         Args:
             items: Contexts and the targets scored after each.
@@ -1292,6 +1299,14 @@ class ClientMethods(Caller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
+            attribution: In place of wrt: what each input token contributes, by its embedding e.
+                `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
+                along the straight line from the baseline e' to e, times e - e' (integrated
+                gradients, Sundararajan et al. 2017).
+            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 100.
+            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros,
+                near which models with RMSNorm are not smooth: see `convergence_delta`. Default
+                0.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
@@ -1309,6 +1324,9 @@ class ClientMethods(Caller):
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
+            attribution=attribution,
+            steps=steps,
+            baseline=baseline,
             boundary=boundary,
         )
 
@@ -1614,7 +1632,7 @@ class ClientMethods(Caller):
     def activations(
         self,
         items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1625,14 +1643,17 @@ class ClientMethods(Caller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> Activations:
         """Return the activations of texts as numpy arrays: of each token, the last, or their mean.
 
-        A path is a text like any other here; `capture` reads files.
+        With `sae`, the strongest features of each token. A path is a text like any other here;
+        `capture` reads files.
 
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1647,6 +1668,9 @@ class ClientMethods(Caller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return self._activations(
             items,
@@ -1660,13 +1684,15 @@ class ClientMethods(Caller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
     def capture(
         self,
         source: PromptSource,
         directory: str | PathLike[str],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
         field: str = "text",
         batch_size: int = 64,
@@ -1680,6 +1706,8 @@ class ClientMethods(Caller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> ActivationShards:
         """Write the activations of a source's texts to files in a directory, and return them.
 
@@ -1691,7 +1719,7 @@ class ClientMethods(Caller):
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
                 `logsteer.extras.datasets`.
             directory: Where the shards and their index go.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
             field: The field that holds a row's text.
             batch_size: Texts of one request and shard, at most.
             progress: Whether a terminal shows a bar.
@@ -1709,6 +1737,9 @@ class ClientMethods(Caller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return self._capture(
             source,
@@ -1726,6 +1757,8 @@ class ClientMethods(Caller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
 
@@ -1884,5 +1917,43 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
             name=name,
             directory=directory,
             model=model,
+            overwrite=overwrite,
+        )
+
+
+class Saes(StoreMethods[SaeList, SaeCard, DeletedSae]):
+    """Methods of `Client.saes`."""
+
+    _name = "saes"
+
+    def put(
+        self,
+        name: str,
+        directory: str | PathLike[str],
+        layer: int | NotGiven | None = NOT_GIVEN,
+        activation_scale: float | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> SaeCard:
+        """Upload the sparse autoencoder, store it under a name, and return its card.
+
+        Args:
+            name: What the sparse autoencoder is called from now on.
+            directory: What SAELens saves: cfg.json and sae_weights.safetensors, which are read
+                while they are sent; and labels.json, feature -> text, where it is there.
+            layer: Stands in for the number in the hook that the configuration names; the block
+                whose output is read where it names none that is known.
+            activation_scale: SAELens' norm_scaling_factor, where normalize_activations is
+                expected_average_only_in; 1 where it was folded in.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
+        """
+        return self._ask(
+            "saes.put",
+            name=name,
+            directory=directory,
+            layer=layer,
+            activation_scale=activation_scale,
             overwrite=overwrite,
         )

@@ -13,6 +13,7 @@ from logsteer._async_methods import (
     AsyncAdapters,
     AsyncClientMethods,
     AsyncOverrides,
+    AsyncSaes,
     AsyncVectorMethods,
 )
 from logsteer._calls import as_list
@@ -135,6 +136,11 @@ class AsyncClient(AsyncClientMethods):
     def adapters(self) -> AsyncAdapters:
         """The LoRA adapters that the server stores."""
         return AsyncAdapters(self._ask)
+
+    @property
+    def saes(self) -> AsyncSaes:
+        """The sparse autoencoders that the server stores."""
+        return AsyncSaes(self._ask)
 
     async def aclose(self) -> None:
         """Close the connections."""

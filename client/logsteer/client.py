@@ -19,6 +19,7 @@ from logsteer._sync_methods import (
     Adapters,
     ClientMethods,
     Overrides,
+    Saes,
     VectorMethods,
 )
 from logsteer._upload import Source, UploadBody
@@ -137,6 +138,11 @@ class Client(ClientMethods):
     def adapters(self) -> Adapters:
         """The LoRA adapters that the server stores."""
         return Adapters(self._ask)
+
+    @property
+    def saes(self) -> Saes:
+        """The sparse autoencoders that the server stores."""
+        return Saes(self._ask)
 
     def close(self) -> None:
         """Close the connections."""

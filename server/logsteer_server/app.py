@@ -18,6 +18,7 @@ from logsteer_server.api.routes import (
     overrides,
     page,
     perplexity,
+    saes,
     tasks,
     tokens,
     vectors,
@@ -76,7 +77,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
-    for module in (tasks, perplexity, vectors, overrides, adapters, tokens):
+    for module in (tasks, perplexity, vectors, overrides, adapters, saes, tokens):
         app.include_router(module.router)
     for router in (operations.openai_router, operations.router, page.router):
         app.include_router(router)
@@ -98,8 +99,8 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state.store_threads = threads = StoreThreads()
     stack.callback(threads.close)
     objects = Objects.open(settings)
-    state.namespaces = NamespaceRegistry(settings, objects)
     state.content_files = ContentFiles(objects, settings.store_cache_bytes)
+    state.namespaces = NamespaceRegistry(settings, objects, state.content_files)
     state.store_upkeep = StoreUpkeep(settings, objects, threads)
     state.store_upkeep.start()
     stack.callback(state.store_upkeep.close)

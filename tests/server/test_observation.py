@@ -191,7 +191,7 @@ class TestDisk:
         vectors = next(store for store in found.stores if store.kind == "vectors")
         assert (vectors.shared_bytes, vectors.keys_bytes) == (10, 7)
         assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
-            "overrides": 0, "adapters": 0,
+            "overrides": 0, "adapters": 0, "saes": 0,
         }  # fmt: skip
         assert found.cache_file_bytes == 99
         assert found.free_bytes is not None and found.size_bytes is not None

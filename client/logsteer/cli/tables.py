@@ -23,6 +23,8 @@ from logsteer.schemas import (
     OverrideList,
     PerplexityAnswer,
     Provenance,
+    SaeCard,
+    SaeList,
     SelftestCheck,
     SweepAnswer,
     TokenizeAnswer,
@@ -53,6 +55,9 @@ _COLUMNS: Mapping[type, tuple[str, ...]] = {
     **dict.fromkeys(
         (OverrideList, OverrideCard),
         ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
+    ),
+    **dict.fromkeys(
+        (SaeList, SaeCard), ("name", "architecture", "hook", "layer", "features", "k", *_STORED)
     ),
     TokenizeAnswer: ("token_id", "token", "start", "end"),
 }

@@ -34,6 +34,8 @@ from logsteer.schemas import (
     PatchResult,
     PerplexityAnswer,
     PromptCompletions,
+    SaeCard,
+    SaeList,
     SelftestAnswer,
     SteerAnswer,
     SteeringReceipt,
@@ -388,7 +390,8 @@ def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
 
 def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
     for target in item.targets:
-        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional")
+        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional",
+                 "baseline_logprob", "convergence_delta")  # fmt: skip
         yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
 
 
@@ -429,6 +432,20 @@ def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
     return rows
 
 
+def _write_attributions(item: ItemGradients) -> Iterable[FlatRow] | None:
+    if all(target.attributions is None for target in item.targets):
+        return None
+    return [
+        {"target": target.target, "position": position, "token": token, "token_id": number,
+         "attribution": attribution}
+        for target in item.targets
+        for position, (token, number, attribution) in enumerate(zip(
+            target.input_tokens or (), target.input_ids or (), target.attributions or (),
+            strict=True,
+        ))
+    ]  # fmt: skip
+
+
 _MISSING = {
     "token": "a request with per_token or tokens set to false gives none",
     "window": "ask with windows=True",
@@ -439,6 +456,9 @@ _TEXTS: Mapping[str, _Write] = {
     "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
+_GRADIENTS: Mapping[str, _Write] = {
+    "position": _write_norms, "token": _write_attributions, "target": _write_gradients,
+}  # fmt: skip
 
 
 _LENS: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
@@ -477,8 +497,8 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     SteeringReceipt: {"layer": _write_receipt},
     VectorList: {"vector": _write_each("vectors", _write_card)},
     DoseResponse: {"point": _write_each("points", _write_plain)},
-    GradientAnswer: _of_all("item", {"position": _write_norms, "target": _write_gradients}),
-    ItemGradients: {"position": _write_norms, "target": _write_gradients},
+    GradientAnswer: _of_all("item", _GRADIENTS),
+    ItemGradients: _GRADIENTS,
     LensAnswer: _of_all("item", _LENS),
     LensItem: _LENS,
     LensTarget: {grain: _write_one(write) for grain, write in _LENS.items()},
@@ -493,5 +513,7 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     AdapterList: {"adapter": _write_each("adapters", _write_plain)},
     OverrideCard: {"override": _write_plain},
     OverrideList: {"override": _write_each("overrides", _write_plain)},
+    SaeCard: {"sae": _write_plain},
+    SaeList: {"sae": _write_each("saes", _write_plain)},
 }
 """Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

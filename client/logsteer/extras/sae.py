@@ -99,7 +99,7 @@ def read_feature(
         raise LogsteerError(f"{weights}: it is empty")
     try:
         tensors = TensorFile(import_numpy().memmap(weights, mode="r"))
-        return _read(tensors, config, feature, place, scale)
+        return extract_feature(tensors, config, feature, place, scale)
     except ValueError as error:
         raise LogsteerError(f"{weights}: {error}") from error
 
@@ -164,8 +164,16 @@ class SaeConfig:
             raise LogsteerError(
                 f"{directory} has no cfg.json: give the directory that SAELens saved"
             )
+        return cls.parse(place.read_bytes(), place)
+
+    @classmethod
+    def parse(cls, content: bytes | str, place: Path) -> SaeConfig:
+        """Return the configuration that a file has, which messages call `place`.
+
+        Raises LogsteerError.
+        """
         try:
-            document = json.loads(place.read_bytes())
+            document = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise LogsteerError(f"{place}: no JSON: {error}") from error
         if not isinstance(document, dict):
@@ -242,10 +250,14 @@ class SaeConfig:
         return found
 
 
-def _read(
+def extract_feature(
     tensors: TensorFile, config: SaeConfig, feature: int, place: tuple[int, str], scale: float
 ) -> SaeFeature:
-    size, width = _read_sizes(tensors, config)
+    """Return a feature of an autoencoder's weights; place and scale are as `config` chooses them.
+
+    Raises LogsteerError, and ValueError for a tensor that is not there or damaged.
+    """
+    size, width = read_sizes(tensors, config)
     if not 0 <= feature < size:
         raise LogsteerError(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
     written_D = _read_floats(tensors, "W_dec", feature)
@@ -275,7 +287,7 @@ def _read(
     return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
 
 
-def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
+def read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
     """Return the number of features and the width. Raises LogsteerError for shapes that differ."""
     shape = list(tensors.read("W_dec", FLOATS).shape)
     if len(shape) != 2:

@@ -95,7 +95,7 @@ def capture_shards(
     options: Mapping[str, Any],
     source: Source,
     directory: str | Path,
-    layers: Sequence[int],
+    layers: Sequence[int] | None,
     field: str,
     batch_size: int,
     progress: bool,

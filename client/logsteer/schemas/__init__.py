@@ -39,6 +39,7 @@ from logsteer.schemas.common import (
     Usage,
 )
 from logsteer.schemas.gradient import (
+    Attribution,
     GradientAnswer,
     GradientRequest,
     GradientVariable,
@@ -106,6 +107,7 @@ from logsteer.schemas.perplexity import (
     WindowScore,
 )
 from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.saes import DeletedSae, SaeCard, SaeList
 from logsteer.schemas.selftest import (
     PromiseName,
     SelftestAnswer,
@@ -192,6 +194,7 @@ __all__ = [
     "Answer",
     "AppliedInterventions",
     "AppliedParameters",
+    "Attribution",
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
@@ -203,6 +206,7 @@ __all__ = [
     "ContrastPair",
     "DeletedAdapter",
     "DeletedOverride",
+    "DeletedSae",
     "DeletedVector",
     "DetokenizeAnswer",
     "DetokenizeRequest",
@@ -270,6 +274,8 @@ __all__ = [
     "ReplicaCard",
     "RequestOptions",
     "RowOptions",
+    "SaeCard",
+    "SaeList",
     "SamplingPolicy",
     "ScoredTarget",
     "SelftestAnswer",

@@ -35,8 +35,9 @@ PositionName = Literal["all", "prompt", "completion", "predicting", "last_prompt
 VectorName = Annotated[
     str, Field(min_length=1, max_length=128, pattern=r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]
-"""A vector, override or adapter of one's own, or `shared/NAME`: of everybody's."""
+"""A vector, override, adapter or autoencoder of one's own, or `shared/NAME`: of everybody's."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FeatureLabel = Annotated[str, Field(min_length=1, max_length=512)]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
 HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 
@@ -48,6 +49,7 @@ Finite = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=F
 Recommended = Literal["recommended"]
 RECOMMENDED: Recommended = "recommended"
 
+_FEATURE = re.compile(r"(?!shared/[0-9]+$)(?P<sae>.+)/(?P<feature>[0-9]{1,9})")
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
 
 
@@ -66,7 +68,8 @@ def parse_layers(text: str) -> list[int]:
 def parse_vector(text: str) -> dict[str, Any]:
     """Return the fields of a vector written as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7.
 
-    A scale or layers that are left out are "recommended". Raises ValueError for another form.
+    res8/123:4 is feature 123 of the sparse autoencoder res8. A scale or layers that are left out
+    are "recommended". Raises ValueError for another form.
     """
     found = _VECTOR.fullmatch(text)
     if found is None:
@@ -78,7 +81,10 @@ def parse_vector(text: str) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{text!r}: the scale {found['scale']!r} is not a number") from error
     layers = RECOMMENDED if found["layers"] is None else parse_layers(found["layers"])
-    return {"name": found["name"], "scale": scale, "layers": layers}
+    named: dict[str, Any] = {"name": found["name"]}
+    if feature := _FEATURE.fullmatch(found["name"]):
+        named = {"sae": feature["sae"], "feature": int(feature["feature"])}
+    return {**named, "scale": scale, "layers": layers}
 
 
 def _read_scale(data: Any) -> float | Recommended:
@@ -137,6 +143,14 @@ class VectorReference(Request):
             description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
         )
     )
+    sae: VectorName | None = Field(
+        default=None,
+        description="Name of a stored sparse autoencoder: the vector is one of its features, what "
+        "the decoder writes for it; a probe reads what the encoder does.",
+    )
+    feature: Index | FeatureLabel | None = Field(
+        default=None, description="Of `sae`: the feature's id, or its label."
+    )
     layers: Annotated[
         list[int] | Recommended | None,
         PlainValidator(_read_layers, json_schema_input_type=list[Index] | Recommended | None),
@@ -154,9 +168,11 @@ class VectorReference(Request):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [n for n in ("name", "sha256", "data") if getattr(self, n) is not None]
+        given = [n for n in ("name", "sha256", "data", "sae") if getattr(self, n) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of name, sha256, data; got {given or 'none'}")
+            raise ValueError(f"give exactly one of name, sha256, data, sae; got {given or 'none'}")
+        if (self.sae is None) != (self.feature is None):
+            raise ValueError("sae and feature go together: name the autoencoder and its feature")
         return self
 
 

@@ -367,6 +367,16 @@ class GenerateOutput(Output):
 
 
 @dataclass(frozen=True, slots=True)
+class InputPoint:
+    """A point on the line between a baseline and the input: each token's embedding e is replaced by
+    e' + alpha (e - e'), where e' is that of the token `baseline`, and 0 without one.
+    """
+
+    alpha: float
+    baseline: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GradientJob(Job):
     """One sequence, laid out as in `ScoreJob`, whose summed target log-probability is
     differentiated.
@@ -374,7 +384,8 @@ class GradientJob(Job):
     With respect to the activations at `sites`, (layer, hook) each, after the tokens at `positions`;
     or, with `along`, along that direction of the parameters. Both where the model is steered by
     `plan` and has the parameters of `override` and `adapter`; an activation is what leaves its
-    site, steering included. Activations of more than `max_width` numbers are refused.
+    site, steering included. Activations of more than `max_width` numbers are refused. Or, with
+    `input_point`, with respect to the input embeddings there.
     """
 
     targets: Ids
@@ -382,6 +393,7 @@ class GradientJob(Job):
     positions: Positions = field(default_factory=Positions)
     along: Direction | None = None
     max_width: int | None = None
+    input_point: InputPoint | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -405,8 +417,10 @@ class GradientOutput(Output):
 
     `gradients` [T', D] in the order of the job's sites, T' the tokens at its positions;
     `directional` [R] where the job has a direction: of each target's log-probability.
+    `attributions` [T] where it has an input point: each embedding's gradient times e - e'.
     """
 
     logprobs: Scores
     gradients: tuple[Scores, ...] = ()
     directional: Scores | None = None
+    attributions: Scores | None = None

@@ -41,9 +41,11 @@ from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.receipt import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import NEUTRAL
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import VECTORS, Store
+from logsteer_server.stores.saes import SaeStore
+from logsteer_server.stores.store import SAES, VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 Ids = Sequence[int] | np.ndarray
@@ -323,12 +325,19 @@ class _NoVectors:
 
     find_content = find
 
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:  # noqa: ARG002
+        """Refuse an autoencoder."""
+        return self.find(name)
+
 
 def _open_vectors(directory: Path) -> VectorStore:
     """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
-    return VectorStore(Namespace(Store(VECTORS, Objects(directory), max_bytes=0)))  # it only reads
+    objects = Objects(directory)
+    saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
+    vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads
+    return VectorStore(vectors, features=saes)
 
 
 @contextmanager

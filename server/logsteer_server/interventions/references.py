@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.steering import RECOMMENDED, VectorReference
+from logsteer.schemas.steering import RECOMMENDED, ProbedVector, VectorReference
 from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.plan import Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
@@ -26,12 +26,19 @@ class VectorSource(Protocol):
         """Return the vectors with a SHA-256."""
         ...
 
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        """Return what a feature of an autoencoder writes, or what it reads."""
+        ...
+
 
 def fetch(given: VectorReference, source: VectorSource) -> StoredVectors:
     """Return the vectors that a request refers to.
 
-    Errors: APIError `unknown_vector`, `invalid_vector`.
+    A feature of an autoencoder is what it writes, and for a probe what it reads. Errors: APIError
+    `unknown_vector`, `invalid_vector`, `unknown_sae`, `invalid_sae`.
     """
+    if given.sae is not None and given.feature is not None:
+        return source.find_feature(given.sae, given.feature, reads=isinstance(given, ProbedVector))
     if given.name is not None:
         return source.find(given.name)
     if given.sha256 is not None:

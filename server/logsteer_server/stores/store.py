@@ -35,7 +35,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
 from logsteer.schemas.problem import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
@@ -55,7 +55,7 @@ RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
 
-C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard)
+C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class Kind(Generic[C]):
 VECTORS = Kind("vector", VectorCard, "unknown_vector", "PUT or train one")
 OVERRIDES = Kind("override", OverrideCard, "unknown_override", "PUT one")
 ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter", "PUT one")
-KINDS = (VECTORS, OVERRIDES, ADAPTERS)
+SAES = Kind("sae", SaeCard, "unknown_sae", "PUT one")
+KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES)
 
 
 @dataclass(frozen=True, slots=True)
