@@ -1299,7 +1299,7 @@ class ClientMethods(Caller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
-            attribution: In place of wrt: what each input token contributes, by its embedding e.
+            attribution: In place of wrt: what each input token, of embedding e, contributes.
                 `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
                 along the straight line from the baseline e' to e, times e - e' (integrated
                 gradients, Sundararajan et al. 2017).
@@ -1941,8 +1941,8 @@ class Saes(StoreMethods[SaeList, SaeCard, DeletedSae]):
             name: What the sparse autoencoder is called from now on.
             directory: What SAELens saves: cfg.json and sae_weights.safetensors, which are read
                 while they are sent; and labels.json, feature -> text, where it is there.
-            layer: Stands in for the number in the hook that the configuration names; the block
-                whose output is read where it names none that is known.
+            layer: The block whose activation is read, where the hook in the configuration names
+                none, or another.
             activation_scale: SAELens' norm_scaling_factor, where normalize_activations is
                 expected_average_only_in; 1 where it was folded in.
             overwrite: Whether to replace what another request has stored under this name, which

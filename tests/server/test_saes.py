@@ -239,7 +239,7 @@ def test_features_of_tokens_are_those_of_their_activations(
         ({"sae": None, "layers": [1], "top": 3}, "invalid_request", "top goes with sae"),
         ({"sae": "other"}, "unknown_sae", "own"),
         ({"sae": "wide"}, "invalid_sae", "encodes activations of 5 numbers"),
-        ({"sae": "inner"}, "unsupported_by_engine", "does not give the activations of mlp_out"),
+        ({"sae": "inner"}, "unsupported_by_engine", "There are no activations of mlp_out"),
         ({"sae": "far"}, "invalid_request", "this model's layers are 0 to"),
     ],
 )

@@ -102,11 +102,13 @@ class TokenFeatures(Reply):
     ids: list[list[int]] = Field(
         description="A row for each position; -1 where no further feature is active."
     )
-    activations: list[list[Float]] = Field(description="What the encoder gives; 0 likewise.")
+    activations: list[list[Float]] = Field(
+        description="What the encoder gives; 0 where the id is -1."
+    )
 
 
 class UsedSae(Reply):
-    """The sparse autoencoder that features are of, by its content."""
+    """The sparse autoencoder that features are of."""
 
     name: str
     sha256: str

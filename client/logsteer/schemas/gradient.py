@@ -82,7 +82,7 @@ class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefu
     )
     attribution: Attribution | None = Field(
         default=None,
-        description="In place of wrt: what each input token contributes, by its embedding e. "
+        description="In place of wrt: what each input token, of embedding e, contributes. "
         "`gradient_x_input`: the gradient times e. `integrated`: the gradient's mean along the "
         "straight line from the baseline e' to e, times e - e' (integrated gradients, Sundararajan "
         "et al. 2017).",

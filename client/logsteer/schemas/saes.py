@@ -14,8 +14,8 @@ class SaeQuery(BaseModel):
 
     layer: Index | None = Field(
         default=None,
-        description="Stands in for the number in the hook that the configuration names; the block "
-        "whose output is read where it names none that is known.",
+        description="The block whose activation is read, where the hook in the configuration names "
+        "none, or another.",
     )
     activation_scale: float | None = Field(
         default=None,

@@ -328,7 +328,7 @@ class SteeringVector(VectorReference):
         return self
 
     def choose_scale(self, advised: Sequence[float]) -> float:
-        """Return the scale to use; `advised` are those that the vector's training recommends."""
+        """Return the scale to use; `advised` are what the vector's training recommends."""
         if not isinstance(self.scale, str):
             return self.scale
         is_plain = self.op == "add" and self.unit == "raw"

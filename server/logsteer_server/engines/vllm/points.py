@@ -38,7 +38,7 @@ HIDDEN, RESIDUAL = "hidden_states", "residual"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ModulePoint:
     """Where a layer has an activation: in what a module returns, or in what it is called with.
 
     `parameters`: the module's, in order, where the activation is among them under the names HIDDEN
@@ -71,7 +71,7 @@ def _act_on_input(
     act((given.get(HIDDEN), given.get(RESIDUAL)))
 
 
-def find_points(layer: nn.Module) -> dict[str, Point]:
+def find_points(layer: nn.Module) -> dict[str, ModulePoint]:
     """Return where a decoder layer seems to have each activation, by hook."""
     children = dict(layer.named_children())
 
@@ -85,11 +85,11 @@ def find_points(layer: nn.Module) -> dict[str, Point]:
     elif "post_mlp_layernorm" in children:  # GLM 4
         attention, mlp = first(["post_self_attn_layernorm"]), first(["post_mlp_layernorm"])
     parameters = tuple(inspect.signature(layer.forward).parameters)
-    found = {"resid_pre": Point(layer, parameters)} if HIDDEN in parameters else {}
+    found = {"resid_pre": ModulePoint(layer, parameters)} if HIDDEN in parameters else {}
     if between is not None:
-        found["resid_mid"] = Point(between, (HIDDEN, RESIDUAL))
+        found["resid_mid"] = ModulePoint(between, (HIDDEN, RESIDUAL))
     outputs = {"attn_out": attention, "mlp_out": mlp, "resid_post": layer}
-    return found | {hook: Point(each) for hook, each in outputs.items() if each is not None}
+    return found | {hook: ModulePoint(each) for hook, each in outputs.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
