@@ -242,9 +242,10 @@ class RowOptions(RequestOptions, PrecisionOption):
 
 
 class ProbeReadings(Reply):
-    """What one probe read at one layer, in entry i at the token that token i was predicted from.
+    """What one probe read at one layer: entry i at the position of token i, the last one included.
 
-    So entry 0 is of the last token in front, and a token's own reading is the next entry.
+    In a stream a token is read after it was sent, so that entries come one token later: put one
+    behind the other, entry i is of token i, and the last is in a piece without tokens.
     """
 
     name: str | None
@@ -257,7 +258,8 @@ class ProbeReadings(Reply):
         default=None, description="Of the steered one; null in a request that steers nothing."
     )
     context_before: list[Float] | None = Field(
-        default=None, description="Of all tokens in front of those, where asked for."
+        default=None,
+        description="Of all tokens in front of the first of those, where asked for.",
     )
     context_after: list[Float] | None = None
     flags: list[str] = Field(default_factory=list)

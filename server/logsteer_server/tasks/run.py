@@ -46,7 +46,7 @@ from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "reference"]
 """What a batch counts for: `work` for usage and receipts, `reference` (what others are compared
-with) for neither."""
+with, or what is read of them once they have ended) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
