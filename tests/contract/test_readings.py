@@ -5,18 +5,18 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from html import unescape
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from logsteer import Client
+from logsteer import APIError, Client
 from logsteer.cli import main
 from logsteer.extras.rows import list_rows
 from logsteer.extras.tensors import TensorFile
 from logsteer.schemas import SteerPiece
-from tests.conftest import Server
 
 pytestmark = pytest.mark.engine
 
@@ -33,22 +33,21 @@ CONTEXT, TARGET = "Lily", " was sad."
 PROMPT = "Once upon a time"
 STEERING = {"vectors": [{"name": NAME, "layers": [LAYER], "scale": 2.0}]}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
-GREEDY_OPTIONS = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+GREEDY_OPTIONS = ["--temperature", "0", "--max-tokens", "6"]
 
 Read = Callable[..., list[float]]
 
 
 @pytest.fixture(params=["tlens", "vllm"])
-def served(request: pytest.FixtureRequest) -> tuple[Server, Client]:
-    server, client = (request.getfixturevalue(f"{request.param}_{k}") for k in ("server", "client"))
-    client.vectors.train(NAME, PAIRS, layers=[LAYER], overwrite=True)
-    return server, client
+def client(request: pytest.FixtureRequest) -> Client:
+    found: Client = request.getfixturevalue(f"{request.param}_client")
+    found.vectors.train(NAME, PAIRS, layers=[LAYER], overwrite=True)
+    return found
 
 
 @pytest.fixture
-def read(served: tuple[Server, Client]) -> Read:
+def read(client: Client) -> Read:
     """What `/activations` says of each of these tokens: its projection on the stored vector."""
-    _, client = served
     file = TensorFile(client.vectors.download(NAME))
     (vector_D,) = (file.read(name, ("F32",)) for name in file.entries)
 
@@ -77,13 +76,13 @@ def check_tables(answer: Any, wanted: Sequence[float], column: str = COLUMN, **w
 
 
 def check_commands(
-    server: Server, capsys: pytest.CaptureFixture[str], tokens: Sequence[str],
+    client: Client, capsys: pytest.CaptureFixture[str], tokens: Sequence[str],
     wanted: Sequence[float], *argv: str, column: str = COLUMN,
 ) -> None:  # fmt: skip
     """So have CSV and the tables of the command line; of two sequences they have `tokens` first."""
 
     def run(*more: str) -> str:
-        asked = [*argv, *more, "--base-url", server.url, "--probe", f"{NAME}@{LAYER}"]
+        asked = [*argv, *more, "--base-url", str(client.base_url), "--probe", f"{NAME}@{LAYER}"]
         assert main(asked) == 0
         return capsys.readouterr().out
 
@@ -98,15 +97,14 @@ def check_commands(
 
 
 def test_scores(
-    served: tuple[Server, Client], read: Read, capsys: pytest.CaptureFixture[str],
+    client: Client, read: Read, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "160")
-    server, client = served
     (encoded,) = client.tokenize(CONTEXT + TARGET).results
     wanted = read(encoded.token_ids)
     # What is late by one is another number.
-    assert min(abs(a - b) for a, b in zip(wanted, wanted[1:], strict=False)) > 0.05
+    assert min(abs(a - b) for a, b in pairwise(wanted)) > 0.05
     answer = client.logprob([{"context": CONTEXT, "targets": [TARGET]}], probes=[CONTEXTUAL])
     (target,) = answer.results[0].targets
     front = len(wanted) - target.num_tokens
@@ -119,7 +117,7 @@ def test_scores(
     answer = client.logprob([{"context": CONTEXT, "targets": [TARGET]}], probes=[PROBE])
     check_tables(answer, wanted[front:])
     tokens = target.tokens or []
-    check_commands(server, capsys, tokens, wanted[front:], "score", CONTEXT, TARGET)
+    check_commands(client, capsys, tokens, wanted[front:], "score", CONTEXT, TARGET)
     # Single tokens after one context are read each on its own.
     choices = [ids[0] for ids in ([target.token_ids or [], encoded.token_ids])]
     item = {"context_ids": encoded.token_ids[:front], "target_ids": [[token] for token in choices]}
@@ -129,8 +127,7 @@ def test_scores(
         near(one.probes[0].before, read([*encoded.token_ids[:front], token])[-1:])
 
 
-def test_texts(served: tuple[Server, Client], read: Read) -> None:
-    _, client = served
+def test_texts(client: Client, read: Read) -> None:
     (encoded,) = client.tokenize(CONTEXT + TARGET).results
     wanted = read(encoded.token_ids)
     asked: dict[str, Any] = {"tokens": True, "probes": [CONTEXTUAL]}
@@ -142,30 +139,25 @@ def test_texts(served: tuple[Server, Client], read: Read) -> None:
     answer = client.perplexity(CONTEXT + TARGET, tokens=True, probes=[PROBE])
     check_tables(answer, wanted[front:])
     # Windows read their own tokens to the last one, whichever protocol has cut them.
+    own = encoded.token_ids[sum(offset is None for offset in encoded.offsets) :]
     for protocol in ("sliding", "disjoint", "rolling"):
-        more = {"protocol": protocol, "context_length": 4, "windows": True}
+        more = {"protocol": protocol, "context_length": 2, "windows": True}
         result = client.perplexity(CONTEXT + TARGET, **asked, **more).results[0]
         assert result.tokens is not None and result.tokens.probes is not None
-        assert len(result.tokens.probes[0].before) == len(result.tokens.positions)
-        assert result.windows is not None
+        assert result.windows is not None and len(result.windows) > 1
         last = result.windows[-1]
-        ids = encoded.token_ids[1:] if encoded.tokens[0] != CONTEXT else encoded.token_ids
-        bos = len(encoded.token_ids) - len(ids)
-        # Positions count the text's own tokens; the BOS is in front of them.
-        begin = max(0, last.start + bos if last.start or protocol == "rolling" else 0)
-        near(
-            result.tokens.probes[0].before[-1:],
-            read(encoded.token_ids[begin : last.end + bos])[-1:],
-        )
+        assert result.tokens.positions[-1] == last.end - 1
+        near(result.tokens.probes[0].before[-1:], read(own[last.start : last.end])[-1:])
+    with pytest.raises(APIError, match="Probes read a window's last token, too"):
+        client.perplexity(CONTEXT + TARGET, **asked, protocol="rolling")
 
 
 @pytest.mark.parametrize("kind", ["generate", "steer"])
 def test_continuations(
-    served: tuple[Server, Client], read: Read, capsys: pytest.CaptureFixture[str],
+    client: Client, read: Read, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, kind: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "160")
-    server, client = served
     is_steered = kind == "steer"
     more: dict[str, Any] = {"steering": STEERING, "baseline": True} if is_steered else {}
     options = GREEDY | more | {"probes": [PROBE]}
@@ -181,7 +173,7 @@ def test_continuations(
     check_tables(answer, wanted, column, **({"steered": True} if is_steered else {}))
     argv = [kind, PROMPT, *GREEDY_OPTIONS]
     argv += ["--vector", f"{NAME}:2@{LAYER}", "--baseline"] if is_steered else []
-    check_commands(server, capsys, made.tokens, wanted, *argv, column=column)
+    check_commands(client, capsys, made.tokens, wanted, *argv, column=column)
     if is_steered:
         (plain,) = result.baseline
         unsteered = read([*result.prompt_ids, *plain.token_ids])[front:]
