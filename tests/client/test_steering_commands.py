@@ -246,9 +246,9 @@ def test_what_probes_read_stands_under_each_completion(capsys: Output) -> None:
     argv = ["steer", "I am", "--vector", "mood", "--baseline", "--probe", "mood@3"]
     assert run(server, *argv) == 0
     found = rows(capsys)
-    assert found.index(["steered", "completion", "0"]) < found.index(["n/a", "n/a", "0.25"])
-    assert found.index(["unsteered", "completion", "0"]) < found.index(["n/a", "n/a", "0.75"])
-    assert ["'g'", "-0.5", "-4.5"] in found and ["'s'", "-0.5", "-4.5"] in found
+    assert found.index(["steered", "completion", "0"]) < found.index(["'g'", "-0.5", "0.25"])
+    assert found.index(["unsteered", "completion", "0"]) < found.index(["'s'", "-0.5", "0.75"])
+    assert len([row for row in found if row[-1:] == ["-4.5"]]) == 2
 
 
 def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
@@ -307,8 +307,7 @@ def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
     lines = [line.split() for line in out.splitlines()]
     heads = ["token", "logprob", "mood@2:", "cosine", "mood@2:", "cosine", "after"]
     assert heads in lines
-    # The reading is of the token in front, of which an answer has nothing else.
-    assert ["n/a", "n/a", "0.25", "0.5"] in lines and ["'b'", "-1", "n/a", "n/a"] in lines
+    assert ["'b'", "-1", "0.25", "0.5"] in lines
     assert "where its condition held, at 3 tokens" in out
 
 
@@ -322,7 +321,7 @@ def test_each_reading_has_a_name_of_its_own(
     scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=probes)])
     argv = ["--probe", "mood@2", "--probe", "mood@2:cosine", "--probe", "mood@2:cosine"]
     assert run(answer(scored), "score", "a", "b", *argv) == 0
-    assert ["n/a", "n/a", "3.5", "0.25", "0.75", "0.5"] in rows(capsys)
+    assert ["'b'", "-1", "3.5", "0.25", "0.75", "0.5"] in rows(capsys)
     monkeypatch.setenv("COLUMNS", "50")  # no name is cut off
     run(answer(scored), "score", "a", "b", *argv)
     assert "…" not in capsys.readouterr().out
