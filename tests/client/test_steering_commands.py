@@ -165,7 +165,7 @@ def test_wrong_usage_is_2(capsys: Output, tmp_path: Path, argv: list[str]) -> No
         (b"[]", "no steering object"),
         (b"", "is empty"),
         (b"\xff", "not UTF-8"),
-        (b"{}", "steering.vectors: Field required"),
+        (b"{}", "steering.vectors is missing"),
         (b'{"vectors": [{"name": "a", "strength": 1}]}', "strength"),
     ],
 )

@@ -1,5 +1,6 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
+import re
 from collections.abc import Mapping
 from reprlib import Repr
 from shutil import get_terminal_size
@@ -19,6 +20,16 @@ KeyScope = Literal["score", "steer", "write", "admin"]
 """`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
 override or an adapter. `write`: store vectors, overrides and adapters. `admin`: write to `shared/`,
 and test models."""
+
+_FULL_HOOK = re.compile(r"blocks\.(\d+)\.(?:hook_)?(.+)")
+
+
+def check_hook(name: str) -> str:
+    """Refuse TransformerLens' names, which have the layer in them. Errors: ValueError."""
+    if found := _FULL_HOOK.fullmatch(name):
+        raise ValueError(f"a hook is named without its layer: {found[2]}, at layers: [{found[1]}]")
+    return name
+
 
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 

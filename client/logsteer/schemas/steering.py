@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     GetJsonSchemaHandler,
@@ -22,6 +23,7 @@ from logsteer.schemas.common import (
     ProbeRead,
     Reply,
     Request,
+    check_hook,
 )
 from logsteer.schemas.views import Tabled
 
@@ -38,7 +40,11 @@ VectorName = Annotated[
 """A vector, override or adapter of one's own, or `shared/NAME`: of everybody's."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
-HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
+HookName = Annotated[
+    str,
+    Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$"),
+    AfterValidator(check_hook),
+]
 
 
 FLOAT32_MAX = 3.4028234663852886e38
