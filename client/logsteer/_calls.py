@@ -20,6 +20,7 @@ from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
+from logsteer.schemas.faults import describe_faults
 
 A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
 
@@ -153,12 +154,9 @@ def checked(schema: type[R], fields: Any) -> R:
     try:
         return schema.model_validate(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        more = f" (and {invalid.error_count() - 1} more)" if invalid.error_count() > 1 else ""
-        place = f"{param}: " if param else ""
-        detail = f"{place}{first['msg'].removeprefix('Value error, ')}{more}"
-        raise InvalidRequestError("invalid_request", detail, param=param) from invalid
+        first, *others = describe_faults(invalid.errors(include_url=False), schema)
+        detail = f"{first.text} (and {len(others)} more)" if others else first.text
+        raise InvalidRequestError("invalid_request", detail, param=first.param) from invalid
 
 
 def to_json(request: BaseModel) -> bytes:

@@ -69,6 +69,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a redirect's body is empty, and many clients send no second POST
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings

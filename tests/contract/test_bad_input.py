@@ -58,7 +58,7 @@ CASES: list[tuple[str, str, Any, int, str, str]] = [
     ("not JSON at all", "/logprob", b"\xff\xfe", 422, "invalid_request", "not valid JSON"),
     ("a lone surrogate", "/logprob", b'{"items": [{"context": "\\ud800", "targets": ["b"]}]}', 422, "invalid_request", "not valid JSON"),
     ("NaN", "/logprob", b'{"items": NaN}', 422, "invalid_request", "not valid JSON"),
-    ("empty body", "/logprob", b"", 422, "invalid_request", "Field required"),
+    ("empty body", "/logprob", b"", 422, "invalid_request", "is empty; send JSON"),
     ("no texts", "/perplexity", {"texts": []}, 422, "invalid_request", "texts"),
     ("empty text", "/perplexity", {"texts": [""]}, 422, "invalid_request", "empty"),
     ("a stray stride", "/perplexity", {"texts": ["a"], "protocol": "rolling", "stride": 4}, 422, "invalid_request", "sliding"),

@@ -22,6 +22,7 @@ from logsteer.schemas import (
     PromptCompletions,
     TextResult,
 )
+from logsteer.schemas.faults import describe_faults
 
 Row: TypeAlias = dict[str, Any]
 ITEM_FIELDS = ("context", "context_ids", "messages", "targets", "target_ids")
@@ -165,10 +166,8 @@ class RowForm:
             else:
                 _check_text(item)
         except ValidationError as invalid:
-            first = invalid.errors(include_url=False)[0]
-            param = ".".join(str(part) for part in first["loc"]) or None
-            place = f"{param}: " if param else ""
-            raise _refuse(f"{place}{first['msg']}", param) from invalid
+            first = next(describe_faults(invalid.errors(include_url=False)))
+            raise _refuse(first.text, first.param) from invalid
         return item
 
 

@@ -129,15 +129,8 @@ def place_readings(
 ) -> dict[str, dict[int, Float]]:
     """Return what probes have read, by names such as `mood@2: cosine`, and by place.
 
-    A reading belongs to the token at which the stream was read. Entry i of an answer was read at
-    the token before token i, which was predicted there:
-
-        places of tokens        0    1    2
-        entries                 a    b    c
-        what is returned       -1: a, 0: b, 1: c
-
-    So the first is of the last token before, and the last token has none: nothing is predicted
-    from it. A probe that was asked for twice is numbered.
+    Entry i is of the token at `places[i]`; those of a context, where requested, come
+    before the first. A probe that was asked for twice is numbered.
     """
     seen: Counter[str] = Counter()
     named: dict[str, dict[int, Float]] = {}
@@ -151,9 +144,8 @@ def place_readings(
             (f"{name} after", read.context_after, read.after),
         ):
             if own:
-                front = places[0] - 1
-                named[key] = dict(enumerate(context or (), front - len(context or ())))
-                named[key] |= {place - 1: value for place, value in zip(places, own, strict=True)}
+                named[key] = dict(enumerate(context or (), places[0] - len(context or ())))
+                named[key] |= zip(places, own, strict=True)
     return named
 
 
@@ -177,8 +169,8 @@ def _write_tokens(
 ) -> Iterator[FlatRow]:
     """Yield a row for each token of a sequence, with all that was read of it.
 
-    A token in front that a probe has read has a row, too, of its readings alone; its place is below
-    0 where the sequence has no `positions` in a text.
+    A token of a context that a probe has read has a row, too, of its readings alone; its place is
+    below 0 where the sequence has no `positions` in a text.
     """
     columns: dict[str, Sequence[Any]] = {"token": tokens} if tokens is not None else {}
     columns |= {"token_id": token_ids} if token_ids is not None else {}

@@ -1,5 +1,6 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
+import re
 from collections.abc import Mapping
 from reprlib import Repr
 from shutil import get_terminal_size
@@ -19,6 +20,16 @@ KeyScope = Literal["score", "steer", "write", "admin"]
 """`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
 override or an adapter. `write`: store vectors, overrides and adapters. `admin`: write to `shared/`,
 and test models."""
+
+_FULL_HOOK = re.compile(r"blocks\.(\d+)\.(?:hook_)?(.+)")
+
+
+def check_hook(name: str) -> str:
+    """Refuse TransformerLens' names, which have the layer in them. Errors: ValueError."""
+    if found := _FULL_HOOK.fullmatch(name):
+        raise ValueError(f"a hook is named without its layer: {found[2]}, at layers: [{found[1]}]")
+    return name
+
 
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
@@ -242,9 +253,10 @@ class RowOptions(RequestOptions, PrecisionOption):
 
 
 class ProbeReadings(Reply):
-    """What one probe read at one layer, in entry i at the token that token i was predicted from.
+    """What one probe read at one layer: entry i at the position of token i, the last one included.
 
-    So entry 0 is of the last token in front, and a token's own reading is the next entry.
+    In a stream a token is read after it was sent: entries come one token later, and the last of
+    them in a piece without tokens. Joined in order, entry i is of token i.
     """
 
     name: str | None
@@ -257,7 +269,8 @@ class ProbeReadings(Reply):
         default=None, description="Of the steered one; null in a request that steers nothing."
     )
     context_before: list[Float] | None = Field(
-        default=None, description="Of all tokens before those, where requested."
+        default=None,
+        description="Of all tokens before the first of those, where requested.",
     )
     context_after: list[Float] | None = None
     flags: list[str] = Field(default_factory=list)

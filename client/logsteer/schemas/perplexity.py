@@ -105,8 +105,6 @@ class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields
             raise ValueError("columns are listed with each token; send tokens: true as well")
         if self.probes is not None and not self.tokens:
             raise ValueError("probes are listed with each token; send tokens: true as well")
-        if any(probe.context for probe in self.probes or ()):
-            raise ValueError("probes: a text has no context to read; leave out context")
         return self
 
     @model_validator(mode="after")

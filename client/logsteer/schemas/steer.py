@@ -190,7 +190,10 @@ class SteerStart(Reply):
 
 
 class SteerPiece(RowColumns):
-    """New tokens of one completion; the arrays have one entry per token."""
+    """New tokens of one completion; the arrays have one entry per token.
+
+    Readings of `probes` come one token later, the last in a piece of its own after the end.
+    """
 
     prompt: int
     completion: int

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -25,6 +26,7 @@ from logsteer.schemas.common import (
     Reply,
     Request,
     TokenId,
+    check_hook,
 )
 from logsteer.schemas.views import Tabled
 
@@ -39,7 +41,11 @@ VectorName = Annotated[
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FeatureLabel = Annotated[str, Field(min_length=1, max_length=512)]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
-HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
+HookName = Annotated[
+    str,
+    Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$"),
+    AfterValidator(check_hook),
+]
 
 
 FLOAT32_MAX = 3.4028234663852886e38

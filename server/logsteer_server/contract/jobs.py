@@ -217,6 +217,9 @@ class ScoreJob(Job):
     `top` alternatives are listed for each row. `policy` is what the policy columns refer to. With
     `double` the columns are computed in float64. For steering, the prompt ends where the scored
     tokens begin.
+
+    With `reads_end` the model reads the text's last token, too, so that probes do. The last entry
+    of `targets` then stands for no token, and its row is nobody's.
     """
 
     targets: Ids
@@ -227,6 +230,7 @@ class ScoreJob(Job):
     reference: str | None = None
     policy: Policy = Policy()
     double: bool = False
+    reads_end: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -247,7 +251,7 @@ class ScoreJob(Job):
     @property
     def num_scored(self) -> int:
         """Tokens whose log-probability is read."""
-        return len(self.targets)
+        return len(self.targets) - self.reads_end
 
     @property
     def fingerprint(self) -> bytes | None:
@@ -343,8 +347,9 @@ class GenerateOutput(Output):
 
     `logprobs` [N] are of the model, at temperature 1 and without any cut; `columns` are [N] each,
     alternatives [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That
-    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from;
-    those of the prompt's other tokens, where the plan keeps them, come with the first piece.
+    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from, so
+    those of the prompt's last token, or of all its tokens where the plan keeps them, come with the
+    first piece, and the last token generated has none.
     """
 
     token_ids: Ids

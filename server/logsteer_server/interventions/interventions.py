@@ -177,11 +177,11 @@ class Interventions:
         return replace(first, more=tuple(more))
 
     def show_readings(
-        self, readings: Readings | None, first_row: int, *, is_steered: bool = True
+        self, readings: Readings | None, first: int, *, is_steered: bool = True
     ) -> dict[str, Any]:
         """Return what an answer shows of readings: as `probes.show_readings`."""
         is_steered = is_steered and self.steering is not None
-        return show_readings(self.probes, readings, first_row, is_steered)
+        return show_readings(self.probes, readings, first, is_steered)
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
         """Count the numbers that an answer shows of tokens, and of those in front of them."""

@@ -20,6 +20,7 @@ from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
+WRONG_KEY = "The key that was sent is none of this server's: it is mistyped, or was removed."
 UNAUTHORIZED = "This server asks for a key: send the header Authorization: Bearer <key>."
 
 
@@ -64,7 +65,7 @@ class KeyRing:
             raise api_error("unauthorized", UNAUTHORIZED)
         if self._path is None:
             if self._api_key and not hmac.compare_digest(token.encode(), self._api_key):
-                raise api_error("unauthorized", UNAUTHORIZED)
+                raise api_error("unauthorized", WRONG_KEY)
             lane = Lane(priority=priority, request_id=request_id)
             return Requester(lane=lane, allowance=self._everybody)
         self._reload_if_changed(self._path)
@@ -82,7 +83,7 @@ class KeyRing:
         found = TOKEN.fullmatch(token)
         key = None if found is None else self._keys.get(found[1])
         if found is None or key is None or not key.verify(found[2]):
-            raise api_error("unauthorized", "No key of this server is the one that was sent.")
+            raise api_error("unauthorized", WRONG_KEY)
         return key
 
     def _reload_if_changed(self, path: Path) -> None:

@@ -62,7 +62,9 @@ def plan_completions(
     for index, (text, ids) in enumerate(read_prompts(request.prompt, codec)):
         scores_echo = request.echo and top is not None
         is_greedy = request.temperature == 0 and request.n == 1
-        reads_next = scores_echo and request.max_tokens == 1 and is_greedy
+        # Probes are read at the token that is generated, too.
+        may_read = is_greedy and not request.probes
+        reads_next = scores_echo and request.max_tokens == 1 and may_read
         generates = request.max_tokens > 0 and not reads_next
         with problems.catch(index):
             check_prompt(text, ids, info.vocab_size)

@@ -6,7 +6,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    Policy,
+    ScoreOutput,
+    draw_seed,
+)
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.continuations import (
@@ -51,7 +57,7 @@ class GenerationTask(BodyTask[P]):
         check_count("prompts x n", len(given) * self._body.n, settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Generate everything in one batch."""
+        """Generate everything in one batch; in another, probes read the last tokens."""
         body = self._body
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
         self._continuations = await planner.advance(self._plan())
@@ -62,6 +68,9 @@ class GenerationTask(BodyTask[P]):
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, take_each(self._take))
+        if self.interventions.probes:
+            ends = self._continuations.read_ends()
+            yield Batch(ends, take_each(self._take_end), purpose="reference", silent=True)
 
     def _plan(self) -> Steps[Continuations]:
         body = self._body
@@ -91,6 +100,10 @@ class GenerationTask(BodyTask[P]):
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:
         document = self._continuations.add(index, piece, self.interventions)
+        return Event("piece", document) if self.streams else None
+
+    def _take_end(self, index: int, output: ScoreOutput) -> Event | None:
+        document = self._continuations.end(index, output, self.interventions)
         return Event("piece", document) if self.streams else None
 
     def report(self) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class TargetPlan:
     def context(self, target: PlannedTarget) -> Ids:
         """Return what the model reads in front of a target."""
         starts = self.jobs.token_starts
-        end = starts[target.job + 1] - len(target.token_ids) + 1
+        end = starts[target.job + 1] - len(target.token_ids) + (not self.jobs.like.reads_end)
         return self.jobs.tokens[starts[target.job] : end]
 
     def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
@@ -159,7 +159,7 @@ def plan_targets(
     read: ColumnOptions,
     problems: ItemProblems | None = None,
 ) -> Steps[TargetPlan]:
-    """Plan one job a target, but one for all single tokens after a context.
+    """Plan one job a target, but one for all single tokens after a context that are not read.
 
     What is wrong with an item is added to `problems`; the first is raised where that is None.
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
@@ -202,7 +202,7 @@ def plan_targets(
             yield 0
     decoded = yield from _decode_targets(codec, list(distinct.values()))
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
-    builder = _JobBuilder(options.on_overflow, info)
+    builder = _JobBuilder(options.on_overflow, info, read)
     planned: list[PlannedTarget] = []
     numbers: list[int | None] = []
     for place, text in enumerate(texts):
@@ -233,7 +233,7 @@ def plan_targets(
             yield builder.num_tokens
     if problems or None in numbers:
         items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
-    return TargetPlan(planned, items, builder.make_jobs(read))
+    return TargetPlan(planned, items, builder.make_jobs())
 
 
 def _add_problem(
@@ -331,10 +331,12 @@ class _JobBuilder:
     """Makes the jobs: one a target, but one for all single tokens after a context.
 
     Those need the same one row of logits, so their context is read once: after "2 + 2 =", the
-    targets " 4" and " 5" are two entries of the last row of one job.
+    targets " 4" and " 5" are two entries of the last row of one job. Where targets are read to
+    their ends, each has a job of its own.
     """
 
-    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo) -> None:
+    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo, read: ColumnOptions) -> None:
+        self._read = read
         self._on_overflow = on_overflow
         self._limit = info.context_length
         self._tokens = array("i")
@@ -355,16 +357,19 @@ class _JobBuilder:
         """Put a target into a job. Errors: APIError `context_too_long`."""
         context_ids, target_ids, offsets, finding = cut
         count, excess, slot = len(target_ids), 0, None
-        if len(context_ids) + count - 1 > self._limit:
-            num_read = len(context_ids) + count - 1
-            excess = fit_context(num_read, count, self._limit, self._on_overflow)
+        unread = 0 if self._read.reads_end else 1
+        if len(context_ids) + count - unread > self._limit:
+            num_read = len(context_ids) + count - unread
+            least = count + 1 - unread
+            excess = fit_context(num_read, least, self._limit, self._on_overflow)
         if self._context_ids is not context_ids:
             self._context_ids, self._context = context_ids, array("i", context_ids)
             self._shared = None
-        if count > 1:
-            job = self._open(self._context[excess:] if excess else self._context, target_ids)
-            self._tokens.fromlist(target_ids[:-1])
-            self._lengths[job] += count - 1
+        if count > unread:
+            end = [] if unread else [0]
+            job = self._open(self._context[excess:] if excess else self._context, target_ids + end)
+            self._tokens.fromlist(target_ids[:-1] if unread else target_ids)
+            self._lengths[job] += count - unread
         else:
             if self._shared is None:
                 self._shared = self._share(self._context[excess:])
@@ -386,10 +391,18 @@ class _JobBuilder:
         self._targets.append(targets)
         return len(self._lengths) - 1
 
-    def make_jobs(self, read: ColumnOptions) -> ScoreJobs:
-        """Return the jobs, by their numbers, which read these columns."""
-        none = np.zeros(0, dtype=np.int32)
-        like = ScoreJob(none, none, read.columns, read.top, policy=read.policy, double=read.double)
+    def make_jobs(self) -> ScoreJobs:
+        """Return the jobs, by their numbers."""
+        none, read = np.zeros(0, dtype=np.int32), self._read
+        like = ScoreJob(
+            none,
+            none,
+            read.columns,
+            read.top,
+            policy=read.policy,
+            double=read.double,
+            reads_end=read.reads_end,
+        )
         counts = np.array(list(map(len, self._targets)))
         shares_row = np.zeros(len(counts), dtype=bool)
         shares_row[list(self._sharing.values())] = True
@@ -403,8 +416,8 @@ class _JobBuilder:
         )
 
 
-def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPolicy) -> int:
-    """Return how many tokens to drop at the left, so that the model can read the rest.
+def fit_context(num_read: int, least: int, limit: int, policy: OverflowPolicy) -> int:
+    """Return how many tokens to drop at the left, so that the model can read the rest: `least`.
 
     Errors: APIError `context_too_long` where that is not wanted, or would drop scored tokens.
     """
@@ -417,10 +430,10 @@ def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPol
             "or send on_overflow: truncate_left."
         )
         raise api_error("context_too_long", detail)
-    if num_targets > limit:
+    if least > limit:
         detail = (
-            f"The target alone has {num_targets} tokens, this model reads {limit}: split it, or "
-            "send it to /perplexity, which works in windows."
+            f"The target alone needs {least} tokens, this model reads {limit}: split it, or send "
+            "it to /perplexity, which works in windows."
         )
         raise api_error("context_too_long", detail)
     return excess
@@ -468,9 +481,9 @@ def assemble_targets(
     ):
         score = writer.write(target, begin, end, total, is_greedy)
         if shown.interventions.probes:
-            first_row = plan.jobs[target.job].first_row
+            first = plan.jobs[target.job].prompt_len
             readings = outputs.readings[target.job] if outputs.readings else None
-            score |= shown.interventions.show_readings(readings, first_row)
+            score |= shown.interventions.show_readings(readings, first)
         scores.append(score)
         if shown.interventions.probes or not len(scores) % WRITTEN_AT_ONCE:
             yield 0
@@ -630,7 +643,8 @@ class LogprobTask(BodyTask[LogprobRequest]):
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
         top = min(body.top, info.vocab_size)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
+        reads_end = bool(self.interventions.probes)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
         plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
         return plan, self.interventions.apply(plan.jobs) if plan.jobs else ()
 

@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +28,12 @@ from logsteer_server.tasks.completions import (
     read_next,
     render_chat_logprobs,
 )
-from logsteer_server.tasks.continuations import find_longest_prompt
+from logsteer_server.tasks.continuations import (
+    add_end,
+    find_longest_prompt,
+    make_end,
+    read_end,
+)
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import (
     Batch,
@@ -61,6 +66,9 @@ class OpenAITask(BodyTask[S]):
         super().__init__(body, models, stores)
         self._created = int(time.time())
         self._num_generated = 0
+        self._drawn: defaultdict[int, list[int]] = defaultdict(list)
+        """Of each completion, where probes will read its end."""
+        self._latest: GenerateOutput
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
@@ -71,6 +79,16 @@ class OpenAITask(BodyTask[S]):
             collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
+            if self.interventions.probes:
+                ends = {
+                    n: read_end(job, self._found[n].token_ids.tolist())
+                    for n, job in enumerate(jobs)
+                    if isinstance(job, GenerateJob)
+                }
+                collector = Collector()
+                yield Batch(list(ends.values()), collector.take, purpose="reference")
+                for n, end in zip(ends, collector.outputs, strict=True):
+                    self._found[n] = add_end(self._found[n], end)
             return
         samples = [job for job in jobs if isinstance(job, GenerateJob)]
         if self.echoes:
@@ -82,6 +100,9 @@ class OpenAITask(BodyTask[S]):
                 yield event
         if samples:
             yield Batch(samples, take_each(self._show))
+            if self.interventions.probes:
+                last = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
+                yield Batch(last, take_each(self._show_end), purpose="reference", silent=True)
         if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
@@ -125,16 +146,24 @@ class OpenAITask(BodyTask[S]):
     def _show(self, index: int, output: Output) -> Event:
         """Return a piece as a chunk."""
         assert isinstance(output, GenerateOutput)
+        if self.interventions.probes:
+            self._drawn[index] += output.token_ids.tolist()
+            self._latest = output
         self._num_generated += len(output.token_ids)
         choice = self._render(index, output) | self._show_readings(index, output)
         return self._write_chunk(choice, output if output.is_last else None)
+
+    def _show_end(self, index: int, output: Output) -> Event:
+        """Return what was read of a completion's last token as a chunk."""
+        assert isinstance(output, ScoreOutput)
+        return self._show(index, make_end(self._latest, output))
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return what probes have read of (a piece of) the completion of that number."""
         if not self.interventions.probes:
             return {}
         prompt = self._prompts[index // self._body.n]
-        return self.interventions.show_readings(output.readings, len(prompt.ids) - 1)
+        return self.interventions.show_readings(output.readings, len(prompt.ids))
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""

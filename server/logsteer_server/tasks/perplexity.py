@@ -118,7 +118,8 @@ class PerplexityTask(WindowTask):
         if body.tokens:
             rows = sum(window.num_scored for window in windows)
             planner.expect_rows(rows, 1 + len(body.columns))
-            planner.expect_readings(self.interventions, len(body.texts), rows)
+            contexts = sum(window.job.prompt_len for window in windows if not window.start)
+            planner.expect_readings(self.interventions, len(body.texts), rows, contexts)
         if body.windows:
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         if not windows and self._problems:
@@ -147,8 +148,11 @@ class PerplexityTask(WindowTask):
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision)
+        reads_end = bool(self.interventions.probes)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision, reads_end=reads_end)
         self.windowing = Windowing.of(body).fit(info.context_length)
+        if reads_end and self.windowing.protocol == "rolling":
+            _check_room(self.windowing, info.context_length)
         steps = cut_texts(body.texts, self.windowing, read, self.codec, info, self._problems)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
@@ -157,7 +161,7 @@ class PerplexityTask(WindowTask):
 
     def _take_compared(self, first: int, index: int, output: ScoreOutput) -> Event | None:
         assert self._comparison is not None
-        self._comparison.add(output)
+        self._comparison.add(output, self._windows[first + index].num_scored)
         return self._take(first + index, output)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
@@ -178,6 +182,16 @@ class PerplexityTask(WindowTask):
         document["results"] = self._problems.fill(good, self.request_id)
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
+
+
+def _check_room(windowing: Windowing, limit: int) -> None:
+    """Make sure that a model can read the last token of a full window of `rolling`, too."""
+    if windowing.context_length == limit:
+        detail = (
+            f"Probes read a window's last token, too: with protocol rolling that is {limit + 1} "
+            f"tokens, and this model reads {limit}. Send context_length: {limit - 1}, or less."
+        )
+        raise api_error("context_too_long", detail, param="context_length")
 
 
 class PerplexityStreamTask(WindowTask):

@@ -46,7 +46,8 @@ from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "readout", "reference"]
 """What a batch counts for: `work` for usage and receipts, `readout` (of what was captured) for
-usage alone, `reference` (what others are compared with) for neither."""
+usage alone, `reference` (what others are compared with, or what is read of them once they have
+ended) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
