@@ -21,6 +21,7 @@ from logsteer._progress import CountingProgress
 from logsteer.errors import InvalidRequestError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, open_activations
 from logsteer.extras.datasets import Source, check_counts, read_prompts
+from logsteer.schemas import ActivationItem
 
 INDEX = "index.json"
 
@@ -104,7 +105,10 @@ def capture_shards(
     as many texts. The arguments are those of `Client.capture`.
     """
     check_counts(batch_size=batch_size)
-    texts = [row.prompt for row in read_prompts(source, field)]
+    texts: list[str | ActivationItem] = [
+        row.prompt if row.messages is None else ActivationItem(messages=row.messages)
+        for row in read_prompts(source, field)
+    ]
     values = {**options, "layers": layers}
     writer = _ShardWriter(Path(directory), _describe(values))
     first = writer.count_done(texts)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
     MIN_P,
     TEMPERATURE,
@@ -17,7 +18,6 @@ from logsteer.schemas.common import (
     Count,
     Float,
     Index,
-    Message,
     NamedRefusals,
     ProbeReadings,
     Reply,
@@ -159,7 +159,7 @@ class CompletionRequest(SamplingRequest):
         return self
 
 
-class ChatCompletionRequest(SamplingRequest):
+class ChatCompletionRequest(SamplingRequest, ChatFields):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {

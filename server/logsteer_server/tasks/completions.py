@@ -25,6 +25,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -81,7 +82,7 @@ def plan_chat(
     request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo
 ) -> CompletionPrompt:
     """Plan a conversation. Errors: APIError `invalid_request`, `context_too_long`."""
-    text = codec.render_chat(request.messages)
+    text = codec.render_chat(request.messages, ChatForm.of(request))
     ids = codec.encode_ids([text])[0]
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))

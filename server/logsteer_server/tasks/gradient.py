@@ -32,6 +32,7 @@ from logsteer_server.tasks.logprob import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.text.chat import ChatForm
 
 MAX_NUMBERS = 2**22
 """That the gradients of one request may come to: some 50 MB of JSON. Who wants more asks for other
@@ -147,7 +148,12 @@ class GradientTask(BodyTask[GradientRequest]):
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         targets = yield from plan_targets(
             body.items, self.codec, info, options, ColumnOptions(), problems
         )

@@ -305,7 +305,7 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
     @property
     def _longest(self) -> int:
-        return find_longest_prompt([], self._body.messages)
+        return find_longest_prompt([], [self._body.messages])
 
     def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
         prompt = plan_chat(self._body, self.codec, self.info)
