@@ -87,7 +87,7 @@ def test_generate_as_json_and_as_a_conversation(capsys: Output) -> None:
     server = Script(continue_all)
     assert run(server, "generate", "Hi", "--chat", "--json") == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["completions"][0]["text"] == "chat!"
-    assert bodies(server) == [{"messages": [{"role": "user", "content": "Hi"}]}]
+    assert bodies(server) == [{"messages": [[{"role": "user", "content": "Hi"}]]}]
 
 
 def test_diagnostics_of_targets(capsys: Output) -> None:
@@ -149,7 +149,6 @@ def test_a_derivative_along_a_direction(capsys: Output) -> None:
     "argv",
     [
         ["generate"],
-        ["generate", "a", "b", "--chat"],
         ["generate", "a", "--override", "dir"],
         ["generate", "a", "--override", ":1"],
         ["diagnostics", "a"],
