@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, overload
+from typing import Any, Literal, NotRequired, TypeAlias, overload
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -21,7 +21,6 @@ from logsteer._progress import CountingProgress
 from logsteer.errors import InvalidRequestError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, open_activations
 from logsteer.extras.datasets import Source, check_counts, read_prompts
-from logsteer.schemas import ActivationItem
 
 INDEX = "index.json"
 
@@ -46,6 +45,10 @@ class _Index(TypedDict):
 
 
 _INDEX = TypeAdapter(_Index)
+
+
+_Item: TypeAlias = str | dict[str, Any]
+"""A text, or a conversation as its item of the request."""
 
 
 class ActivationShards(Sequence[Activations]):
@@ -105,8 +108,8 @@ def capture_shards(
     as many texts. The arguments are those of `Client.capture`.
     """
     check_counts(batch_size=batch_size)
-    texts: list[str | ActivationItem] = [
-        row.prompt if row.messages is None else ActivationItem(messages=row.messages)
+    texts: list[_Item] = [
+        row.prompt if row.messages is None else {"messages": row.row[field]}
         for row in read_prompts(source, field)
     ]
     values = {**options, "layers": layers}
@@ -152,7 +155,7 @@ class _ShardWriter:
                 )
             self._index = found
 
-    def count_done(self, texts: Sequence[str]) -> int:
+    def count_done(self, texts: Sequence[_Item]) -> int:
         """Return how many texts are captured already. Errors: where they were others."""
         done = 0
         for shard in self._index["shards"]:
@@ -165,7 +168,7 @@ class _ShardWriter:
                 )
         return done
 
-    def write(self, texts: Sequence[str], answer: Activations) -> None:
+    def write(self, texts: Sequence[_Item], answer: Activations) -> None:
         """Write the shard of these texts. Errors: where another model answered than before."""
         model = {
             "model": answer.answer.model,
@@ -194,7 +197,7 @@ class _ShardWriter:
         new.replace(self._directory / name)
 
 
-def _digest(texts: Sequence[str]) -> str:
+def _digest(texts: Sequence[_Item]) -> str:
     return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
 
 

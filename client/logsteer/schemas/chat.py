@@ -147,7 +147,7 @@ class ChatFields(Request):
         "(/perplexity, /activations, pairs).",
     )
     tools: list[Tool] | None = Field(
-        default=None, min_length=1, description="Functions that the template describes."
+        default=None, description="Functions that the template describes."
     )
 
     @model_validator(mode="after")
