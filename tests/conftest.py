@@ -135,11 +135,10 @@ def configure_precision(directory: Path) -> Configuration:
 
 
 def configure_chat(directory: Path) -> Configuration:
-    """The demo model on both engines, with a chat template that ends in two newlines."""
+    """The demo model on both engines, with a template that takes tools and ends in newlines."""
     checkpoint = directory / "demo-newlines"
     shutil.copytree(DEMO_MODEL, checkpoint)
-    with (checkpoint / "chat_template.jinja").open("a") as template:
-        template.write("{{- '\\n\\n' -}}")
+    shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 

@@ -77,6 +77,7 @@ from logsteer.schemas import (
     SteeringLike,
     SweepAnswer,
     TokenizeAnswer,
+    Tool,
     TrainAnswer,
     TrainMethod,
     TrainRead,
@@ -238,6 +239,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -262,6 +267,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -295,6 +308,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "logprob",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -317,6 +334,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -342,6 +363,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -376,6 +405,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "diagnostics",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -397,8 +430,12 @@ class AsyncClientMethods(AsyncCaller):
 
     async def perplexity(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -415,6 +452,10 @@ class AsyncClientMethods(AsyncCaller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -423,6 +464,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -449,6 +498,7 @@ class AsyncClientMethods(AsyncCaller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -457,6 +507,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -473,6 +527,7 @@ class AsyncClientMethods(AsyncCaller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -480,8 +535,12 @@ class AsyncClientMethods(AsyncCaller):
 
     def perplexity_events(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -498,6 +557,10 @@ class AsyncClientMethods(AsyncCaller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -508,6 +571,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -534,6 +605,7 @@ class AsyncClientMethods(AsyncCaller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -542,6 +614,10 @@ class AsyncClientMethods(AsyncCaller):
         return self._listen(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -558,6 +634,7 @@ class AsyncClientMethods(AsyncCaller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -629,6 +706,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -640,7 +721,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -661,6 +745,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -681,7 +773,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -708,6 +800,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -739,6 +835,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -750,7 +850,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -773,6 +876,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -793,7 +904,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -820,6 +931,10 @@ class AsyncClientMethods(AsyncCaller):
         return self._listen(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -852,6 +967,10 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -862,7 +981,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -883,6 +1005,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             prompts: Texts to continue.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -902,7 +1032,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -928,6 +1058,10 @@ class AsyncClientMethods(AsyncCaller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -958,6 +1092,10 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -968,7 +1106,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -991,6 +1132,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             prompts: Texts to continue.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -1010,7 +1159,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1036,6 +1185,10 @@ class AsyncClientMethods(AsyncCaller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -1066,6 +1219,10 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike,
         scales: Sequence[float],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1083,6 +1240,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             steering: Steer the model. Tokens before the first scored one are the prompt.
             scales: Factors of the vectors' own scales; 0 is unsteered.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1108,6 +1273,10 @@ class AsyncClientMethods(AsyncCaller):
             "sweep",
             steering=steering,
             scales=scales,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1125,6 +1294,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         pairs: Sequence[PatchPair | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1143,6 +1316,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             pairs: Items that are run, clean and corrupted.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1172,6 +1353,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "patch",
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1191,6 +1376,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[str | LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1213,6 +1402,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
                 whole, as the target after an empty context.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1242,6 +1439,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "lens",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1263,6 +1464,10 @@ class AsyncClientMethods(AsyncCaller):
         items: Sequence[LogprobItem | Mapping[str, Any]],
         wrt: GradientVariable | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1285,6 +1490,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             items: Contexts and the targets scored after each.
             wrt: What to differentiate with respect to.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1316,6 +1529,10 @@ class AsyncClientMethods(AsyncCaller):
             "gradient",
             items=items,
             wrt=wrt,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1332,20 +1549,47 @@ class AsyncClientMethods(AsyncCaller):
 
     async def tokenize(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
     ) -> TokenizeAnswer:
         """Cut each text into tokens, and return them with their places in it.
 
         Args:
             texts: Texts to cut into tokens.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            messages: One conversation or a list of them, through the model's chat template.
         """
-        return await self._ask("tokenize", texts=texts, model=model, bos=bos)
+        return await self._ask(
+            "tokenize",
+            texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            model=model,
+            bos=bos,
+            messages=messages,
+        )
 
     async def detokenize(
         self,
@@ -1366,6 +1610,10 @@ class AsyncClientMethods(AsyncCaller):
         context: str,
         targets: str | Sequence[str],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1387,6 +1635,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             context: What stands before the targets.
             targets: Texts to score; one string is one target.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1417,6 +1673,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._score(
             context,
             targets,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1440,6 +1700,10 @@ class AsyncClientMethods(AsyncCaller):
         targets: str | Sequence[str],
         *,
         space: SpacePolicy = "best",
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1462,6 +1726,14 @@ class AsyncClientMethods(AsyncCaller):
             targets: Texts to score; one string is one target.
             space: `best`: each target with or without one leading space, whichever is more
                 probable; `both`: each of the two; or `as_given`.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1485,6 +1757,10 @@ class AsyncClientMethods(AsyncCaller):
             prompts,
             targets,
             space,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1509,6 +1785,10 @@ class AsyncClientMethods(AsyncCaller):
         concurrency: int = 4,
         max_failures: int = 8,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1555,6 +1835,14 @@ class AsyncClientMethods(AsyncCaller):
             concurrency: Requests under way at once.
             max_failures: Failed requests in a row after which no further one is sent.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1605,6 +1893,10 @@ class AsyncClientMethods(AsyncCaller):
             concurrency,
             max_failures,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1634,6 +1926,10 @@ class AsyncClientMethods(AsyncCaller):
         items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
         layers: Sequence[int] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1654,6 +1950,14 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
             layers: Layers to read, 0-based; None with `sae`.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1675,6 +1979,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._activations(
             items,
             layers,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1697,6 +2005,10 @@ class AsyncClientMethods(AsyncCaller):
         field: str = "text",
         batch_size: int = 64,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1723,6 +2035,14 @@ class AsyncClientMethods(AsyncCaller):
             field: The field that holds a row's text.
             batch_size: Texts of one request and shard, at most.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1748,6 +2068,10 @@ class AsyncClientMethods(AsyncCaller):
             field,
             batch_size,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1799,6 +2123,10 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         name: str,
         pairs: Sequence[PairLike],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
         whiten: bool | NotGiven = NOT_GIVEN,
@@ -1813,13 +2141,24 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         Args:
             name: What the vector is called from now on.
             pairs: Texts that differ in what the vector is to stand for.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
                 the normal of a logistic regression, or Fisher's linear discriminant. Default
                 mean_difference.
             whiten: Whether pca and logistic count less what varies among texts of one side,
                 too: activations are measured by the covariance of these. Default False.
-            read: Activation after a text's last token, or their mean. Default last.
+            read: Activation after a text's last token, or their mean; `answer`: after the last
+                token that the assistant says in a conversation's last turn, in front of what
+                the template closes the turn with, as contrastive activation addition reads it.
+                Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
@@ -1833,6 +2172,10 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             "vectors.train",
             name=name,
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             model=model,
             method=method,
             whiten=whiten,

@@ -210,7 +210,7 @@ _SCORING = [
     ),
     Endpoint(
         "perplexity", "POST", "/perplexity", "scoring", s.PerplexityAnswer, s.PerplexityRequest,
-        events=_PERPLEXITY_EVENTS, positional=("texts",),
+        events=_PERPLEXITY_EVENTS, positional=("texts",), optional=("texts",),
         summary="Score texts: the log-likelihood and perplexity of each, and of all together.",
         events_summary="Yield the events of scoring texts: a start, each finished window, then the "
         "whole answer.",
@@ -343,7 +343,7 @@ _SAES = _store(
 _TOKENS = [
     Endpoint(
         "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
-        positional=("texts",), hidden=("prompt", "add_special_tokens"),
+        positional=("texts",), optional=("texts",), hidden=("prompt", "add_special_tokens"),
         summary="Cut each text into tokens, and return them with their places in it.",
     ),
     Endpoint(

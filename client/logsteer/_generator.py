@@ -295,6 +295,8 @@ def _spell(kind: Any) -> str:
         return " | ".join(map(_spell, parts))
     if origin is list:
         return f"Sequence[{_spell(parts[0])}]"
+    if origin is dict:
+        return f"Mapping[{', '.join(map(_spell, parts))}]"
     if origin is Literal:
         return _ALIASES[repr(kind)]
     if kind in _LIKE:

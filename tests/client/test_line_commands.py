@@ -95,7 +95,7 @@ def test_generate_as_json_and_as_a_conversation(capsys: Output) -> None:
     server = Script(continue_all)
     assert run(server, "generate", "Hi", "--chat", "--json") == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["completions"][0]["text"] == "chat!"
-    assert bodies(server) == [{"messages": [{"role": "user", "content": "Hi"}]}]
+    assert bodies(server) == [{"messages": [[{"role": "user", "content": "Hi"}]]}]
 
 
 def test_diagnostics_of_targets(capsys: Output) -> None:
@@ -172,7 +172,6 @@ def test_an_attribution_is_a_row_a_token_and_coloured_text(capsys: Output) -> No
     "argv",
     [
         ["generate"],
-        ["generate", "a", "b", "--chat"],
         ["generate", "a", "--override", "dir"],
         ["generate", "a", "--override", ":1"],
         ["diagnostics", "a"],

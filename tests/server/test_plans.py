@@ -124,7 +124,7 @@ class TestTargets:
         chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
         (read,), _ = finish(
             plan_continuations(
-                Prompts(messages=chat.messages),
+                Prompts(conversations=[chat.messages]),
                 GenerateJob(np.zeros(0, np.int32), 1, Policy()),
                 1,
                 codec,

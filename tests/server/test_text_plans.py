@@ -224,7 +224,7 @@ class TestContinuations:
     def test_texts_and_conversations(self) -> None:
         jobs, _ = continue_(Prompts(["Once", "a"], bos="never"))
         assert [job.tokens.tolist() for job in jobs] == encode("Once", "a", bos=False)
-        (job,) = continue_(Prompts(messages=CHAT))[0]
+        (job,) = continue_(Prompts(conversations=[CHAT]))[0]
         assert job.tokens.tolist() == CODEC.encode_ids([CODEC.render_chat(CHAT)])[0]
         assert job.tokens.tolist().count(BOS) == 1
 

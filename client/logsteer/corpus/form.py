@@ -49,7 +49,7 @@ KINDS: Mapping[str, RowKind] = {
     "logprob": RowKind(ITEM_FIELDS, "context", ItemScore),
     "diagnostics": RowKind(ITEM_FIELDS, "context", ItemScore),
     "gradient": RowKind(ITEM_FIELDS, "context", ItemGradients),
-    "perplexity": RowKind(("text",), "text", TextResult, _STREAM | _REFERENCE),
+    "perplexity": RowKind(("text", "messages"), "text", TextResult, _STREAM | _REFERENCE),
     "generate": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
     "steer": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
 }

@@ -167,7 +167,12 @@ class SamplingRun:
         self._prompts = draw_prompts(
             pool, self.options.count, self.options.with_replacement, self._seed
         )
-        request = read_request("generate", {**self._values, "prompts": [pool[0].prompt]})
+        self._field = "prompts" if pool[0].messages is None else "messages"
+        if any((row.messages is None) != (self._field == "prompts") for row in pool):
+            detail = "the source has texts and conversations; sample them one after the other"
+            raise InvalidRequestError("invalid_request", detail, param="source")
+        first = [pool[0].messages or pool[0].prompt]
+        request = read_request("generate", {**self._values, self._field: first})
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
@@ -195,8 +200,10 @@ class SamplingRun:
 
     def arguments(self, batch: range) -> dict[str, Any]:
         """Return the arguments of the call of `generate` for these draws."""
-        texts = [self._prompts[index].prompt for index in batch]
-        return {**self._values, "prompts": texts, "seed": self._seed + batch.start * self._n}
+        own = [self._prompts[index] for index in batch]
+        given = [row.messages or row.prompt for row in own]
+        seed = self._seed + batch.start * self._n
+        return {**self._values, "prompts": None, self._field: given, "seed": seed}
 
     def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
         """Return the rating of each continuation, or what is awaited for it; none if not asked for.

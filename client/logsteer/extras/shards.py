@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, overload
+from typing import Any, Literal, NotRequired, TypeAlias, overload
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -45,6 +45,10 @@ class _Index(TypedDict):
 
 
 _INDEX = TypeAdapter(_Index)
+
+
+_Item: TypeAlias = str | dict[str, Any]
+"""A text, or a conversation as its item of the request."""
 
 
 class ActivationShards(Sequence[Activations]):
@@ -106,7 +110,10 @@ def capture_shards(
     as many texts. The arguments are those of `Client.capture`.
     """
     check_counts(batch_size=batch_size)
-    texts = [row.prompt for row in read_prompts(source, field)]
+    texts: list[_Item] = [
+        row.prompt if row.messages is None else {"messages": row.row[field]}
+        for row in read_prompts(source, field)
+    ]
     values = {**options, "layers": layers}
     writer = _ShardWriter(Path(directory), _describe(values))
     first = writer.count_done(texts)
@@ -150,7 +157,7 @@ class _ShardWriter:
                 )
             self._index = found
 
-    def count_done(self, texts: Sequence[str]) -> int:
+    def count_done(self, texts: Sequence[_Item]) -> int:
         """Return how many texts are captured already. Errors: where they were others."""
         done = 0
         for shard in self._index["shards"]:
@@ -163,7 +170,7 @@ class _ShardWriter:
                 )
         return done
 
-    def write(self, texts: Sequence[str], answer: Activations) -> None:
+    def write(self, texts: Sequence[_Item], answer: Activations) -> None:
         """Write the shard of these texts. Errors: where another model answered than before."""
         model = {
             "model": answer.answer.model,
@@ -192,7 +199,7 @@ class _ShardWriter:
         new.replace(self._directory / name)
 
 
-def _digest(texts: Sequence[str]) -> str:
+def _digest(texts: Sequence[_Item]) -> str:
     return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
 
 

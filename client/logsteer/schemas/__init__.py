@@ -14,6 +14,13 @@ from logsteer.schemas.activations import (
     ItemActivations,
 )
 from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
+from logsteer.schemas.chat import (
+    ChatFields,
+    Message,
+    Tool,
+    ToolCall,
+    list_conversations,
+)
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     SCOPES,
@@ -23,7 +30,6 @@ from logsteer.schemas.common import (
     Column,
     EngineKind,
     KeyScope,
-    Message,
     OnError,
     OverflowPolicy,
     Policy,
@@ -198,6 +204,7 @@ __all__ = [
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
+    "ChatFields",
     "ClampBounds",
     "Column",
     "CombineRequest",
@@ -312,6 +319,8 @@ __all__ = [
     "TokenScores",
     "TokenizeAnswer",
     "TokenizeRequest",
+    "Tool",
+    "ToolCall",
     "TopAlternatives",
     "TrainAnswer",
     "TrainMethod",
@@ -334,4 +343,5 @@ __all__ = [
     "WindowEvent",
     "WindowOptions",
     "WindowScore",
+    "list_conversations",
 ]

@@ -4,12 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
     Answer,
     ByLayer,
     Float,
     Index,
-    Message,
     NamedRefusals,
     Reply,
     Request,
@@ -37,7 +37,7 @@ class ActivationItem(Request):
         return self
 
 
-class ActivationsRequest(SequenceOptions, InterventionFields, NamedRefusals):
+class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedRefusals):
     """Sequences whose activations are read as they leave a hook, steering there included.
 
     Of the tokens at `positions`, `read` takes each, the last, or the mean over them.

@@ -292,13 +292,6 @@ class RowColumns(Reply):
     )
 
 
-class Message(Request):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
 class TopAlternatives(Reply):
     """The most probable tokens of each scored row, most probable first; arrays are [R][top]."""
 

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields
 from logsteer.schemas.common import (
     Answer,
     ByLayer,
@@ -61,7 +62,7 @@ class GradientVariable(Request):
         return self
 
 
-class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefusals):
+class GradientRequest(RequestOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals):
     """Targets whose summed log-probability is differentiated, one by one.
 
     `steering`, `override` and `adapter` say for which model: derivatives are taken there.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Json, model_validator
 
+from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import (
     MAX_COUNT,
     Answer,
@@ -83,10 +84,11 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields):
-    """Texts to score."""
+class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields, ChatFields):
+    """Texts to score, or conversations as their template writes them."""
 
-    texts: list[str] = Field(min_length=1, description="Texts to score.")
+    texts: list[str] | None = Field(default=None, min_length=1, description="Texts to score.")
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
     columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")
     tokens: bool = Field(default=False, description="List the columns of every scored token.")
@@ -108,8 +110,14 @@ class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields
         return self
 
     @model_validator(mode="after")
+    def _one_form(self) -> "PerplexityRequest":
+        if (self.texts is None) == (self.messages is None):
+            raise ValueError("give texts, or else messages")
+        return self
+
+    @model_validator(mode="after")
     def _exl3_takes_one_text(self) -> "PerplexityRequest":
-        if self.protocol == "exl3" and len(self.texts) > 1:
+        if self.protocol == "exl3" and len(self.texts or ()) > 1:
             reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
             raise name_refusal({"texts": reason + "newlines, or send them one by one"})
         return self

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import (
     MIN_P,
     TEMPERATURE,
@@ -16,7 +17,6 @@ from logsteer.schemas.common import (
     Float,
     Index,
     ItemOptions,
-    Message,
     NamedRefusals,
     PrecisionOption,
     Provenance,
@@ -41,7 +41,9 @@ from logsteer.schemas.views import Plotted, Tabled
 MAX_SWEEP = 256
 
 
-class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFields, NamedRefusals):
+class PromptRequest(
+    RequestOptions, ItemOptions, PrecisionOption, ActivationFields, ChatFields, NamedRefusals
+):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     refused: ClassVar[dict[str, str]] = {
@@ -53,9 +55,7 @@ class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFiel
     prompt_ids: list[list[TokenId]] | None = Field(
         default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
-    messages: list[Message] | None = Field(
-        default=None, min_length=1, description="One conversation, through the chat template."
-    )
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
     max_tokens: Count = Field(default=64, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
@@ -204,7 +204,7 @@ class SteerPiece(RowColumns):
     finish_reason: FinishReason | None
 
 
-class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):
+class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, ChatFields, NamedRefusals):
     """Targets and texts to score at every scale, with every set of layers."""
 
     refused: ClassVar[dict[str, str]] = {

@@ -66,9 +66,9 @@ class Lane:
     replica: int | None = None
 
 
-Feature = Literal["steering", "override", "gradient", "adapter"]
+Feature = Literal["steering", "override", "gradient", "adapter", "structure"]
 """Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`."""
+`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +311,9 @@ class GenerateJob(Job):
     `columns` are read beside the log-probability from the logits that each token is drawn from; the
     policy columns are of the distribution that draws it. With `double` all of this, the draw
     included, is computed in float64.
+
+    With `json_schema`, a JSON Schema as text, the whole continuation is an instance of it: each
+    token is drawn from those alone that may follow, and the policy columns are of these.
     """
 
     max_tokens: int
@@ -324,6 +327,13 @@ class GenerateJob(Job):
     stream: bool = False
     columns: tuple[str, ...] = ()
     double: bool = False
+    json_schema: str | None = None
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What the job needs of an engine."""
+        needed = find_features(self)
+        return needed if self.json_schema is None else (*needed, "structure")
 
     @property
     def num_read(self) -> int:

@@ -39,6 +39,7 @@ LACKS: dict[Feature, str] = {
     "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
     "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
     "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
+    "structure": f"the engine fake forces no form on a reply; {ELSEWHERE}",
 }
 
 

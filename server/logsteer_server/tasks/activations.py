@@ -24,6 +24,7 @@ from logsteer_server.tasks.captures import (
 )
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
+from logsteer_server.text.chat import ChatForm, count_chars
 
 Array = npt.NDArray[Any]
 
@@ -118,7 +119,8 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
     def _plan(self, site: CaptureSite) -> Steps[list[PlannedCapture]]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        sequences = read_items(body.items, body.bos, self.codec, info.vocab_size)
+        form = ChatForm.of(body, is_whole=True)
+        sequences = read_items(body.items, body.bos, self.codec, info.vocab_size, form)
         places = [f"items[{index}]" for index in range(len(body.items))]
         planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
         jobs = self.interventions.apply([capture.job for capture in planned])
@@ -173,7 +175,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
 def _count_chars(item: Any) -> int:
     if isinstance(item, str):
         return len(item)
-    return sum(len(message.content) for message in item.messages or ())
+    return count_chars(item.messages or ())
 
 
 def _cut_outputs(outputs: Sequence[CaptureOutput]) -> Iterator[list[CaptureOutput]]:

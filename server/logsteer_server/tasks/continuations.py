@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from logsteer.errors import APIError
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
@@ -15,35 +16,37 @@ from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.prompts import check_prompt, fit_prompt, read_prompts
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import ANSWERED, TextCodec
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is to be continued: texts or ids, or one conversation for the chat template."""
+    """What is to be continued: texts or ids, or conversations for the chat template."""
 
     given: Sequence[str] | Sequence[list[int]] = ()
-    messages: Sequence[Message] | None = None
+    conversations: Sequence[Sequence[Message]] = ()
+    chat: ChatForm = ANSWERED
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
 
-    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]]]:
-        """Yield the text, None where ids were given, and the tokens of each prompt.
+    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]] | APIError]:
+        """Yield the text, None where ids were given, and the tokens of each prompt; or its error.
 
         Errors: APIError `invalid_request`.
         """
-        if self.messages is not None:
-            text = codec.render_chat(self.messages)
-            yield text, codec.encode_ids([text])[0]
-            return
-        yield from read_prompts(self.given, codec, self.bos)
+        for text in codec.render_each(self.conversations, self.chat):
+            yield text if isinstance(text, APIError) else (text, codec.encode_ids([text])[0])
+        if self.given:
+            yield from read_prompts(self.given, codec, self.bos)
 
 
-def find_longest_prompt(prompts: Sequence[str], messages: Sequence[Message]) -> int:
-    """Return the characters of the longest prompt, or those of a conversation."""
-    turns = sum(len(message.content) for message in messages)
-    return max(turns, max(map(len, prompts), default=0))
+def find_longest_prompt(
+    prompts: Sequence[str], conversations: Sequence[Sequence[Message]] = ()
+) -> int:
+    """Return the characters of the longest prompt or conversation."""
+    return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
 
 
 def plan_continuations(
@@ -66,8 +69,11 @@ def plan_continuations(
     truncated: list[int] = []
     num_planned = 0
     limit, policy = info.context_length, prompts.on_overflow
-    for index, (text, given) in enumerate(prompts.encode(codec)):
+    for index, found in enumerate(prompts.encode(codec)):
         with problems.catch(index):
+            if isinstance(found, APIError):
+                raise found
+            text, given = found
             check_prompt(text, given, info.vocab_size)
             ids, dropped = fit_prompt(given, first.max_tokens, limit, policy)
         if index in problems:

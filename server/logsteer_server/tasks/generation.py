@@ -5,7 +5,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
+from logsteer.schemas import (
+    ALL_COLUMNS,
+    GenerateRequest,
+    Message,
+    PromptRequest,
+    SteerRequest,
+    list_conversations,
+)
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -24,6 +31,7 @@ from logsteer_server.tasks.continuations import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
+from logsteer_server.text.chat import ChatForm
 
 P = TypeVar("P", bound=PromptRequest)
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -53,13 +61,18 @@ class GenerationTask(BodyTask[P]):
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
-        given = self._body.prompts or self._body.prompt_ids or [self._body.messages]
+        given = self._body.prompts or self._body.prompt_ids or self._conversations
         check_count("prompts x n", len(given) * self._body.n, settings.max_items)
+
+    @property
+    def _conversations(self) -> list[list[Message]]:
+        """The conversations to continue, where there are some."""
+        return list_conversations(self._body.messages) if self._body.messages else []
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Generate everything in one batch; in another, probes read the last tokens."""
         body = self._body
-        planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
+        planner.cover_text(find_longest_prompt(body.prompts or [], self._conversations))
         self._continuations = await planner.advance(self._plan())
         if not self._continuations.jobs:  # each prompt has a problem
             return
@@ -77,8 +90,9 @@ class GenerationTask(BodyTask[P]):
         interventions = Interventions.resolve(body, self._stores, self.info, self.codec)
         given = body.prompts or body.prompt_ids or []
         field = "prompts" if body.prompts else "prompt_ids" if body.prompt_ids else "messages"
-        self._problems = ItemProblems(field, body.on_error, is_one=field == "messages")
-        prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
+        is_one = bool(body.messages) and isinstance((body.messages or [])[0], Message)
+        self._problems = ItemProblems(field, body.on_error, is_one=is_one)
+        prompts = Prompts(given, self._conversations, ChatForm.of(body), body.bos, body.on_overflow)
         first = GenerateJob(
             NO_TOKENS,
             body.max_tokens,

@@ -33,6 +33,7 @@ from logsteer_server.tasks.logprob import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 
 MAX_NUMBERS = 2**22
@@ -228,7 +229,12 @@ class GradientTask(BodyTask[GradientRequest]):
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         self._along = resolve_direction(wrt.override if wrt else None, self._stores.overrides)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         targets = yield from plan_targets(
             body.items, self.codec, info, options, ColumnOptions(), problems
         )

@@ -39,6 +39,7 @@ from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.text.chat import ChatForm
 
 HELD = 2
 """Copies of a captured stream: as it came, and as its plan carries it."""
@@ -107,7 +108,9 @@ class LensTask(BodyTask[LensRequest]):
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=ChatForm.of(body)
+        )
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
         plan = yield from plan_targets(items, self.codec, info, options, read, problems)

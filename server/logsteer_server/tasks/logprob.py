@@ -41,8 +41,9 @@ from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
+from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.sums import log_sum_exp
-from logsteer_server.text.tokenizer import Offsets, TextCodec
+from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec
 
 TARGET_WORK = 64
 """Tokens that take as long to look at as everything else of a target does."""
@@ -68,6 +69,7 @@ class TargetOptions:
     space: SpacePolicy = "as_given"
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
+    chat: ChatForm = ANSWERED
 
 
 def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
@@ -84,7 +86,7 @@ def find_longest(items: Sequence[LogprobItem]) -> int:
     longest = 0
     for item in items:
         if item.targets is not None:
-            turns = sum(len(message.content) for message in item.messages or ())
+            turns = count_chars(item.messages or ())
             longest = max(longest, len(item.context or "") + turns + max(map(len, item.targets)))
     return longest
 
@@ -186,7 +188,7 @@ def plan_targets(
             else:
                 context, rendered = item.context or "", False
                 if item.messages is not None:
-                    context, rendered = codec.render_chat(item.messages), True
+                    context, rendered = codec.render_chat(item.messages, options.chat), True
                 as_given, variants = _lay_out(
                     item.targets or [], options.space != "as_given", texts
                 )
@@ -641,7 +643,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
     def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
+        options = TargetOptions(
+            body.boundary, body.space, body.bos, body.on_overflow, ChatForm.of(body)
+        )
         top = min(body.top, info.vocab_size)
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)

@@ -6,7 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, TypeVar
 
-from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from logsteer.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    NamedChoice,
+    SamplingRequest,
+)
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -44,6 +49,7 @@ from logsteer_server.tasks.run import (
     check_count,
     take_each,
 )
+from logsteer_server.tasks.tool_calls import find_plain, read_calls
 from logsteer_server.text.prompts import is_one_prompt
 
 S = TypeVar("S", bound=SamplingRequest)
@@ -326,6 +332,8 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._started: set[int] = set()
+        self._said: dict[int, str] = {}
+        self._num_shown: dict[int, int] = {}
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
     def check_limits(self, settings: Settings) -> None:
@@ -334,7 +342,7 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
     @property
     def _longest(self) -> int:
-        return find_longest_prompt([], self._body.messages)
+        return find_longest_prompt([], [self._body.messages])
 
     def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
         prompt = plan_chat(self._body, self.codec, self.info)
@@ -347,12 +355,35 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             logprobs = render_chat_logprobs(read_generated(output), self.codec)
         role = {} if index in self._started else {"role": "assistant"}
         self._started.add(index)
+        said, calls = self._read_said(index, output)
+        reason = output.finish_reason
+        if calls and reason == "stop" and not isinstance(self._body.tool_choice, NamedChoice):
+            reason = "tool_calls"
         return {
             "index": index,
-            "delta" if self._body.stream else "message": role | {"content": output.text},
+            "delta" if self._body.stream else "message": role | {"content": said} | calls,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": reason,
         }
+
+    def _read_said(
+        self, index: int, output: GenerateOutput
+    ) -> tuple[str | None, dict[str, list[dict[str, Any]]]]:
+        """Return what (a piece of) a reply says, and with its last one the calls that it makes.
+
+        Of a stream, text that may be a call is held back until that is known.
+        """
+        text = self._said.get(index, "") + output.text
+        shown = self._num_shown.get(index, 0)
+        if not output.is_last:
+            plain = max(shown, find_plain(text, self._body))
+            self._said[index], self._num_shown[index] = text, plain
+            return text[shown:plain], {}
+        said, calls = read_calls(text, self._body)
+        if self._body.stream:
+            calls = [{"index": place, **call} for place, call in enumerate(calls)]
+            said = (said or "")[shown:]
+        return said, {"tool_calls": calls} if calls else {}
 
     def report(self) -> dict[str, Any]:
         """Return the choices."""

@@ -40,6 +40,7 @@ from logsteer_server.tasks.logprob import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.text.chat import ChatForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,12 @@ class PatchTask(BodyTask[PatchRequest]):
         body, codec, info = self._body, self.codec, self.info
         check_feature("steering", info, "hook")
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         read = ColumnOptions.of((), precision=body.precision)
         plan = yield from plan_targets(
             _list_items(body.pairs), codec, info, options, read, PairProblems("pairs")

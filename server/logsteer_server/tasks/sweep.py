@@ -35,6 +35,7 @@ from logsteer_server.tasks.logprob import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.texts import TextWindow, cut_texts
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
@@ -189,7 +190,12 @@ class SweepTask(BodyTask[SweepRequest]):
             info,
             codec.decode,
         )
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         read = ColumnOptions.of((), precision=body.precision)
         windowing = Windowing(bos=body.bos).fit(info.context_length)
         if body.texts:

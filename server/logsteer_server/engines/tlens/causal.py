@@ -243,4 +243,8 @@ def describe_model(model: CausalModel) -> EngineInfo:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
+        lacks={
+            "structure": "the engine transformer_lens forces no form on a reply: leave out "
+            "response_format and tool_choice, or serve the model with engine vllm"
+        },
     )

@@ -174,6 +174,10 @@ class VllmEngine:
             running.request_id = running.kind.submit(running)
         except Exception as error:  # whatever vLLM's checks raise, which have no common class
             self._release(running.slot, running.adapter)
+            if isinstance(error, ValueError) and "structure" in running.job.features:
+                detail = f"the form of the reply cannot be forced: {error!s:.400}"
+                self._known.append((running.job_id, JobFailure("invalid_request", detail)))
+                return
             self._known.append((running.job_id, describe_error(error)))
             return
         self._running[running.job_id] = self._by_request_id[running.request_id] = running
