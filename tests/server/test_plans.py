@@ -23,11 +23,10 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
-from logsteer_server.tasks.logprob import (
-    Shown,
+from logsteer_server.tasks.logprob import Shown, assemble_targets
+from logsteer_server.tasks.targets import (
     TargetOptions,
     TargetPlan,
-    assemble_targets,
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec

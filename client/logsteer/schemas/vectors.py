@@ -222,7 +222,7 @@ class TrainRequest(ChatFields):
     read: TrainRead = Field(
         default="last",
         description="Activation after a text's last token, or their mean; `answer`: after the last "
-        "token that the assistant says in a conversation's last turn, in front of what the "
+        "token that the assistant says in a conversation's last turn, before what the "
         "template closes the turn with, as contrastive activation addition reads it.",
     )
     layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")

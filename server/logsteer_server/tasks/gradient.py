@@ -22,7 +22,10 @@ from logsteer_server.interventions.parameters import (
 from logsteer_server.interventions.positions import place_positions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.tasks.targets import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -30,9 +33,6 @@ from logsteer_server.tasks.logprob import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 

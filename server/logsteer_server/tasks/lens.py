@@ -27,18 +27,18 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
-from logsteer_server.tasks.logprob import (
-    TargetOptions,
-    TargetPlan,
-    check_items,
-    find_longest,
-    list_top,
-    plan_targets,
-)
+from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.tasks.targets import (
+    TargetOptions,
+    TargetPlan,
+    check_items,
+    find_longest,
+    plan_targets,
+)
 from logsteer_server.text.chat import ChatForm
 
 HELD = 2

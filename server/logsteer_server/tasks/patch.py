@@ -30,16 +30,16 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.tasks.targets import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
     find_longest,
     plan_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.text.chat import ChatForm
 
 

@@ -25,15 +25,15 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
     reserve_references,
 )
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.logprob import sum_targets
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.tasks.targets import (
     TargetOptions,
     TargetPlan,
     find_longest,
     plan_targets,
-    sum_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
