@@ -2156,8 +2156,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             whiten: Whether pca and logistic count less what varies among texts of one side,
                 too: activations are measured by the covariance of these. Default False.
             read: Activation after a text's last token, or their mean; `answer`: after the last
-                token that the assistant says in a conversation's last turn, in front of what
-                the template closes the turn with, as contrastive activation addition reads it.
+                token that the assistant says in a conversation's last turn, before what the
+                template closes the turn with, as contrastive activation addition reads it.
                 Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves

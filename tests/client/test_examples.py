@@ -3,10 +3,8 @@
 import argparse
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,17 +38,6 @@ EXAMPLES = {
 """Command -> the lines of its examples."""
 
 
-def list_calls(line: str) -> list[list[str]]:
-    """The calls of logsteer in a line of shell, without what is redirected."""
-    calls = []
-    for part in re.split(r" \| |\(|\)", line):
-        words = shlex.split(part, comments=True)
-        if words[:1] == ["logsteer"]:
-            ends = [index for index, word in enumerate(words) if word in ("<", ">")]
-            calls.append(words[1 : min(ends, default=len(words))])
-    return calls
-
-
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_every_command_has_one_to_three_examples(command: str) -> None:
     lines = EXAMPLES[command]
@@ -58,15 +45,6 @@ def test_every_command_has_one_to_three_examples(command: str) -> None:
     assert all(len(line) <= 98 for line in lines)
     own = f"logsteer {command}".strip()
     assert any(own in line for line in lines)
-
-
-@pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
-def test_the_parser_takes_every_example(line: str) -> None:
-    calls = list_calls(line)
-    assert calls
-    for words in calls:
-        found: Any = PARSER.parse_args(words)
-        assert callable(found.command)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -36,6 +36,8 @@ class KeyRing:
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._shares_caches = settings.share_caches
         self._path = locate_keys(settings)
+        self.needs_key = self._api_key is not None or self._path is not None
+        """Whether callers must show a key."""
         self._counts = TokenCounts(settings.limits_url)
         self._everybody = Allowance()
         self._keys: dict[str, KeyEntry] = {}
@@ -43,11 +45,6 @@ class KeyRing:
         self._version: tuple[int, ...] = ()
         if self._path is not None:
             self._load(self._path)
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether callers must show a key."""
-        return self._api_key is not None or self._path is not None
 
     async def close(self) -> None:
         """Close what counts tokens."""
@@ -60,7 +57,7 @@ class KeyRing:
 
         `priority` is what the request asks for: it may lower its key's, not raise it.
         """
-        token = _read_bearer(authorization)
+        token = _read_bearer(authorization) if self.needs_key else ""
         if self.needs_key and not token:
             raise api_error("unauthorized", UNAUTHORIZED)
         if self._path is None:

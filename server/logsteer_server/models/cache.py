@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgpack
@@ -129,6 +129,7 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
 
 
+@lru_cache(64)
 def _check_dtype(name: object) -> str:
     """Return the name of a dtype of numbers: numpy would evaluate others as Python."""
     if not isinstance(name, str) or not re.fullmatch(r"[<>|][iuf][1248]", name):

@@ -69,8 +69,10 @@ def find_longest(items: Sequence[LogprobItem]) -> int:
     longest = 0
     for item in items:
         if item.targets is not None:
-            turns = count_chars(item.messages or ())
-            longest = max(longest, len(item.context or "") + turns + max(map(len, item.targets)))
+            length = len(item.context or "") + max(map(len, item.targets))
+            if item.messages is not None:
+                length += count_chars(item.messages)
+            longest = max(longest, length)
     return longest
 
 
