@@ -17,32 +17,31 @@ from tests.contract.tlens_cases import LAYER, OTHERS, build, draw_ids, draw_vect
 
 pytestmark = pytest.mark.engine
 
-ITEM = {"context": "Once upon a time there was a little girl", "targets": [" named Lily", " who"]}
+ITEM = {"context": "Once upon a time there was a little girl", "targets": [" named Lily", " and"]}
 BASELINE = 7
 
 
-def differentiate(model: Any, x_TD: Tensor, ids: np.ndarray, count: int) -> tuple[float, Tensor]:
-    """log p of the last tokens, and its gradient with respect to the embeddings put in."""
-    leaf_TD = x_TD.clone().requires_grad_()
+def differentiate(model: Any, x_BTD: Tensor, ids: np.ndarray, count: int) -> tuple[float, Tensor]:
+    """Summed log p of the last tokens, and its gradient with respect to the embeddings put in."""
+    leaf_BTD = x_BTD.clone().requires_grad_()
     with torch.enable_grad():
-        rows = model(inputs_embeds=leaf_TD[None]).logits[0, -count:].log_softmax(-1)
-        total = rows.gather(-1, torch.tensor(ids[-count:].astype(np.int64))[:, None]).sum()
-        (gradient_TD,) = torch.autograd.grad(total, leaf_TD)
-    return float(total.detach()), gradient_TD
+        rows = model(inputs_embeds=leaf_BTD).logits[:, -count:].log_softmax(-1)
+        targets_R = torch.tensor(ids[-count:].astype(np.int64))
+        total = rows[:, range(count), targets_R].sum()
+        (gradient_BTD,) = torch.autograd.grad(total, leaf_BTD)
+    return float(total.detach()), gradient_BTD
 
 
-def attribute(model: Any, ids: np.ndarray, count: int, steps: int, baseline: int | None) -> Tensor:
+def attribute(model: Any, ids: np.ndarray, count: int, steps: int, baseline: int) -> Tensor:
     """Integrated gradients as captum's `LayerIntegratedGradients` on the embedding: [T]."""
     embed = model.get_input_embeddings()
     x_TD = embed(torch.tensor(ids[:-1].astype(np.int64))).detach()
-    base_TD = torch.zeros_like(x_TD)
-    if baseline is not None:
-        base_TD = embed(torch.full((len(x_TD),), baseline)).detach()
-    nodes, weights = np.polynomial.legendre.leggauss(steps)
+    base_TD = embed(torch.full((len(x_TD),), baseline)).detach()
+    nodes_S, weights_S = np.polynomial.legendre.leggauss(steps)
     total_TD = torch.zeros_like(x_TD)
-    for node, weight in zip(nodes, weights, strict=True):
-        moved_TD = base_TD + float(node + 1) / 2 * (x_TD - base_TD)
-        total_TD += float(weight) / 2 * differentiate(model, moved_TD, ids, count)[1]
+    for node, weight in zip(nodes_S.tolist(), weights_S.tolist(), strict=True):
+        moved_1TD = (base_TD + (node + 1) / 2 * (x_TD - base_TD))[None]
+        total_TD += weight / 2 * differentiate(model, moved_1TD, ids, count)[1][0]
     return ((x_TD - base_TD) * total_TD).sum(-1)
 
 
@@ -65,8 +64,8 @@ def test_gradients_at_points_of_the_line_are_transformers(name: str, tmp_path: P
         x_TD = embed(torch.tensor(ids[:-1].astype(np.int64))).detach()
         base_1D = embed(torch.tensor([BASELINE])).detach() * (point.baseline is not None)
         moved_TD = base_1D + point.alpha * (x_TD - base_1D)
-        total, gradient_TD = differentiate(model, moved_TD, ids, count)
-        wanted_T = (gradient_TD * (x_TD - base_1D)).sum(-1).numpy()
+        total, gradient_1TD = differentiate(model, moved_TD[None], ids, count)
+        wanted_T = (gradient_1TD[0] * (x_TD - base_1D)).sum(-1).numpy()
         assert output.logprobs.sum() == pytest.approx(total, abs=1e-4 * count)
         assert np.abs(output.attributions - wanted_T).max() < 1e-4 * max(np.abs(wanted_T).max(), 1)
 
@@ -85,12 +84,12 @@ def ask(client: Client, **options: Any) -> list[TargetGradient]:
     return client.gradient([ITEM], None, **options).results[0].targets
 
 
-@pytest.mark.parametrize("options", [{}, {"baseline": BASELINE, "steps": 150}])
+@pytest.mark.parametrize("options", [{"steps": 300}, {"baseline": BASELINE, "steps": 200}])
 def test_integrated_gradients_are_complete_and_transformers(
     tlens_client: Client, options: Any
 ) -> None:
     model = load_model(DEMO_MODEL)
-    steps, baseline = options.get("steps", 100), options.get("baseline", 0)
+    steps, baseline = options["steps"], options.get("baseline", 0)
     worst = 0.0
     for found in ask(tlens_client, attribution="integrated", **options):
         assert found.input_ids is not None and found.attributions is not None
@@ -131,9 +130,9 @@ def test_gradient_times_input_is_of_the_steered_model(tlens_client: Client) -> N
         assert found.input_ids is not None and found.baseline_logprob is None
         ids = np.array([*found.input_ids, found.token_ids[-1]])
         x_TD = model.get_input_embeddings()(torch.tensor(ids[:-1])).detach()
-        total, gradient_TD = differentiate(model, x_TD, ids, len(found.token_ids))
+        total, gradient_1TD = differentiate(model, x_TD[None], ids, len(found.token_ids))
         assert found.logprob == pytest.approx(total, abs=1e-3)
-        wanted = (gradient_TD * x_TD).sum(-1).tolist()
+        wanted = (gradient_1TD[0] * x_TD).sum(-1).tolist()
         assert found.attributions == pytest.approx(wanted, abs=1e-3)
     table = answer.to_pandas()
     assert table.attribution.tolist() == [

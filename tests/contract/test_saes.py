@@ -32,13 +32,16 @@ def draw() -> dict[str, torch.Tensor]:
 WEIGHTS = draw()
 
 
-@pytest.fixture(scope="module")
-def client(tlens_client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+@pytest.fixture(scope="module", params=["vllm", "tlens"])
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    client = request.getfixturevalue(f"{request.param}_client")
     directory = save_sae(tmp_path_factory.mktemp("saes") / "sae", CONFIG, WEIGHTS)
     (directory / "labels.json").write_text('{"123": "dogs", "7": "cats", "9": "cats"}')
-    tlens_client.saes.put("features", directory, overwrite=True)
-    yield tlens_client
-    tlens_client.saes.delete("features")
+    client.saes.put("features", directory, overwrite=True)
+    yield client
+    client.saes.delete("features")
 
 
 def score(client: Client, vector: Any, **options: Any) -> Any:

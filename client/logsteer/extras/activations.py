@@ -56,8 +56,8 @@ class Activations(Sequence[ActivationsOfItem]):
     `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
     text i are `row_starts[i]` to `row_starts[i + 1]`. So have `feature_ids` and
     `feature_activations` [N, K], which an autoencoder gives; `answer.sae` has their labels.
-    Arrays share the memory of `file`, and are
-    read-only. `answer` is what else the server said: usage, provenance, receipts.
+    Arrays share the memory of `file`, and are read-only. `answer` is what else the server said:
+    usage, provenance, receipts.
     """
 
     def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:

@@ -105,11 +105,6 @@ class SaeFile:
         if far := [feature for feature in self.labels if int(feature) >= self.size]:
             raise invalid_sae(f"labels has feature {far[0]}, and there are 0 to {self.size - 1}")
 
-    @property
-    def k(self) -> int | None:
-        """Features of a token at most, where that is what makes them active."""
-        return self.encoder.k
-
     def _describe_encoder(self) -> SaeEncoder:
         config, name = self.config, self.config.architecture
         if name not in ENCODED:
