@@ -1,4 +1,4 @@
-"""Serves the demo model, makes the README's three calls, prints the answers, and stops.
+"""Serves the demo model, makes the three calls of docs/index.md, prints the answers, and stops.
 
 With --url it makes the calls to a server that runs already, in a container for example.
 """

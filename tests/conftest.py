@@ -60,6 +60,10 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFac
     stop_all(servers)
 
 
+HOOKS = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
+"""What vLLM can steer and read of a layer."""
+
+
 def fake_model(model_id: str = "fake", **engine_args: Any) -> Configuration:
     """Configuration of a fake model with the demo model's tokenizer."""
     return {
@@ -131,11 +135,10 @@ def configure_precision(directory: Path) -> Configuration:
 
 
 def configure_chat(directory: Path) -> Configuration:
-    """The demo model on both engines, with a chat template that ends in two newlines."""
+    """The demo model on both engines, with a template that takes tools and ends in newlines."""
     checkpoint = directory / "demo-newlines"
     shutil.copytree(DEMO_MODEL, checkpoint)
-    with (checkpoint / "chat_template.jinja").open("a") as template:
-        template.write("{{- '\\n\\n' -}}")
+    shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 
@@ -179,7 +182,7 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "longrope": configure_longrope,
     # Both engines side by side, to be held against each other, and one in half precision.
     "parity": lambda _: uncached(
-        vllm_model("vllm"), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
+        vllm_model("vllm", hooks=HOOKS), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2)),

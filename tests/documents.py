@@ -14,27 +14,29 @@ from tests.conftest import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"
 """Where documents have the server."""
-NOT_RUN = "Not run by the tests: "
-"""What the title of a block begins with that cannot run here; the reason follows."""
+NOT_RUN = "not run: "
+"""What a comment before a block begins with where the block cannot run here; the reason follows."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "demo" / "README.md"]
 
-_FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r'(?:^<!-- ([^\n]*) -->\n)?^```(\w+)(?: title="[^"]*")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page; `line` is that of its fence."""
+    """A fenced block of a page, and the comment before it; `line` is where they begin."""
 
     page: Path
     line: int
+    comment: str
     language: str
-    title: str
     code: str
 
     @property
     def is_run(self) -> bool:
         """Whether tests run it."""
-        return not self.title.startswith(NOT_RUN)
+        return not self.comment.startswith(NOT_RUN)
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def _parts(found: re.Match[str]) -> tuple[str, str, str]:
-    return found[1], found[2] or "", found[3]
+    return found[1] or "", found[2], found[3]
 
 
 def run_shell(command: str, url: str, directory: Path) -> str:

@@ -116,7 +116,7 @@ class AsyncCaller:
         return await sample_in_tasks(SamplingRun(options, *arguments), draw)
 
     async def _activations(
-        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+        self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any
     ) -> Activations:
         file = await self._answer(build_file_call(self._model, items, layers, **options))
         return Activations(file.data)

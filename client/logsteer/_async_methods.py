@@ -29,12 +29,14 @@ from logsteer.schemas import (
     AdapterCard,
     AdapterList,
     AllPositions,
+    Attribution,
     BosPolicy,
     Boundary,
     Column,
     ContentFormat,
     DeletedAdapter,
     DeletedOverride,
+    DeletedSae,
     DeletedVector,
     DetokenizeAnswer,
     GenerateAnswer,
@@ -64,6 +66,8 @@ from logsteer.schemas import (
     Protocol,
     Readiness,
     ReloadAnswer,
+    SaeCard,
+    SaeList,
     SamplingPolicy,
     SelftestAnswer,
     SlicePositions,
@@ -73,6 +77,7 @@ from logsteer.schemas import (
     SteeringLike,
     SweepAnswer,
     TokenizeAnswer,
+    Tool,
     TrainAnswer,
     TrainMethod,
     TrainRead,
@@ -90,7 +95,7 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask("models")
 
     async def model(self, model_id: str) -> ModelCard:
-        """Return the card of one model; NotFoundError where there is none of this id.
+        """Return the card of one model; NotFoundError for an unknown id.
 
         Args:
             model_id: Id of the model.
@@ -112,7 +117,7 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             model_id: Id of the model.
             texts: Texts to test with, in place of the built-in ones.
-            token_ids: Likewise, texts as token ids.
+            token_ids: Texts as token ids.
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
@@ -135,12 +140,12 @@ class AsyncClientMethods(AsyncCaller):
         """Yield the events of `selftest`: a start, each check as it ends, then the whole answer.
 
         A check that fails raises nothing: see the answer's `verdict`. The request is sent when the
-        first event is asked for. Close the generator to stop early.
+        first event is requested. Close the generator to stop early.
 
         Args:
             model_id: Id of the model.
             texts: Texts to test with, in place of the built-in ones.
-            token_ids: Likewise, texts as token ids.
+            token_ids: Texts as token ids.
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
@@ -159,7 +164,7 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return await self._ask("load_model", model_id=model_id, wait_s=wait_s)
@@ -170,13 +175,13 @@ class AsyncClientMethods(AsyncCaller):
         *,
         wait_s: float | NotGiven = NOT_GIVEN,
     ) -> ModelCard:
-        """Finish what a model has at work, then end its engine; return its card.
+        """Finish a model's running requests, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
@@ -187,13 +192,13 @@ class AsyncClientMethods(AsyncCaller):
         *,
         wait_s: float | NotGiven = NOT_GIVEN,
     ) -> ModelCard:
-        """Finish what a model has at work, and refuse it new requests; return its card.
+        """Finish a model's running requests and refuse new ones; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return await self._ask("drain_model", model_id=model_id, wait_s=wait_s)
@@ -204,7 +209,7 @@ class AsyncClientMethods(AsyncCaller):
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
-            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+            wait_s: Seconds after which the answer comes at the latest; the change continues.
                 Default 0.0.
         """
         return await self._ask("reload", wait_s=wait_s)
@@ -234,6 +239,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -258,9 +267,17 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -291,6 +308,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "logprob",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -313,6 +334,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -338,9 +363,17 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -372,6 +405,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "diagnostics",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -393,8 +430,12 @@ class AsyncClientMethods(AsyncCaller):
 
     async def perplexity(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -411,6 +452,10 @@ class AsyncClientMethods(AsyncCaller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -419,9 +464,17 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -445,6 +498,7 @@ class AsyncClientMethods(AsyncCaller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -453,6 +507,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -469,6 +527,7 @@ class AsyncClientMethods(AsyncCaller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -476,8 +535,12 @@ class AsyncClientMethods(AsyncCaller):
 
     def perplexity_events(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -494,19 +557,31 @@ class AsyncClientMethods(AsyncCaller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
     ) -> AsyncGenerator[PerplexityEvent, None]:
         """Yield the events of scoring texts: a start, each finished window, then the whole answer.
 
-        The request is sent when the first event is asked for. Close the generator to stop early.
+        The request is sent when the first event is requested. Close the generator to stop early.
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -530,6 +605,7 @@ class AsyncClientMethods(AsyncCaller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -538,6 +614,10 @@ class AsyncClientMethods(AsyncCaller):
         return self._listen(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -554,6 +634,7 @@ class AsyncClientMethods(AsyncCaller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -580,7 +661,7 @@ class AsyncClientMethods(AsyncCaller):
 
         The source is tried again after a failure only if it can be read from its beginning again.
         Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive from then on.
-        The request is sent when the first event is asked for. Close the generator to stop early.
+        The request is sent when the first event is requested. Close the generator to stop early.
 
         Args:
             source: A path, an open file, or an iterable of bytes or text.
@@ -600,7 +681,7 @@ class AsyncClientMethods(AsyncCaller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
         """
@@ -625,6 +706,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -636,7 +721,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -657,9 +745,17 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -677,7 +773,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -694,7 +790,7 @@ class AsyncClientMethods(AsyncCaller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -704,6 +800,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -735,6 +835,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -746,7 +850,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -765,13 +872,21 @@ class AsyncClientMethods(AsyncCaller):
         answer.
 
         With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
-        when the first event is asked for. Close the generator to stop early.
+        when the first event is requested. Close the generator to stop early.
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -789,7 +904,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -806,7 +921,7 @@ class AsyncClientMethods(AsyncCaller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -816,6 +931,10 @@ class AsyncClientMethods(AsyncCaller):
         return self._listen(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -848,6 +967,10 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -858,7 +981,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -878,7 +1004,15 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             prompts: Texts to continue.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -898,7 +1032,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -915,7 +1049,7 @@ class AsyncClientMethods(AsyncCaller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
@@ -924,6 +1058,10 @@ class AsyncClientMethods(AsyncCaller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -954,6 +1092,10 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -964,7 +1106,10 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -982,11 +1127,19 @@ class AsyncClientMethods(AsyncCaller):
         answer.
 
         With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
-        when the first event is asked for. Close the generator to stop early.
+        when the first event is requested. Close the generator to stop early.
 
         Args:
             prompts: Texts to continue.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -1006,7 +1159,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1023,7 +1176,7 @@ class AsyncClientMethods(AsyncCaller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
@@ -1032,6 +1185,10 @@ class AsyncClientMethods(AsyncCaller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -1062,6 +1219,10 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike,
         scales: Sequence[float],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1077,8 +1238,16 @@ class AsyncClientMethods(AsyncCaller):
         """Score targets and texts at each scale of a steering object.
 
         Args:
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             scales: Factors of the vectors' own scales; 0 is unsteered.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1104,6 +1273,10 @@ class AsyncClientMethods(AsyncCaller):
             "sweep",
             steering=steering,
             scales=scales,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1121,6 +1294,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         pairs: Sequence[PatchPair | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1139,6 +1316,14 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             pairs: Items that are run, clean and corrupted.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1168,6 +1353,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "patch",
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1187,6 +1376,10 @@ class AsyncClientMethods(AsyncCaller):
         self,
         items: Sequence[str | LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1209,9 +1402,17 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
                 whole, as the target after an empty context.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
@@ -1238,6 +1439,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask(
             "lens",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1257,8 +1462,12 @@ class AsyncClientMethods(AsyncCaller):
     async def gradient(
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
-        wrt: GradientVariable | Mapping[str, Any],
+        wrt: GradientVariable | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1267,20 +1476,31 @@ class AsyncClientMethods(AsyncCaller):
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
+        attribution: Attribution | NotGiven | None = NOT_GIVEN,
+        steps: int | NotGiven = NOT_GIVEN,
+        baseline: int | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> GradientAnswer:
-        """Differentiate every target's log-probability.
+        """Differentiate every target's log-probability, or attribute it to input tokens.
 
         `wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with respect to
-        each token's activation. Or `override`, a stored direction v: the derivative along it. Items
-        are those of `logprob`.
+        each token's activation. Or `override`, a stored direction v: the derivative along it. With
+        `attribution`, `wrt` is None. Items are those of `logprob`.
 
         Args:
             items: Contexts and the targets scored after each.
             wrt: What to differentiate with respect to.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
@@ -1292,6 +1512,14 @@ class AsyncClientMethods(AsyncCaller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
+            attribution: In place of wrt: what each input token, of embedding e, contributes.
+                `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
+                along the straight line from the baseline e' to e, times e - e' (integrated
+                gradients, Sundararajan et al. 2017).
+            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 100.
+            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros,
+                near which models with RMSNorm are not smooth: see `convergence_delta`. Default
+                0.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
@@ -1301,6 +1529,10 @@ class AsyncClientMethods(AsyncCaller):
             "gradient",
             items=items,
             wrt=wrt,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1309,25 +1541,55 @@ class AsyncClientMethods(AsyncCaller):
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
+            attribution=attribution,
+            steps=steps,
+            baseline=baseline,
             boundary=boundary,
         )
 
     async def tokenize(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
     ) -> TokenizeAnswer:
         """Cut each text into tokens, and return them with their places in it.
 
         Args:
             texts: Texts to cut into tokens.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            messages: One conversation or a list of them, through the model's chat template.
         """
-        return await self._ask("tokenize", texts=texts, model=model, bos=bos)
+        return await self._ask(
+            "tokenize",
+            texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            model=model,
+            bos=bos,
+            messages=messages,
+        )
 
     async def detokenize(
         self,
@@ -1348,6 +1610,10 @@ class AsyncClientMethods(AsyncCaller):
         context: str,
         targets: str | Sequence[str],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1369,9 +1635,17 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             context: What stands before the targets.
             targets: Texts to score; one string is one target.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1399,6 +1673,10 @@ class AsyncClientMethods(AsyncCaller):
         return await self._score(
             context,
             targets,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1422,6 +1700,10 @@ class AsyncClientMethods(AsyncCaller):
         targets: str | Sequence[str],
         *,
         space: SpacePolicy = "best",
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1444,9 +1726,17 @@ class AsyncClientMethods(AsyncCaller):
             targets: Texts to score; one string is one target.
             space: `best`: each target with or without one leading space, whichever is more
                 probable; `both`: each of the two; or `as_given`.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -1467,6 +1757,10 @@ class AsyncClientMethods(AsyncCaller):
             prompts,
             targets,
             space,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1491,6 +1785,10 @@ class AsyncClientMethods(AsyncCaller):
         concurrency: int = 4,
         max_failures: int = 8,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1519,9 +1817,9 @@ class AsyncClientMethods(AsyncCaller):
         Each prompt is continued `n` times, every time with a seed of its own that follows from
         `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
         prompts alone, and one that is refused is halved, so that it costs the prompt that it is
-        refused for: they are told by a warning, and by `failures` of what is returned. Raises the
-        first one's error where there is no sample at all. `logsteer.score_file` draws the same
-        continuations of a file's prompts, and goes on where it was interrupted.
+        refused for: a warning and `failures` of the result name them. Raises the first error where
+        no sample was drawn. `logsteer.score_file` draws the same continuations of a file's prompts,
+        and resumes where it was interrupted.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1531,15 +1829,23 @@ class AsyncClientMethods(AsyncCaller):
             with_replacement: Whether a prompt may be drawn again.
             max_prompts_pool: Rows of the source that are drawn from, its first ones; None: all.
             reward: Called with a row of the source, its prompt and the text of a continuation;
-                returns a number, or what is awaited for it. One that fails is told by that
+                returns a number, or what is awaited for it. `reward_error` of a sample says
                 sample's `reward_error`.
             batch_size: Prompts of one request.
             concurrency: Requests under way at once.
             max_failures: Failed requests in a row after which no further one is sent.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1569,7 +1875,7 @@ class AsyncClientMethods(AsyncCaller):
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
-            ignore_eos: Go on after the end of sequence. Default False.
+            ignore_eos: Continue after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
@@ -1587,6 +1893,10 @@ class AsyncClientMethods(AsyncCaller):
             concurrency,
             max_failures,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1614,8 +1924,12 @@ class AsyncClientMethods(AsyncCaller):
     async def activations(
         self,
         items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1625,14 +1939,25 @@ class AsyncClientMethods(AsyncCaller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> Activations:
         """Return the activations of texts as numpy arrays: of each token, the last, or their mean.
 
-        A path is a text like any other here; `capture` reads files.
+        With `sae`, the strongest features of each token. A path is a text like any other here;
+        `capture` reads files.
 
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1647,10 +1972,17 @@ class AsyncClientMethods(AsyncCaller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return await self._activations(
             items,
             layers,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1660,17 +1992,23 @@ class AsyncClientMethods(AsyncCaller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
     async def capture(
         self,
         source: PromptSource,
         directory: str | PathLike[str],
-        layers: Sequence[int],
+        layers: Sequence[int] | None = None,
         *,
         field: str = "text",
         batch_size: int = 64,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1680,21 +2018,31 @@ class AsyncClientMethods(AsyncCaller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
+        sae: str | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
     ) -> ActivationShards:
         """Write the activations of a source's texts to files in a directory, and return them.
 
-        Each request's answer is a safetensors file; `index.json` lists those that are whole, and a
-        capture that was interrupted goes on behind them. To `activations` a file's path is a text;
-        this method reads files.
+        Each request's answer is a safetensors file; `index.json` lists the whole ones, and an
+        interrupted capture resumes after them. To `activations` a file's path is a text; this
+        method reads files.
 
         Args:
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
                 `logsteer.extras.datasets`.
             directory: Where the shards and their index go.
-            layers: Layers to read, 0-based.
+            layers: Layers to read, 0-based; None with `sae`.
             field: The field that holds a row's text.
             batch_size: Texts of one request and shard, at most.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1709,6 +2057,9 @@ class AsyncClientMethods(AsyncCaller):
             positions: Of the tokens that are read, as the model reads them: all, or slices.
                 Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
+                Given are the strongest features of each token.
+            top: Features of a token that are given at most, of sae alone. Default 10.
         """
         return await self._capture(
             source,
@@ -1717,6 +2068,10 @@ class AsyncClientMethods(AsyncCaller):
             field,
             batch_size,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1726,6 +2081,8 @@ class AsyncClientMethods(AsyncCaller):
             hook=hook,
             positions=positions,
             read=read,
+            sae=sae,
+            top=top,
         )
 
 
@@ -1766,6 +2123,10 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         name: str,
         pairs: Sequence[PairLike],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
         whiten: bool | NotGiven = NOT_GIVEN,
@@ -1780,13 +2141,24 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         Args:
             name: What the vector is called from now on.
             pairs: Texts that differ in what the vector is to stand for.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
                 the normal of a logistic regression, or Fisher's linear discriminant. Default
                 mean_difference.
             whiten: Whether pca and logistic count less what varies among texts of one side,
                 too: activations are measured by the covariance of these. Default False.
-            read: Activation after a text's last token, or their mean. Default last.
+            read: Activation after a text's last token, or their mean; `answer`: after the last
+                token that the assistant says in a conversation's last turn, before what the
+                template closes the turn with, as contrastive activation addition reads it.
+                Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
@@ -1800,6 +2172,10 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             "vectors.train",
             name=name,
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             model=model,
             method=method,
             whiten=whiten,
@@ -1884,5 +2260,43 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
             name=name,
             directory=directory,
             model=model,
+            overwrite=overwrite,
+        )
+
+
+class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
+    """Methods of `AsyncClient.saes`."""
+
+    _name = "saes"
+
+    async def put(
+        self,
+        name: str,
+        directory: str | PathLike[str],
+        layer: int | NotGiven | None = NOT_GIVEN,
+        activation_scale: float | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> SaeCard:
+        """Upload the sparse autoencoder, store it under a name, and return its card.
+
+        Args:
+            name: What the sparse autoencoder is called from now on.
+            directory: What SAELens saves: cfg.json and sae_weights.safetensors, which are read
+                while they are sent; and labels.json, feature -> text, where it is there.
+            layer: The block whose activation is read, where the hook in the configuration names
+                none, or another.
+            activation_scale: SAELens' norm_scaling_factor, where normalize_activations is
+                expected_average_only_in; 1 where it was folded in.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
+        """
+        return await self._ask(
+            "saes.put",
+            name=name,
+            directory=directory,
+            layer=layer,
+            activation_scale=activation_scale,
             overwrite=overwrite,
         )

@@ -20,6 +20,7 @@ from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
+from logsteer.schemas.faults import describe_faults
 
 A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
 
@@ -61,8 +62,21 @@ MAX_OBJECTS_QUERY = 6000
 RFC 9110 wants 8000 of an address to be taken everywhere; httpx builds none beyond 65536.
 """
 
-PEFT_FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-"""Part of an adapter's form -> the file of PEFT's that goes there."""
+FORMS = {
+    "adapters.put": (
+        "PEFT's save_pretrained (with safe_serialization)",
+        {"config": "adapter_config.json", "weights": "adapter_model.safetensors"},
+        {},
+    ),
+    "saes.put": (
+        "SAELens' save_model",
+        {"config": "cfg.json", "weights": "sae_weights.safetensors"},
+        {"labels": "labels.json"},
+    ),
+}
+"""Endpoint -> what writes the directory of its form, and by part the files that it has, and may
+have.
+"""
 
 
 def build_call(
@@ -70,7 +84,7 @@ def build_call(
 ) -> ApiCall[Any]:
     """Return the call of the endpoint `name`, which is answered by `events` where they are wanted.
 
-    `values` are the arguments of its method; those that are `NOT_GIVEN` are not sent.
+    `values` are the arguments of its method; `NOT_GIVEN` is not sent.
     Raises InvalidRequestError, and OSError for a file that cannot be read.
     """
     endpoint = ENDPOINTS[name]
@@ -103,7 +117,10 @@ def build_call(
 
 
 def build_file_call(
-    default_model: str | None, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    default_model: str | None,
+    items: str | Sequence[Any],
+    layers: Sequence[int] | None,
+    **options: Any,
 ) -> ApiCall[Download]:
     """Return the call of `/activations` that is answered by a file. Errors: as `build_call`."""
     items = [items] if isinstance(items, str) else items
@@ -137,12 +154,9 @@ def checked(schema: type[R], fields: Any) -> R:
     try:
         return schema.model_validate(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        more = f" (and {invalid.error_count() - 1} more)" if invalid.error_count() > 1 else ""
-        place = f"{param}: " if param else ""
-        detail = f"{place}{first['msg'].removeprefix('Value error, ')}{more}"
-        raise InvalidRequestError("invalid_request", detail, param=param) from invalid
+        first, *others = describe_faults(invalid.errors(include_url=False), schema)
+        detail = f"{first.text} (and {len(others)} more)" if others else first.text
+        raise InvalidRequestError("invalid_request", detail, param=first.param) from invalid
 
 
 def to_json(request: BaseModel) -> bytes:
@@ -253,18 +267,20 @@ def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, st
     if endpoint.upload == "text":
         return UploadBody(source), "text/plain; charset=utf-8"
     if endpoint.upload == "form":
-        form = _read_directory(Path(source))
+        form = _read_directory(endpoint.name, Path(source))
         return UploadBody(form), form.content_type
     return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 
-def _read_directory(directory: Path) -> Form:
-    files = {part: directory / file for part, file in PEFT_FILES.items()}
+def _read_directory(name: str, directory: Path) -> Form:
+    maker, required, further = FORMS[name]
+    files = {part: directory / file for part, file in required.items()}
     missing = [path.name for path in files.values() if not path.is_file()]
     if missing:
         detail = (
-            f"{directory} has no {' and no '.join(missing)}: give the directory that PEFT's "
-            f"save_pretrained (with safe_serialization) writes, {' and '.join(PEFT_FILES.values())}"
+            f"{directory} has no {' and no '.join(missing)}: give the directory that {maker} "
+            f"writes, {' and '.join(required.values())}"
         )
         raise InvalidRequestError("invalid_request", detail, param="directory")
-    return Form(files)
+    there = {part: directory / file for part, file in further.items()}
+    return Form(files | {part: path for part, path in there.items() if path.is_file()})

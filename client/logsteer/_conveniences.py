@@ -39,7 +39,9 @@ _ITEMS = Argument(
     "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
     "Texts, one string being one text; or objects with `token_ids` or `messages`.",
 )
-_LAYERS = Argument("layers", "Sequence[int]", "Layers to read, 0-based.")
+_LAYERS = Argument(
+    "layers", "Sequence[int] | None", "Layers to read, 0-based; None with `sae`.", False, "None"
+)
 CONVENIENCES = (
     Convenience(
         "score",
@@ -101,7 +103,7 @@ CONVENIENCES = (
                 "reward",
                 "Reward | None",
                 "Called with a row of the source, its prompt and the text of a continuation; "
-                "returns a number, or what is awaited for it. One that fails is told by that "
+                "returns a number, or what is awaited for it. `reward_error` of a sample says "
                 "sample's `reward_error`.",
                 True,
                 "None",
@@ -123,9 +125,9 @@ CONVENIENCES = (
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "
         "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
         "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
-        "refused for: they are told by a warning, and by `failures` of what is returned. Raises "
-        "the first one's error where there is no sample at all. `logsteer.score_file` draws the "
-        "same continuations of a file's prompts, and goes on where it was interrupted.",
+        "refused for: a warning and `failures` of the result name them. Raises "
+        "the first error where no sample was drawn. `logsteer.score_file` draws the "
+        "same continuations of a file's prompts, and resumes where it was interrupted.",
     ),
     Convenience(
         "activations",
@@ -134,7 +136,8 @@ CONVENIENCES = (
         frozenset({"items", "layers"}),
         "Activations",
         "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
-        "A path is a text like any other here; `capture` reads files.",
+        "With `sae`, the strongest features of each token. A path is a text like any other here; "
+        "`capture` reads files.",
     ),
     Convenience(
         "capture",
@@ -155,8 +158,8 @@ CONVENIENCES = (
         frozenset({"items", "layers"}),
         "ActivationShards",
         "Write the activations of a source's texts to files in a directory, and return them.",
-        "Each request's answer is a safetensors file; `index.json` lists those that are whole, and "
-        "a capture that was interrupted goes on behind them. To `activations` a file's path is a "
+        "Each request's answer is a safetensors file; `index.json` lists the whole ones, and "
+        "an interrupted capture resumes after them. To `activations` a file's path is a "
         "text; this method reads files.",
     ),
 )

@@ -15,6 +15,7 @@ from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.schemas.queries import ContentQuery, ModelQuery, StoreQuery, UploadQuery, WaitQuery
+from logsteer.schemas.saes import SaeQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -44,7 +45,7 @@ class Endpoint:
     """One method of one path.
 
     `name` is that of the client's method, with its resource in front: `logprob`, `vectors.train`.
-    The fields of `request` go in the body, those of `query` behind the path; `upload` is a body of
+    The fields of `request` go in the body, those of `query` after the path; `upload` is a body of
     another kind. `events` (name -> type) is what a stream yields: an endpoint with a request field
     `stream` has a second method, `NAME_events`, and one without `answer` always streams.
     `file_type` is the media type of an answer that is a file, with the query's `format` in it.
@@ -144,7 +145,7 @@ _OPERATIONS = [
     Endpoint(
         "model", "GET", "/models/{model_id}", "operations", s.ModelCard,
         positional=("model_id",), parameters={"model_id": "Id of the model."},
-        summary="Return the card of one model; NotFoundError where there is none of this id.",
+        summary="Return the card of one model; NotFoundError for an unknown id.",
     ),
     Endpoint(
         "selftest", "POST", "/models/{model_id}/selftest", "operations", s.SelftestAnswer,
@@ -162,11 +163,11 @@ _OPERATIONS = [
     ),
     _change(
         "unload_model", "/models/{model_id}/unload", s.ModelCard,
-        "Finish what a model has at work, then end its engine; return its card.",
+        "Finish a model's running requests, then end its engine; return its card.",
     ),
     _change(
         "drain_model", "/models/{model_id}/drain", s.ModelCard,
-        "Finish what a model has at work, and refuse it new requests; return its card.",
+        "Finish a model's running requests and refuse new ones; return its card.",
     ),
     _change(
         "reload", "/admin/reload", s.ReloadAnswer,
@@ -209,7 +210,7 @@ _SCORING = [
     ),
     Endpoint(
         "perplexity", "POST", "/perplexity", "scoring", s.PerplexityAnswer, s.PerplexityRequest,
-        events=_PERPLEXITY_EVENTS, positional=("texts",),
+        events=_PERPLEXITY_EVENTS, positional=("texts",), optional=("texts",),
         summary="Score texts: the log-likelihood and perplexity of each, and of all together.",
         events_summary="Yield the events of scoring texts: a start, each finished window, then the "
         "whole answer.",
@@ -264,11 +265,11 @@ _GENERATION = [
     ),
     Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
-        positional=("items", "wrt"), scope="steer",
-        summary="Differentiate every target's log-probability.",
+        positional=("items", "wrt"), optional=("wrt",), scope="steer",
+        summary="Differentiate every target's log-probability, or attribute it to input tokens.",
         notes="`wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with "
         "respect to each token's activation. Or `override`, a stored direction v: the derivative "
-        "along it. Items are those of `logprob`.",
+        "along it. With `attribution`, `wrt` is None. Items are those of `logprob`.",
     ),
 ]  # fmt: skip
 
@@ -276,7 +277,8 @@ _ACTIVATIONS = [
     # The client's method reads the answer's file: `_conveniences` has it.
     Endpoint(
         "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
-        s.ActivationsRequest, positional=("items", "layers"), scope="steer",
+        s.ActivationsRequest, positional=("items", "layers"), optional=("layers",),
+        scope="steer",
     ),
 ]  # fmt: skip
 
@@ -328,10 +330,20 @@ _ADAPTERS = _store(
     ),
 )  # fmt: skip
 
+_SAES = _store(
+    "saes", "sparse autoencoder", s.SaeList, s.SaeCard, s.DeletedSae,
+    upload="form", query=SaeQuery,
+    source=(
+        "directory",
+        "What SAELens saves: cfg.json and sae_weights.safetensors, which are read while they are "
+        "sent; and labels.json, feature -> text, where it is there.",
+    ),
+)  # fmt: skip
+
 _TOKENS = [
     Endpoint(
         "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
-        positional=("texts",), hidden=("prompt", "add_special_tokens"),
+        positional=("texts",), optional=("texts",), hidden=("prompt", "add_special_tokens"),
         summary="Cut each text into tokens, and return them with their places in it.",
     ),
     Endpoint(
@@ -362,7 +374,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
         _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
-        _TOKENS, _OPENAI,
+        _SAES, _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

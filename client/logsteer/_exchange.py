@@ -29,6 +29,7 @@ from logsteer.errors import (
     TransportError,
     problem_error,
 )
+from logsteer.schemas.faults import describe_faults
 
 Encoding = Literal["json", "msgpack"]
 A = TypeVar("A", bound=BaseModel)
@@ -252,11 +253,10 @@ def _parse(schema: type[A], document: Any, request_id: str) -> A:
             return schema.model_validate_json(document)
         return schema.model_validate(document)
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the document"
+        first = next(describe_faults(invalid.errors(include_url=False)))
         raise AnswerError(
-            f"the answer is no {schema.__name__}: {place}: {first['msg']}; is base_url a logsteer "
-            "server of this version?",
+            f"the answer is not a {schema.__name__}: {first.text} Is base_url a logsteer server of "
+            "this version?",
             request_id=request_id,
         ) from invalid
 

@@ -48,7 +48,12 @@ _OWN_WORDS = {
 }  # fmt: skip
 """What is true of one client only -> what is of the other."""
 
-RESOURCES = {"vectors": "VectorMethods", "overrides": "Overrides", "adapters": "Adapters"}
+RESOURCES = {
+    "vectors": "VectorMethods",
+    "overrides": "Overrides",
+    "adapters": "Adapters",
+    "saes": "Saes",
+}
 """Resource -> the class with its methods; a further method of vectors is written by hand."""
 
 _SOURCES: Mapping[Content, str] = {
@@ -63,7 +68,7 @@ _LIKE = {schemas.Steering: "SteeringLike", schemas.ContrastPair: "PairLike"}
 
 
 EVENTS_NOTE = (
-    "The request is sent when the first event is asked for. Close the generator to stop early."
+    "The request is sent when the first event is requested. Close the generator to stop early."
 )
 
 _HEAD = '''"""The methods of `AsyncClient` that ask one endpoint each.
@@ -290,6 +295,8 @@ def _spell(kind: Any) -> str:
         return " | ".join(map(_spell, parts))
     if origin is list:
         return f"Sequence[{_spell(parts[0])}]"
+    if origin is dict:
+        return f"Mapping[{', '.join(map(_spell, parts))}]"
     if origin is Literal:
         return _ALIASES[repr(kind)]
     if kind in _LIKE:

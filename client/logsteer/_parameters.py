@@ -48,7 +48,7 @@ class Parameter:
     """One parameter of a client's method.
 
     `type` is the field's, without bounds and JSON encoding; `default` is the server's, None where
-    there is none or it has no short form; one that is `named` cannot be given by position. A
+    it has none or no short form; one that is `named` cannot be given by position. A
     `source` is where the content of an upload comes from, and has no type of the schemas.
     """
 
@@ -63,7 +63,7 @@ class Parameter:
 
 @cache
 def list_parameters(endpoint: Endpoint) -> tuple[Parameter, ...]:
-    """Return the parameters of an endpoint's method, those that need no name in front."""
+    """Return the parameters of an endpoint's method, without the keyword-only ones."""
     found = {parameter.name: parameter for parameter in _derive(endpoint)}
     front = [found.pop(name) for name in endpoint.positional]
     # Behind one that may be left out, Python has none that may not.

@@ -77,7 +77,7 @@ def read_settings(
 ) -> ClientSettings:
     """Read the settings; LOGSTEER_BASE_URL, _API_KEY and _MODEL are what is not given.
 
-    Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
+    Raises LogsteerError for an invalid base URL, ValueError for a negative `max_retries` or an
     unknown `encoding`.
     """
     url = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
@@ -89,7 +89,7 @@ def read_settings(
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as invalid:
-        raise LogsteerError(f"base_url {url!r} is no URL: {invalid}") from invalid
+        raise LogsteerError(f"base_url {url!r} is not a URL: {invalid}") from invalid
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise LogsteerError(f"base_url {url!r} needs the form http://host:port or unix:///path")
     if max_retries < 0:

@@ -118,7 +118,7 @@ class Caller:
         return sample_in_threads(SamplingRun(options, *arguments), draw)
 
     def _activations(
-        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+        self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any
     ) -> Activations:
         file = self._answer(build_file_call(self._model, items, layers, **options))
         return Activations(file.data)

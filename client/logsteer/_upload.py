@@ -16,7 +16,7 @@ _CHUNK = 64 * 1024
 
 
 class Form:
-    """The body of a form of files (multipart/form-data), anew each time it is iterated over.
+    """The body of a form of files (multipart/form-data), again each time it is iterated over.
 
     `files` is part -> path. Raises OSError for a file that cannot be read.
     """
@@ -47,7 +47,7 @@ class UploadBody:
     """The chunks of a source: a path, an open file, or an iterable of bytes or strings.
 
     A `str` is a path, never the text itself. Raises OSError for a path that cannot be read, and
-    TypeError for a source that is none of these.
+    TypeError for any other source.
     """
 
     def __init__(self, source: AsyncSource) -> None:
@@ -66,7 +66,7 @@ class UploadBody:
 
     @property
     def can_restart(self) -> bool:
-        """Whether the chunks can be had from the beginning (again)."""
+        """Whether the chunks can be read from the beginning (again)."""
         if not self._started or isinstance(self._source, str | PathLike):
             return True
         if _is_file(self._source):

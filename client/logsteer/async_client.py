@@ -13,6 +13,7 @@ from logsteer._async_methods import (
     AsyncAdapters,
     AsyncClientMethods,
     AsyncOverrides,
+    AsyncSaes,
     AsyncVectorMethods,
 )
 from logsteer._calls import as_list
@@ -58,7 +59,7 @@ class AsyncVectors(AsyncVectorMethods):
         *,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
-        """Sum stored vectors, each by its name and weight, store the sum, and return its card.
+        """Sum stored vectors, each with a name and weight, store the sum, and return its card.
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         `overwrite` replaces what another request has stored under the name.
@@ -135,6 +136,11 @@ class AsyncClient(AsyncClientMethods):
     def adapters(self) -> AsyncAdapters:
         """The LoRA adapters that the server stores."""
         return AsyncAdapters(self._ask)
+
+    @property
+    def saes(self) -> AsyncSaes:
+        """The sparse autoencoders that the server stores."""
+        return AsyncSaes(self._ask)
 
     async def aclose(self) -> None:
         """Close the connections."""

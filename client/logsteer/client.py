@@ -19,6 +19,7 @@ from logsteer._sync_methods import (
     Adapters,
     ClientMethods,
     Overrides,
+    Saes,
     VectorMethods,
 )
 from logsteer._upload import Source, UploadBody
@@ -60,7 +61,7 @@ class Vectors(VectorMethods):
         *,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
-        """Sum stored vectors, each by its name and weight, store the sum, and return its card.
+        """Sum stored vectors, each with a name and weight, store the sum, and return its card.
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         `overwrite` replaces what another request has stored under the name.
@@ -137,6 +138,11 @@ class Client(ClientMethods):
     def adapters(self) -> Adapters:
         """The LoRA adapters that the server stores."""
         return Adapters(self._ask)
+
+    @property
+    def saes(self) -> Saes:
+        """The sparse autoencoders that the server stores."""
+        return Saes(self._ask)
 
     def close(self) -> None:
         """Close the connections."""

@@ -12,7 +12,6 @@ from logsteer_server.imports import hold_collector
 COMMANDS = {
     "doctor": "logsteer_server.doctor",
     "keys": "logsteer_server.keys.commands",
-    "store": "logsteer_server.store_commands",
 }
 """First argument -> the module whose `main` gets the others."""
 

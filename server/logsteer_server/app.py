@@ -14,11 +14,11 @@ from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
     adapters,
-    openai,
     operations,
     overrides,
     page,
     perplexity,
+    saes,
     tasks,
     tokens,
     vectors,
@@ -69,6 +69,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a redirect's body is empty, and many clients send no second POST
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings
@@ -77,10 +78,10 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
-    for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
+    for module in (tasks, perplexity, vectors, overrides, adapters, saes, tokens):
         app.include_router(module.router)
-    app.include_router(operations.router)
-    app.include_router(page.router)
+    for router in (operations.openai_router, operations.router, page.router):
+        app.include_router(router)
     _add_layers(app, needs_key=keys.needs_key)
     add_handlers(app)
     return app
@@ -99,8 +100,8 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state.store_threads = threads = StoreThreads()
     stack.callback(threads.close)
     objects = Objects.open(settings)
-    state.namespaces = NamespaceRegistry(settings, objects)
     state.content_files = ContentFiles(objects, settings.store_cache_bytes)
+    state.namespaces = NamespaceRegistry(settings, objects, state.content_files)
     state.store_upkeep = StoreUpkeep(settings, objects, threads)
     state.store_upkeep.start()
     stack.callback(state.store_upkeep.close)

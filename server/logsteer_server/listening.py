@@ -5,8 +5,6 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from logsteer_server.settings import ConfigurationError, Settings
@@ -86,30 +84,15 @@ def listen_at(host: str, port: int) -> socket.socket:
     return listener
 
 
-def open_listeners(settings: Settings) -> tuple[socket.socket, socket.socket | None]:
-    """Return the service's listening socket, and that of its metrics where they have their own.
-
-    Errors: ConfigurationError.
-    """
-    if settings.uds is not None:
-        with _name_setting(settings.uds, "--uds"):
-            listener = listen_unix(settings.uds)
-    else:
-        with _name_setting(f"{settings.host}:{settings.port}", "--port"):
-            listener = listen_at(settings.host, settings.port)
-    if settings.metrics_address is None:
-        return listener, None
-    host, _, port = settings.metrics_address.rpartition(":")
-    with _name_setting(settings.metrics_address, "metrics_address"):
-        return listener, listen_at(host.strip("[]"), int(port))
-
-
-@contextmanager
-def _name_setting(place: object, setting: str) -> Iterator[None]:
-    """Turn the error of an address into one that names the setting to change."""
+def open_listener(settings: Settings) -> socket.socket:
+    """Return the service's listening socket. Errors: ConfigurationError."""
+    place: object = settings.uds or f"{settings.host}:{settings.port}"
     try:
-        yield
+        if settings.uds is not None:
+            return listen_unix(settings.uds)
+        return listen_at(settings.host, settings.port)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
+        setting = "--port" if settings.uds is None else "--uds"
         detail = f"cannot listen on {place}: {why}; choose another {setting}"
         raise ConfigurationError(detail) from error

@@ -6,12 +6,14 @@ Settings, endpoints with the fields of their requests, problem codes and metrics
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import KINDS, api_error
+from logsteer.schemas.common import Column
 from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.engine import TIME_BOUNDS_S
 from logsteer_server.observation.metrics import Metrics
@@ -21,6 +23,47 @@ WRITTEN = "<!-- Written by `make docs` from the code: change that. -->\n"
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 """Keys of a JSON schema, and how a bound is shown."""
+LARGEST = 2**31 - 1
+"""Bounds from here on are those of a number's type, and not shown."""
+HAND_WRITTEN = {"vectors.combine": "Store a weighted sum of vectors, less its part along others."}
+"""Endpoints whose method of the client no schema describes."""
+
+
+SERVER_TOPICS = {
+    "Address": "host port uds insecure allowed_hosts allowed_origins",
+    "Keys": "api_key key_file limits_url share_caches max_key_bytes",
+    "Logs, metrics, traces": (
+        "log_level log_format access_log access_log_file audit_log_file tracing metrics_key"
+    ),
+    "Bounds": (
+        "max_connections stall_timeout_s request_timeout_s max_body_bytes max_text_chars max_items "
+        "max_answer_bytes max_activation_bytes max_vector_bytes max_upload_bytes "
+        "max_pending_tokens max_pending_bytes max_reference_bytes"
+    ),
+    "What is kept": (
+        "cache_bytes cache_file store_directory store_url store_options store_cache_bytes "
+        "store_grace_s"
+    ),
+    "Models while the server runs": (
+        "models selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
+        "exit_when_given_up model_drain_s reload_beside drain_s"
+    ),
+}
+"""Topic -> settings of the server, as its page lists them; a test holds them to the class."""
+
+MODEL_TOPICS = {
+    "Which model": "id path engine default required",
+    "Numbers": "dtype logits_dtype tf32 quantization max_model_len",
+    "Machine": (
+        "devices tensor_parallel pipeline_parallel replicas max_replicas group memory compile "
+        "runner engine_args"
+    ),
+    "Steering, adapters, rows": (
+        "steering_slots steering_depth steering_probes hooks capture_bytes adapter_slots "
+        "adapter_rank chunk_bytes"
+    ),
+}
+"""Topic -> settings of a model."""
 
 
 def write_settings() -> str:
@@ -29,53 +72,166 @@ def write_settings() -> str:
         [
             "# Settings\n\n",
             WRITTEN,
-            "\nA setting stands in the configuration file, or in a variable `LOGSTEER_` and its "
-            "name in capitals, which comes before the file, or in a `.env` file. Relative paths "
-            "start in the configuration file's directory. "
-            "`logsteer-server --check` says whether a configuration is valid, without loading a "
-            "model.\n\n",
-            "## The server\n\n",
-            *_tabulate_fields(Settings.model_json_schema()),
-            "\n## A model\n\nEach entry of `models`:\n\n",
-            *_tabulate_fields(ModelSettings.model_json_schema()),
+            "\nSet a value in the configuration file, in a variable `LOGSTEER_` and the name in "
+            "capitals, or in a `.env` file; a variable comes before the file. Relative paths start "
+            "at the configuration file. `logsteer-server --check` validates a configuration.\n",
+            *_write_topics(Settings.model_json_schema(), SERVER_TOPICS, "The server"),
+            *_write_topics(
+                ModelSettings.model_json_schema(), MODEL_TOPICS, "A model: an entry of `models`"
+            ),
         ]
     )
+
+
+def _write_topics(
+    schema: Mapping[str, Any], topics: Mapping[str, str], title: str
+) -> Iterator[str]:
+    """Yield a section with a table of each topic's settings."""
+    yield f"\n## {title}\n"
+    for topic, names in topics.items():
+        yield f"\n### {topic}\n\n"
+        rows = []
+        for name in names.split():
+            field = schema["properties"][name]
+            values = ", ".join(f"`{value}`" for value in field.get("enum", ()))
+            words = " ".join(field.get("description", "").split())
+            default = "required" if name in schema.get("required", ()) else _spell_default(field)
+            rows.append((f"`{name}`", default, f"{values}. {words}" if values else words))
+        yield from tabulate(("setting", "default", "meaning"), rows)
 
 
 def write_errors() -> str:
     """Return the page of all problem codes."""
-    rows = []
+    found: dict[tuple[str, str, str, str], list[str]] = {}
     for code, kind in KINDS.items():
         raised = type(api_error(code, ""))
         why = (raised.__doc__ or "").partition("\n")[0]
-        again = "yes" if kind.retryable else "no"
-        rows.append((f"`{code}`", str(kind.status), kind.title, again, f"`{raised.__name__}`", why))
+        row = (str(kind.status), "yes" if kind.retryable else "no", f"`{raised.__name__}`", why)
+        found.setdefault(row, []).append(f"`{code}`")
+    rows = [(", ".join(codes), *row) for row, codes in found.items()]
     return "".join(
         [
             "# Errors\n\n",
             WRITTEN,
-            "\nErrors are problem documents (RFC 9457, `application/problem+json`) with the fields "
-            "`type`, `title`, `status`, `detail`, `code`, `param`, `retryable` and `request_id`. "
-            "`detail` says what was wrong and what to do. What may be tried again carries "
-            "`Retry-After`, which the client obeys. Errors of `/v1` have OpenAI's shape, and "
-            "status 400 for what is 422 elsewhere.\n\n",
-            *tabulate(("code", "status", "title", "try again", "in Python", "means"), rows),
+            "\nErrors are problem documents (RFC 9457, `application/problem+json`) with `type`, "
+            "`title`, `status`, `detail`, `code`, `param`, `retryable` and `request_id`. `detail` "
+            "says what was wrong and what to do. An answer to try again has `Retry-After`, which "
+            "the client obeys. Errors of `/v1` have OpenAI's shape, and 400 in place of 422.\n\n",
+            *tabulate(("code", "status", "try again", "in Python", "means"), rows),
         ]
     )
 
 
+FIELD_GROUPS = {
+    "Model": "model override adapter bos on_overflow cache precision",
+    "Windows": "protocol context_length stride rows",
+    "Prompts": "prompts prompt_ids messages max_tokens n seed stop include_stop stream",
+    "Sampling": "temperature top_p top_k min_p ignore_eos",
+}
+"""Fields that go together, so that an endpoint names the group."""
+
+
 def write_endpoints() -> str:
     """Return the page of all endpoints, with the fields of their requests."""
-    parts = [
-        "# HTTP endpoints\n\n",
-        WRITTEN,
-        "\nRequests are JSON and refuse unknown fields; answers are JSON, or MessagePack where "
-        "`Accept: application/msgpack` asks for it. `/docs` of a running server has every schema, "
-        "answers included.\n\n",
-    ]
-    for endpoint in ENDPOINTS.values():
-        parts += _describe(endpoint)
-    return "".join(parts).rstrip("\n") + "\n"
+    schemas = {name: _merge_fields(endpoint) for name, endpoint in ENDPOINTS.items()}
+    uses = Counter(field for fields in schemas.values() for field in fields.items())
+    shared = {
+        field
+        for field, count in uses.items()
+        if count > 1 and "description" in json.loads(field[1])
+    }
+    rows, sections, plain = [], [], []
+    for name, endpoint in ENDPOINTS.items():
+        own = dict(field for field in schemas[name].items() if field not in shared)
+        also = [field for field in schemas[name] if field not in own]
+        what, key = f"`{endpoint.method} {endpoint.path}`", endpoint.scope or "none"
+        if own:
+            sections.append("".join(_write_section(endpoint, own, also)))
+        elif endpoint.summary:
+            taken = ", ".join(f"`{field}`" for field in also)
+            rows.append((what, endpoint.summary, taken, key, f"`client.{name}`"))
+        else:
+            plain.append(f"{what} ({key})")
+    return "".join(
+        [
+            "# HTTP endpoints\n\n",
+            WRITTEN,
+            "\nRequests are JSON; unknown fields are refused. Answers are JSON, or MessagePack by "
+            "`Accept: application/msgpack`. `/docs` of a running server has every "
+            "schema. A field without a default may be left out, unless it is required.\n\n"
+            f"A `Column` is one of {', '.join(f'`{name}`' for name in get_args(Column))}: see "
+            "[Columns](scoring.md#columns).\n\n## Shared fields\n\nEach endpoint below names the "
+            "groups and fields that it takes.\n\n",
+            *_write_shared(dict(shared)),
+            *sections,
+            "## Without fields of their own\n\n",
+            *tabulate(("endpoint", "does", "fields", "scope", "Python"), rows),
+            f"\nAnd, each with its scope: {', '.join(plain)}.\n",
+        ]
+    )
+
+
+def _write_shared(shared: Mapping[str, str]) -> Iterator[str]:
+    """Yield the tables of the fields that several endpoints take, by group."""
+    others = set(shared) - {name for names in FIELD_GROUPS.values() for name in names.split()}
+    for group, names in (FIELD_GROUPS | {"Others": " ".join(sorted(others))}).items():
+        yield f"### {group}\n\n"
+        fields = {name: shared[name] for name in names.split() if name in shared}
+        yield from tabulate(("field", "type", "meaning"), _describe_fields(fields))
+        yield "\n"
+
+
+def _name_groups(names: list[str]) -> Iterator[str]:
+    """Yield what an endpoint takes of the shared fields: groups, and names."""
+    left = list(names)
+    for group, members in FIELD_GROUPS.items():
+        lacks = [name for name in members.split() if name not in names]
+        if len(lacks) < min(4, len(members.split()) - 1):
+            but = f" (without {', '.join(f'`{name}`' for name in lacks)})" if lacks else ""
+            yield f"*{group}*{but}"
+            left = [name for name in left if name not in members.split()]
+    yield from (f"`{name}`" for name in left)
+
+
+def _merge_fields(endpoint: Endpoint) -> dict[str, str]:
+    """Return each field of an endpoint's body and query -> its JSON schema, as text."""
+    found: dict[str, str] = {}
+    for message in filter(None, (endpoint.request, endpoint.query)):
+        schema = message.model_json_schema()
+        for name, field in schema.get("properties", {}).items():
+            required = {"required": name in schema.get("required", ())}
+            found[name] = json.dumps(field | required, sort_keys=True)
+    return found
+
+
+def _summarise(endpoint: Endpoint) -> str:
+    task = TASKS.get(endpoint.name)
+    words = endpoint.summary or (task and task.__doc__) or endpoint.events_summary
+    words = words or HAND_WRITTEN.get(endpoint.name, "")
+    return " ".join(words.partition("\n\n")[0].split())
+
+
+def _write_section(endpoint: Endpoint, own: Mapping[str, str], also: list[str]) -> Iterator[str]:
+    """Yield an endpoint's section: what it does, the shared fields by name, its own described."""
+    told = {name: field for name, field in own.items() if "description" in json.loads(field)}
+    named = [name for name in own if name not in told]
+    yield f"## {endpoint.method} {endpoint.path}\n\n{_summarise(endpoint)}"
+    yield f" Scope `{endpoint.scope}`"
+    yield "." if endpoint.path.startswith("/v1/") else f"; `client.{endpoint.name}`."
+    yield f" Takes {', '.join(_name_groups([*also, *named]))}.\n\n" if also or named else "\n\n"
+    for name, kind, words in _describe_fields(told):
+        yield f"- {name} ({kind}): {words}\n"
+    yield "\n" if told else ""
+
+
+def _describe_fields(fields: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of each field: its name, its type and default, what it means."""
+    for name, text in fields.items():
+        field = json.loads(text)
+        kind = spell(field) + (", required" if field["required"] else "")
+        default = _spell_default(field)
+        words = " ".join(field.get("description", "").split())
+        yield f"`{name}`", f"{kind} = {default}" if default else kind, words
 
 
 def write_metrics() -> str:
@@ -83,50 +239,24 @@ def write_metrics() -> str:
     metrics = Metrics()
     rows = []
     for family in metrics.registry.collect():
+        if family.name.startswith("process_"):
+            continue
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = ", ".join(metrics.labels.get(family.name, ()))
-        rows.append((f"`{name}`", family.type, labels, family.documentation))
+        rows.append((f"`{name}`", labels, family.documentation))
     return "".join(
         [
             "# Metrics\n\n",
             WRITTEN,
-            "\n`GET /metrics` answers in Prometheus' text format, on the service's address or "
-            "on `metrics_address`, and asks for `metrics_key` where there is one. `replica` tells "
-            "the engine processes of a model apart. Times are in seconds; their histograms have "
-            f"buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)}. Counters of an "
-            "engine begin anew with its process; the last ones are of the HTTP process.\n\n",
-            *tabulate(("name", "type", "labels", "meaning"), rows),
+            "\n`GET /metrics` answers in Prometheus' text format, and asks for `metrics_key` where "
+            "there is one. A name in `_total` is a counter. A name in `_seconds` is a "
+            f"histogram with buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)} s, "
+            "but `logsteer_engine_heartbeat_age_seconds`. Others are gauges. `replica` "
+            "names an engine process, and an engine's counters start at 0 with its process. "
+            "`process_` metrics are those of the HTTP process.\n\n",
+            *tabulate(("name", "labels", "meaning"), rows),
         ]
     )
-
-
-def _describe(endpoint: Endpoint) -> Iterator[str]:
-    """Yield an endpoint's section."""
-    yield f"## {endpoint.method} {endpoint.path}\n\n"
-    task = TASKS.get(endpoint.name)
-    if words := endpoint.summary or (task and task.__doc__) or endpoint.events_summary:
-        yield " ".join(words.partition("\n\n")[0].split()) + "\n\n"
-    yield f"Key: {f'scope `{endpoint.scope}`' if endpoint.scope else 'none needed'}."
-    yield f" Python: `client.{endpoint.name}`.\n\n" if endpoint.summary else "\n\n"
-    for message in filter(None, (endpoint.request, endpoint.query)):
-        if message.model_fields:
-            yield from _tabulate_fields(message.model_json_schema())
-            yield "\n"
-
-
-def _tabulate_fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of the fields of a JSON schema."""
-    required = set(schema.get("required", ()))
-    rows = [
-        (
-            f"`{name}`",
-            spell(field),
-            "required" if name in required else _spell_default(field),
-            " ".join(field.get("description", "").split()),
-        )
-        for name, field in schema.get("properties", {}).items()
-    ]
-    return tabulate(("field", "type", "default", "meaning"), rows)
 
 
 def tabulate(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -140,14 +270,21 @@ def spell(schema: Mapping[str, Any]) -> str:
     """Return a JSON schema's type in words: `list of integer ≥ 0`, or `null`."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rpartition('/')[2]}`"
+    if tuple(schema.get("enum", ())) == get_args(Column):
+        return "`Column`"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(dict.fromkeys(spell(part) for part in schema[key]))
+            parts = [part for part in schema[key] if part.get("type") != "null"]
+            return " or ".join(dict.fromkeys(spell(part) for part in parts))
     if schema.get("type") == "array":
-        return f"list of {spell(schema.get('items', {}))}"
-    bounds = "".join(f" {sign} {schema[key]:,}" for key, sign in BOUNDS.items() if key in schema)
+        return f"list of {spell(schema.get('items', {})).removesuffix(' ≥ 0')}"
+    bounds = "".join(
+        f" {sign} {schema[key]:,}"
+        for key, sign in BOUNDS.items()
+        if key in schema and abs(schema[key]) < LARGEST
+    )
     return str(schema.get("type", "any")) + bounds
 
 
@@ -155,7 +292,7 @@ def _spell_default(field: Mapping[str, Any]) -> str:
     default = field.get("default")
     if isinstance(default, int) and not isinstance(default, bool):
         return f"{default:,}"
-    return f"`{json.dumps(default)}`" if "default" in field else ""
+    return f"`{json.dumps(default)}`" if default is not None else ""
 
 
 def write_pages() -> Mapping[str, str]:

@@ -9,12 +9,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import get_args
 
 import uvicorn
 from starlette.datastructures import State
@@ -25,14 +24,13 @@ from logsteer.schemas import EngineKind
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import Drain
-from logsteer_server.api.metrics import make_metrics_app
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
     check_exposure,
     is_loopback,
-    open_listeners,
+    open_listener,
     raise_descriptor_limit,
 )
 from logsteer_server.models.cachefile import check_cache_file
@@ -45,7 +43,8 @@ log = logging.getLogger(__name__)
 GIVEN_UP = 3
 """Exit status where a required model was given up."""
 END_S = 5
-"""For answers that say that the server ends, once the time of running requests is over."""
+"""For answers that say that the server ends, once the time of running requests is over. A request
+that still waits then, such as for the rest of its body, is cancelled, and answered so, too."""
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
@@ -64,8 +63,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`, "
-        "`logsteer-server doctor --help`.",
+        epilog="Commands: `logsteer-server keys --help`, `logsteer-server doctor --help`.",
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
@@ -83,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--insecure",
         action="store_true",
         default=None,
-        help="listen on other than loopback addresses although no key is asked for",
+        help="listen on other than loopback addresses without keys",
     )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
     parser.add_argument(
@@ -119,9 +117,9 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"The configuration is valid. Models: {models}.")
         return 0
     open_logs(settings)
-    listeners = open_listeners(settings)
+    listener = open_listener(settings)
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        status, last_words = runner.run(_serve(settings, *listeners, reread))
+        status, last_words = runner.run(_serve(settings, listener, reread))
     if last_words:
         log.critical(last_words)
     return status
@@ -206,7 +204,7 @@ class DrainingServer(uvicorn.Server):
             return True
         if time.monotonic() >= self._deadline:
             log.warning("%d requests did not end in time", self._drain.num_running)
-            self._drain.end()
+            self._drain.has_ended = True
             self._state.models.stop()
         return False
 
@@ -220,7 +218,7 @@ class DrainingServer(uvicorn.Server):
                 f"{given_up.handle.detail}"
             )
         if given_up is not None or self._is_interrupted:
-            self._drain.begin()
+            self._drain.has_begun = True
             self._deadline = time.monotonic() + self._settings.drain_s
 
 
@@ -238,20 +236,8 @@ async def _reload(state: State, asked: asyncio.Event) -> None:
             log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
 
 
-class MetricsServer(uvicorn.Server):
-    """uvicorn's server for `/metrics` on a port of its own; signals are the service's."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
-
-
 async def _serve(
-    settings: Settings,
-    listener: socket.socket,
-    metrics_listener: socket.socket | None,
-    reread: Callable[[], Settings],
+    settings: Settings, listener: socket.socket, reread: Callable[[], Settings]
 ) -> tuple[int, str]:
     """Serve until the end; return the exit status and what is to be logged last.
 
@@ -291,27 +277,11 @@ async def _serve(
             asyncio.create_task(reporting),
             asyncio.create_task(_reload(app.state, hung_up)),
         ]
-        if metrics_listener is not None:
-            others.append(asyncio.create_task(_serve_metrics(app, metrics_listener)))
         await serving
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
     return (server.status, server.last_words) if server.started else (1, "")
-
-
-async def _serve_metrics(app: Any, listener: socket.socket) -> None:
-    """Answer `/metrics` of a service at a listener of its own, until cancelled."""
-    config = uvicorn.Config(
-        make_metrics_app(app),
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-    )
-    host, port = listener.getsockname()[:2]
-    log.info("metrics are at http://%s:%d/metrics", host, port)
-    await MetricsServer(config).serve(sockets=[listener])
 
 
 async def report_start(

@@ -218,7 +218,7 @@ def test_a_probe_is_shown_at_the_token_that_it_was_read_at(visit: OpenPage, api:
     projections_T = activations_TD @ direction_D / np.linalg.norm(direction_D)
     tokens = view.get_by_role("listbox", name="Tokens of the text").locator(".token")
     assert tokens.count() == len(projections_T) - 1  # all but the beginning of the sequence
-    for index in range(tokens.count() - 1):  # the answer has no reading of the last token
+    for index in range(tokens.count()):
         tokens.nth(index).hover()
         shown = seen.page.get_by_role("tooltip").locator("dt:text-is('Probe') + dd").inner_text()
         assert read(shown) == pytest.approx(float(projections_T[index + 1]), abs=2e-3)

@@ -11,14 +11,9 @@ import httpx
 import pytest
 
 from logsteer import InvalidRequestError, OverloadedError, TransportError
-from logsteer.schemas import UsedAdapter
 
 from .documents import (
-    ANSWER,
-    PERPLEXITY,
-    SWEEP,
     logprob_answer,
-    steer_answer,
     steering_receipt,
     target,
 )
@@ -41,7 +36,9 @@ CARD: dict[str, Any] = {
 LIST = {"adapters": [CARD], "damaged": ["torn"], "bytes": 400, "max_bytes": 1000}
 GONE = {"name": "lora", "sha256": "ab" * 32}
 USED = {"adapter": {"name": "lora", "sha256": "ab" * 32}}
-MOOD: dict[str, Any] = {"vectors": [{"name": "mood"}]}
+MOOD: dict[str, Any] = {
+    "vectors": [{"name": "mood", "layers": "recommended", "scale": "recommended"}]
+}
 CONFIG = b'{"r": 8}\n'
 WEIGHTS = bytes(range(256)) * 4000
 BUSY = problem("overloaded", 429, retryable=True)
@@ -173,14 +170,6 @@ def test_files_are_closed_whatever_comes(
     assert len(opened) == 4 and all(file.closed for file, _ in opened)
 
 
-def test_an_event_loop_does_not_wait_for_files(
-    call: Caller, directory: Path, opened: list[tuple[Any, int]]
-) -> None:
-    call(answer(CARD), lambda client: client.adapters.put("lora", directory))
-    own = threading.get_ident()
-    assert [thread == own for _, thread in opened[-2:]] == [not call.asynchronous] * 2
-
-
 @pytest.mark.parametrize(
     ("missing", "named"),
     [
@@ -225,31 +214,6 @@ def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory
 
 ITEMS = [{"context": "a", "targets": ["b"]}]
 SCORES = logprob_answer([target("b", -1.0)])
-GRADIENTS = {**ANSWER, "results": []}
-REQUESTS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "logprob": (lambda client, **more: client.logprob(ITEMS, **more), SCORES),
-    "diagnostics": (lambda client, **more: client.diagnostics(ITEMS, **more), SCORES),
-    "perplexity": (lambda client, **more: client.perplexity("a", **more), PERPLEXITY),
-    "generate": (lambda client, **more: client.generate("a", **more), steer_answer()),
-    "steer": (lambda client, **more: client.steer("a", MOOD, **more), steer_answer()),
-    "sweep": (lambda client, **more: client.sweep(MOOD, [1], texts=["t"], **more), SWEEP),
-    "gradient": (lambda client, **more: client.gradient(ITEMS, {"layers": [1]}, **more), GRADIENTS),
-}
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_every_request_about_a_model_takes_parameters(call: Caller, name: str) -> None:
-    use, document = REQUESTS[name]
-    server = answer(document | USED)
-    override = {"name": "step", "eta": 0.5}
-    found = call(server, lambda client: use(client, adapter="lora", override=override))
-    assert found.adapter == UsedAdapter(name="lora", sha256="ab" * 32)
-    body = json.loads(server.bodies[0])
-    assert (body["adapter"], body["override"]) == ("lora", override)
-    with pytest.raises(InvalidRequestError) as caught:
-        call(server, lambda client: use(client, adapter="no name"))
-    assert caught.value.param == "adapter"
-    assert len(server.requests) == 1
 
 
 def test_the_commands_about_adapters(capsys: Output, directory: Path) -> None:
@@ -279,7 +243,9 @@ def test_scores_under_an_adapter_say_so(capsys: Output) -> None:
     assert "under adapter lora (abababababab)" in out and "steered" not in out
     server = answer(SCORES | USED | {"steering": steering_receipt()})
     assert run(server, "score", "a", "b", "--adapter", "lora", "--vector", "mood") == 0
-    assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora", "steering": MOOD}
+    assert json.loads(server.bodies[0]) == {
+        "items": ITEMS, "adapter": "lora", "steering": MOOD,
+    }  # fmt: skip
     out = capsys.readouterr().out
     assert "under adapter lora" in out and "steered 5 tokens" in out
     assert run(answer(SCORES), "score", "a", "b") == 0

@@ -184,9 +184,9 @@ def test_a_directory_of_something_else_is_refused(
 )
 def test_an_index_of_something_else_is_refused(call: Caller, tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_bytes(content.encode("latin-1"))
-    with pytest.raises(InvalidRequestError, match=r"index\.json is no index of this version"):
+    with pytest.raises(InvalidRequestError, match=r"index\.json is not an index of this version"):
         ActivationShards(tmp_path)
-    with pytest.raises(InvalidRequestError, match=r"index\.json is no index of this version"):
+    with pytest.raises(InvalidRequestError, match=r"index\.json is not an index of this version"):
         capture(call, CaptureServer(), tmp_path)
     assert (tmp_path / INDEX).read_bytes() == content.encode("latin-1")
 

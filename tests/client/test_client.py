@@ -88,9 +88,9 @@ def test_the_default_model_gives_way(call: Caller) -> None:
 def test_a_wrong_argument_is_told_before_anything_is_sent(call: Caller) -> None:
     server = answering({})
     with pytest.raises(InvalidRequestError) as caught:
-        call(server, lambda client: client.logprob([{"context": "a", "targets": [""]}]))
-    assert caught.value.param == "items.0"
-    assert "targets[0] is empty" in caught.value.detail
+        call(server, lambda client: client.logprob([{"context": "a"}]))
+    assert caught.value.param == "items[0]"
+    assert "takes targets" in caught.value.detail
     assert caught.value.request_id is None
     with pytest.raises(InvalidRequestError, match="lone surrogate"):
         call(server, lambda client: client.tokenize("\ud800"))

@@ -171,7 +171,7 @@ def test_a_validation_list_is_shown(call: Caller) -> None:
 @pytest.mark.parametrize("body", [b"<html>", b'{"status": "ok"}', b"\xff"])
 def test_an_answer_of_another_kind_is_no_answer(call: Caller, body: bytes) -> None:
     server = Script(httpx.Response(200, content=body))
-    with pytest.raises(AnswerError, match="no Health") as caught:
+    with pytest.raises(AnswerError, match="not a Health") as caught:
         call(server, ask_health)
     assert caught.value.request_id == server.requests[0].headers["X-Request-Id"]
 

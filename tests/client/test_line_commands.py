@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from logsteer.schemas import GradientAnswer
+
 from .documents import ANSWER, START, completion, events, logprob_answer, piece, target
 from .scripted import Output, Script, event_stream, run
 
@@ -41,6 +43,12 @@ GRADIENT = gradient_answer(
     norms={"2": [5.0, 1.0], "3": [0.5, 2.0]},
 )
 ALONG = {**gradient_answer(directional=0.25, directional_per_token=[0.25]), "along": USED}
+
+
+ATTRIBUTED = gradient_answer(
+    input_ids=[3, 4], input_tokens=["I", " <am>"], attributions=[0.5, -0.25],
+    baseline_logprob=-1.25, convergence_delta=0.0,
+)  # fmt: skip
 
 
 def bodies(server: Script) -> list[Any]:
@@ -87,7 +95,7 @@ def test_generate_as_json_and_as_a_conversation(capsys: Output) -> None:
     server = Script(continue_all)
     assert run(server, "generate", "Hi", "--chat", "--json") == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["completions"][0]["text"] == "chat!"
-    assert bodies(server) == [{"messages": [{"role": "user", "content": "Hi"}]}]
+    assert bodies(server) == [{"messages": [[{"role": "user", "content": "Hi"}]]}]
 
 
 def test_diagnostics_of_targets(capsys: Output) -> None:
@@ -145,17 +153,32 @@ def test_a_derivative_along_a_direction(capsys: Output) -> None:
     ]
 
 
+def test_an_attribution_is_a_row_a_token_and_coloured_text(capsys: Output) -> None:
+    server = Script(httpx.Response(200, json=ATTRIBUTED))
+    argv = ["gradient", "I am", " glad", "--attribution", "integrated", "--steps", "9"]
+    assert run(server, *argv, "--baseline", "7") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "-0.25" in [row[-1] for row in rows if row], rows
+    asked = {"attribution": "integrated", "steps": 9, "baseline": 7}
+    assert bodies(server)[0].items() >= asked.items() and "wrt" not in bodies(server)[0]
+    page = GradientAnswer.model_validate(ATTRIBUTED)._repr_html_()
+    assert "attribution: -0.5" in page and "surprisal" not in page
+    # Orange for what the target gains by a token, blue for what it loses, half as strong.
+    assert 'background:rgba(222,84,30,0.600)" title="&#x27;I&#x27;' in page
+    assert 'background:rgba(31,111,180,0.300)" title="&#x27; &lt;am&gt;&#x27;' in page
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ["generate"],
-        ["generate", "a", "b", "--chat"],
         ["generate", "a", "--override", "dir"],
         ["generate", "a", "--override", ":1"],
         ["diagnostics", "a"],
         ["gradient", "a", "b"],
         ["gradient", "a", "b", "--layers", "1", "--along", "dir"],
         ["gradient", "a", "b", "--along", "dir", "--at", "all"],
+        ["gradient", "a", "b", "--attribution", "integrated", "--hook", "attn_out"],
     ],
 )
 def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:

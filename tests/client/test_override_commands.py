@@ -68,21 +68,6 @@ def test_the_commands_about_texts_take_an_override(tmp_path: Path) -> None:
             assert json.loads(server.bodies[0])["override"] == WANTED
 
 
-def test_an_override_in_float32(capsys: Output) -> None:
-    used = {"name": "dir", "sha256": "cd" * 32, "eta": 1e-6, "cast": "float32"}
-    scored = logprob_answer([target("b", -1.0)]) | {"override": used}
-    steered = event_stream(events(("start", START), ("result", steer_answer())))
-    argv = ["--override", "dir:1e-6", "--cast", "float32"]
-    for command, server in (
-        (["score", "a", "b"], answer(scored)),
-        (["steer", "a", "--vector", "mood"], Script(steered)),
-        (["sweep", "--scales=1", "--item", "I", "a", "b", "--vector", "mood"], answer(SWEEP)),
-    ):
-        run(server, *command, *argv)
-        assert json.loads(server.bodies[0])["override"] == {**WANTED, "cast": "float32"}
-    assert "under override dir x 1e-06 in float32 (cdcdcdcdcdcd)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", [["score", "a", "b"], ["steer", "a", "--vector", "v"]])
 def test_a_cast_goes_with_an_override(capsys: Output, command: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

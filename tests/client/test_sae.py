@@ -207,7 +207,7 @@ SCALED = {"normalize_activations": "expected_average_only_in"}
                 {"hook_name": "blocks.{layer}.hook_out", "hook_layer": layer},
                 {},
                 {},
-                f"hook_layer {layer!r} is no layer.*; give --layer",
+                f"hook_layer {layer!r} is not a layer.*; give --layer",
             )
             for layer in ("x", -1, True, 2.5)
         ),
@@ -239,8 +239,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     whole = weights.read_bytes()
     for content, reason in (
         (b"", "is empty"),
-        (b"no tensors at all", "is no safetensors file"),
-        (b"\x02" + bytes(7) + b"[]", "is no safetensors file"),
+        (b"no tensors at all", "is not a safetensors file"),
+        (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
         (whole[:-4], "not all numbers"),
         (whole.replace(b'"F32"', b'"I32"'), "in type I32; F64, F32"),
     ):

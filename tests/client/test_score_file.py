@@ -132,7 +132,7 @@ def test_many_failures_in_a_row_end_the_job(tmp_path: Path) -> None:
         ({"options": {"bos": "perhaps"}}, "bos"),
         ({"options": {"reference": "other"}}, "not of each row"),
         ({"options": {"columns": ["rank"]}}, "tokens: true"),
-        ({"fields": {"context": "a"}}, "context is no field"),
+        ({"fields": {"context": "a"}}, "context is not a field"),
         ({"targets": ["a"]}, "takes no targets"),
     ],
 )

@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_what_is_done_and_two_at_once_are_refused(tmp_path: Path) -
         command.send_signal(signal.SIGINT)
         _, told = command.communicate(timeout=120)
         assert command.returncode == 130
-        assert b"the same command goes on" in told
+        assert b"the same command resumes" in told
     scores = score(corpus, target, CorpusServer(), limits=JobLimits())
     assert 0 < scores.resumed_rows < 3000
     assert [row["row"] for row in read_rows(target)] == list(range(3000))
@@ -180,7 +180,7 @@ def test_what_has_changed_is_refused_by_name_and_restart_begins_anew(
         score(corpus, target, CorpusServer(weights="v"), id_column="id")
     rows = texts(50)
     write_rows(corpus, [*rows[1::-1], *rows[2:]])
-    with pytest.raises(LogsteerError, match="has changed: rows 0 to 11 are not those"):
+    with pytest.raises(LogsteerError, match="has changed: rows 0 to 11 are not the rows"):
         score(corpus, target, CorpusServer(), id_column="id")
     write_rows(corpus, rows[:-1])
     with pytest.raises(LogsteerError, match=r"input was .* and is"):
@@ -192,7 +192,7 @@ def test_what_has_changed_is_refused_by_name_and_restart_begins_anew(
         score(corpus, target, CorpusServer(), id_column="id")
     assert not (tmp_path / "out.jsonl.part").exists()
     (tmp_path / "out.jsonl.job").write_text('{"score-file": 1}\n{"rows": 4}\n')
-    with pytest.raises(LogsteerError, match="no record of a job of this version; --restart"):
+    with pytest.raises(LogsteerError, match="not a record of a job of this version; --restart"):
         score(corpus, target, CorpusServer(), id_column="id")
 
 

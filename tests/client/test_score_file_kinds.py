@@ -89,7 +89,7 @@ def test_ids_of_json_lines_are_text_in_parquet(
         ("in.txt", b"{}", "does not say what it holds"),
         ("in.jsonl.gz", b"no gzip", "cannot be unpacked"),
         ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "cannot be unpacked"),
-        ("in.parquet", b"no parquet", "no Parquet"),
+        ("in.parquet", b"no parquet", "not a Parquet"),
     ],
     ids=["no name", "no gzip", "cut", "no parquet"],
 )

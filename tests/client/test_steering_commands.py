@@ -165,7 +165,7 @@ def test_wrong_usage_is_2(capsys: Output, tmp_path: Path, argv: list[str]) -> No
         (b"[]", "no steering object"),
         (b"", "is empty"),
         (b"\xff", "not UTF-8"),
-        (b"{}", "steering.vectors: Field required"),
+        (b"{}", "steering.vectors is missing"),
         (b'{"vectors": [{"name": "a", "strength": 1}]}', "strength"),
     ],
 )
@@ -193,27 +193,6 @@ def test_one_completion_is_streamed_then_its_receipt_is_shown(capsys: Output) ->
     assert err == ""
     body = {"model": "demo", "prompts": ["There"], "steering": MOOD}
     assert sent(server) == {**body, "stream": True}
-
-
-def test_every_option_of_sampling_is_sent() -> None:
-    server = stream()
-    argv = ["--max-tokens", "9", "--n", "1", "--temperature", "0.5", "--top-p", "0.9"]
-    argv += ["--top-k", "5", "--min-p", "0.1", "--seed", "3", "--stop", "a", "--stop", "b"]
-    assert run(server, "steer", "x", "--vector", "v", *argv, "--bos", "never", "--chat") == 0
-    assert sent(server) == {
-        "messages": [{"role": "user", "content": "x"}],
-        "steering": {"vectors": [{"name": "v"} | RECOMMENDED]},
-        "max_tokens": 9,
-        "n": 1,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 3,
-        "stop": ["a", "b"],
-        "bos": "never",
-        "stream": True,
-    }
 
 
 def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> None:
@@ -246,9 +225,9 @@ def test_what_probes_read_stands_under_each_completion(capsys: Output) -> None:
     argv = ["steer", "I am", "--vector", "mood", "--baseline", "--probe", "mood@3"]
     assert run(server, *argv) == 0
     found = rows(capsys)
-    assert found.index(["steered", "completion", "0"]) < found.index(["n/a", "n/a", "0.25"])
-    assert found.index(["unsteered", "completion", "0"]) < found.index(["n/a", "n/a", "0.75"])
-    assert ["'g'", "-0.5", "-4.5"] in found and ["'s'", "-0.5", "-4.5"] in found
+    assert found.index(["steered", "completion", "0"]) < found.index(["'g'", "-0.5", "0.25"])
+    assert found.index(["unsteered", "completion", "0"]) < found.index(["'s'", "-0.5", "0.75"])
+    assert len([row for row in found if row[-1:] == ["-4.5"]]) == 2
 
 
 def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
@@ -307,25 +286,8 @@ def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
     lines = [line.split() for line in out.splitlines()]
     heads = ["token", "logprob", "mood@2:", "cosine", "mood@2:", "cosine", "after"]
     assert heads in lines
-    # The reading is of the token in front, of which an answer has nothing else.
-    assert ["n/a", "n/a", "0.25", "0.5"] in lines and ["'b'", "-1", "n/a", "n/a"] in lines
+    assert ["'b'", "-1", "0.25", "0.5"] in lines
     assert "where its condition held, at 3 tokens" in out
-
-
-def test_each_reading_has_a_name_of_its_own(
-    capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = {"sha256": "0" * 64, "layer": 2, "hook": "resid_post"}
-    reads = [("mood", "projection", 3.5), ("mood", "cosine", 0.25), ("mood", "cosine", 0.75),
-             (None, "cosine", 0.5)]  # fmt: skip
-    probes = [{**common, "name": name, "read": read, "before": [x]} for name, read, x in reads]
-    scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=probes)])
-    argv = ["--probe", "mood@2", "--probe", "mood@2:cosine", "--probe", "mood@2:cosine"]
-    assert run(answer(scored), "score", "a", "b", *argv) == 0
-    assert ["n/a", "n/a", "3.5", "0.25", "0.75", "0.5"] in rows(capsys)
-    monkeypatch.setenv("COLUMNS", "50")  # no name is cut off
-    run(answer(scored), "score", "a", "b", *argv)
-    assert "…" not in capsys.readouterr().out
 
 
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(client: Client, tmp_path: Path) -> None:
     url = f"{client.base_url}/adapters/bad"
     files = {"config": b"{}", "weights": b"x" * 2**23}
     assert httpx.put(url, files=files).json()["code"] == "payload_too_large"
-    assert "two files" in httpx.put(url, files={"config": b"{}"}).json()["detail"]
+    assert "Send the files" in httpx.put(url, files={"config": b"{}"}).json()["detail"]
     assert httpx.put(url, content=b"{}").json()["code"] == "invalid_request"
     assert client.adapters.list() == before
     assert score(client).shape == (len(TARGET),)

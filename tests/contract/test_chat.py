@@ -1,13 +1,18 @@
 """Conversations on real engines, by a template that ends in white space: what is scored is what was
 generated."""
 
+import json
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+import openai
 import pytest
+from safetensors.numpy import load
 
 from logsteer import Client
+from logsteer.errors import InvalidRequestError
 from tests.conftest import Server
 from tests.contract.steering import DATA
 
@@ -52,3 +57,156 @@ def test_a_reply_is_scored_as_it_was_drawn(client: Client, model: str, steering:
         num_same += same  # drawn tokens need not be those of their text
         assert text.logprobs[:same] == pytest.approx(completion.logprobs[:same], abs=PER_TOKEN)
     assert num_same >= 4
+
+
+@pytest.fixture
+def outside(chat_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+ANSWER = {"role": "assistant", "content": "Paris"}
+PREFILL = {"continue_final_message": True}
+
+
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_every_endpoint_reads_the_same_conversation(client: Client, model: str) -> None:
+    one, two = [*CHAT, ANSWER], [{"role": "system", "content": "Be kind."}, *CHAT]
+    tokens = client.tokenize(messages=[one, two], model=model).results
+    ids = [each.token_ids for each in tokens]
+    (alone,) = client.tokenize(messages=one, model=model).results
+    assert alone.token_ids == ids[0]
+
+    greedy: Any = {"model": model, "temperature": 0, "max_tokens": 4}
+    asked = client.generate(None, messages=[one, two], **greedy).results
+    assert [result.prompt_ids for result in asked] == ids
+    form: Any = {"model": model, "add_generation_prompt": True}
+    texts = client.detokenize(ids, model=model).texts
+    read = client.perplexity(messages=[one, two], **form, bos="never").results
+    wanted = client.perplexity(texts, model=model, bos="never").results
+    for found, own in zip(read, wanted, strict=True):
+        assert found.sum_logprob == pytest.approx(own.sum_logprob, abs=PER_TOKEN * own.num_scored)
+    items = [{"messages": messages} for messages in (one, two)]
+    assert [each.token_ids for each in client.activations(items, [1], **form)] == ids
+
+    with pytest.raises(InvalidRequestError, match="does not read") as refused:
+        client.generate(None, messages=one, chat_template_kwargs={"depth": 2}, **greedy)
+    assert refused.value.param == "chat_template_kwargs"
+    answer = client.generate(
+        None, messages=[one, [{"role": "tool", "content": "x"}], two], **greedy, on_error="report"
+    )
+    assert [result.problem is None for result in answer.results] == [True, True, True]
+
+
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_prefilled_answer_goes_on(client: Client, model: str) -> None:
+    greedy: Any = {"model": model, "temperature": 0, "max_tokens": 4}
+    (result,) = client.generate(None, messages=[*CHAT, ANSWER], **PREFILL, **greedy).results
+    (text,) = client.detokenize([result.prompt_ids], model=model).texts
+    assert text.endswith("<|assistant|>Paris")
+    item = {"messages": [*CHAT, ANSWER], "targets": [result.completions[0].text]}
+    (scored,) = client.logprob([item], model=model, **PREFILL).results
+    assert scored.targets[0].logprob == pytest.approx(result.completions[0].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_vector_of_answers_is_the_difference_at_their_tokens(client: Client, model: str) -> None:
+    def answered(text: str) -> list[dict[str, str]]:
+        return [*CHAT, {"role": "assistant", "content": text}]
+
+    sides = [(answered("Yes"), answered("No")), (answered("I will"), answered("I won't"))]
+    name = f"answers-{model}"
+    trained = client.vectors.train(name, sides, model=model, layers=[2], read="answer")
+    assert trained.vector.about.read == "answer"
+    items = [{"messages": side} for pair in sides for side in pair]
+    read = client.activations(items, [2], model=model, read="last", **PREFILL)
+    rows = np.stack([each.rows(2)[0] for each in read])
+    wanted = (rows[0::2] - rows[1::2]).mean(0)
+    file = load(client.vectors.download(name, "safetensors"))
+    (found,) = file.values()
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["city", "sure"],
+    "additionalProperties": False,
+}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TOOL: Any = {"type": "function", "function": {"name": "say", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize("steering", [None, STEERED], ids=["plain", "steered"])
+def test_a_reply_has_the_form_asked_for(outside: openai.OpenAI, steering: Any) -> None:
+    """Of the same draws as a neighbour's that is free, which is told nothing of it."""
+    body = {} if steering is None else {"extra_body": {"steering": steering}}
+    arguments: Any = {"model": "vllm", "messages": CHAT, "seed": 5, "max_tokens": 60} | body
+    free = outside.chat.completions.create(**arguments, n=2)
+    forced = outside.chat.completions.create(
+        **arguments, n=6, response_format=FORM, logprobs=True, temperature=1.5
+    )
+    cities = set()
+    for choice in forced.choices:
+        assert choice.finish_reason == "stop"
+        said = json.loads(choice.message.content or "")
+        assert said.keys() == {"city", "sure"}
+        cities.add(said["city"])
+        tokens = (choice.logprobs and choice.logprobs.content) or []
+        # Log-probabilities are the model's own, to which such a reply is strange.
+        assert sum(token.logprob for token in tokens) < -20
+    assert cities == {"Paris", "Rome"}
+    assert (getattr(forced, "steering", None) is None) == (steering is None)
+    again = outside.chat.completions.create(**arguments, n=2)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in free.choices]
+    json_object = outside.chat.completions.create(
+        **arguments | {"max_tokens": 200}, response_format={"type": "json_object"}
+    )
+    assert (json_object.choices[0].message.content or "").lstrip().startswith("{")
+
+
+NAMED: Any = {"type": "function", "function": {"name": "say"}}
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_tools_are_called(outside: openai.OpenAI, choice: Any, reason: str) -> None:
+    arguments: Any = {
+        "model": "vllm", "messages": CHAT, "tools": [TOOL], "tool_choice": choice, "seed": 5,
+        "max_tokens": 120, "parallel_tool_calls": False,
+    }  # fmt: skip
+    found = outside.chat.completions.create(**arguments).choices[0]
+    assert found.finish_reason == reason
+    (call,) = found.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, found.message.content) == ("say", None)
+    assert json.loads(call.function.arguments).keys() == {"city", "sure"}
+
+    with outside.chat.completions.stream(**arguments) as events:
+        streamed = events.get_final_completion().choices[0].message.tool_calls or []
+    assert [one.function.arguments for one in streamed] == [call.function.arguments]
+
+    turns: Any = [
+        *CHAT, found.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "It is."},
+    ]  # fmt: skip
+    reply = outside.chat.completions.create(
+        **arguments | {"messages": turns, "tool_choice": "auto"}
+    )
+    assert reply.choices[0].message.role == "assistant"
+
+
+def test_what_cannot_be_forced_is_refused_by_name(outside: openai.OpenAI) -> None:
+    broken: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "cat"}}}
+    cases: list[tuple[str, Any, str]] = [
+        ("tlens", {"response_format": FORM}, "response_format: the engine transformer_lens"),
+        ("tlens", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: the engine"),
+        ("vllm", {"response_format": broken}, "form of the reply"),
+    ]
+    for model, fields, reason in cases:
+        with pytest.raises(openai.BadRequestError, match=reason):
+            outside.chat.completions.create(model=model, messages=CHAT, max_tokens=8, **fields)
+    free = outside.chat.completions.create(model="tlens", messages=CHAT, tools=[TOOL], max_tokens=8)
+    assert free.choices[0].message.content

@@ -318,7 +318,7 @@ def test_rows_are_differentiated_in_chunks_of_bounded_size(
 def test_what_cannot_be_differentiated_is_refused(engine: Any) -> None:
     ids = draw_ids(np.random.default_rng(11), 8)
     for fields, code, reason in (
-        ({}, "invalid_request", "activations or a direction"),
+        ({}, "invalid_request", "give one"),
         ({"sites": ((9, "resid_post"),)}, "invalid_request", "no layer 9"),
         ({"sites": ((1, "nothing"),)}, "unsupported_by_engine", "nothing"),
         ({"sites": ((1, "resid_post"),), "max_width": 127}, "payload_too_large", "fewer layers"),

@@ -133,7 +133,7 @@ def test_what_cannot_be_done_is_refused_and_says_what_to_do(fake_server: Server)
     with pytest.raises(TypeError, match="pretrained"):
         LogsteerLM(fake_server.url, pretrained="x")  # type: ignore[call-arg]
     for steering, message in (
-        ({}, "vectors: Field required"),
+        ({}, "vectors is missing"),
         ("{", "no JSON"),
         ({"vectors": [{"name": "nobody"}]}, "nobody"),
     ):

@@ -38,26 +38,6 @@ def test_sums_follow_from_the_columns(client: Client) -> None:
     assert "".join(target.tokens or []) == " Paris. It is large."
 
 
-def test_offsets_point_into_the_target(client: Client) -> None:
-    text = " Paris. It is large."
-    target = score_one(client, {"context": CONTEXT, "targets": [text]})
-    assert [text[a:b] for a, b in target.offsets or []] == target.tokens
-
-
-def test_white_space_that_ends_the_context_is_scored_with_the_target(client: Client) -> None:
-    moved = score_one(client, {"context": CONTEXT + " ", "targets": ["Paris"]})
-    given_ = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
-    assert moved.logprobs == pytest.approx(given_.logprobs, abs=PER_TOKEN)
-    assert moved.offsets == [(-1, 5)]
-    assert (moved.target, given_.target) == ("Paris", " Paris")
-
-
-def test_a_merged_boundary_is_reported(client: Client) -> None:
-    merged = score_one(client, {"context": "Once upon a ti", "targets": ["me there was"]})
-    exact = score_one(client, {"context": "Once upon a time", "targets": [" there was"]})
-    assert (merged.boundary, exact.boundary) == ("merged", "exact")
-
-
 def test_merged_targets_are_not_compared_with_exact_ones(client: Client) -> None:
     item = {"context": "Once upon a ti", "targets": ["me there was", " and then", "me it was"]}
     mixed = client.logprob([item]).results[0]
@@ -98,35 +78,6 @@ def test_the_better_of_both_spaces_is_one_result(client: Client) -> None:
     assert [record.sequence for record in records] == [one.sequence for one in best.targets]
 
 
-def test_a_target_left_without_a_token_is_refused(client: Client) -> None:
-    ids = client.tokenize(["Paris", "Par"]).results
-    assert len(ids[0].token_ids) <= len(ids[1].token_ids), "the example needs Paris as one token"
-    with pytest.raises(APIError, match="boundary: separate") as caught:
-        client.logprob([{"context": "Par", "targets": ["is"]}])
-    assert caught.value.code == "boundary_empty"
-    kept = score_one(client, {"context": "Par", "targets": ["is"]}, boundary="separate")
-    assert kept.num_tokens >= 1
-
-
-def test_separate_encodes_each_alone(client: Client) -> None:
-    target = score_one(
-        client, {"context": "Once upon a ti", "targets": ["me"]}, boundary="separate"
-    )
-    alone = client.tokenize(["me"], bos="never").results[0]
-    assert (target.token_ids, target.boundary) == (alone.token_ids, "exact")
-
-
-def test_ids_are_taken_as_they_are(client: Client) -> None:
-    context, target = client.tokenize([CONTEXT, " Paris"], bos="auto").results
-    by_ids = score_one(
-        client, {"context_ids": context.token_ids, "target_ids": [target.token_ids[1:]]}
-    )
-    by_text = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
-    assert by_ids.logprobs == pytest.approx(by_text.logprobs, abs=PER_TOKEN)
-    assert by_ids.offsets is None
-    assert by_ids.target == " Paris"
-
-
 def test_messages_go_through_the_chat_template(client: Client) -> None:
     answer = client.logprob(
         [{"messages": [{"role": "user", "content": "Hi"}], "targets": ["Hello!", "Paris"]}]
@@ -149,27 +100,6 @@ def test_bos_is_never_doubled_and_can_be_left_out(client: Client) -> None:
     assert written.logprobs == pytest.approx(plain.logprobs, abs=PER_TOKEN)
     tokens = client.tokenize([CONTEXT], bos="never").results[0].token_ids
     assert without.usage.prompt_tokens == len(tokens)
-
-
-def test_both_variants_of_the_leading_space(client: Client) -> None:
-    for given_, is_with in ((" Paris", True), ("Paris", False)):
-        item = {"context": CONTEXT, "targets": [given_]}
-        target = score_one(client, item, space="both")
-        assert target.variants is not None
-        same = target.variants.with_space if is_with else target.variants.without_space
-        assert target.logprobs == same.logprobs
-        assert target.logprobs == pytest.approx(score_one(client, item).logprobs, abs=PER_TOKEN)
-        both = [target.variants.with_space.logprob, target.variants.without_space.logprob]
-        expected = math.log(sum(math.exp(v) for v in both if v is not None))
-        assert target.logprob_any_space == pytest.approx(expected, abs=1e-6)
-
-
-def test_best_and_choice_probs(client: Client) -> None:
-    result = client.logprob([{"context": CONTEXT, "targets": [" Paris", " London", " Rome"]}])
-    logprobs = [target.logprob or 0.0 for target in result.results[0].targets]
-    assert result.results[0].best == logprobs.index(max(logprobs))
-    total = sum(map(math.exp, logprobs))
-    assert result.results[0].choice_probs == pytest.approx([math.exp(v) / total for v in logprobs])
 
 
 def test_top_alternatives_are_sorted_and_as_many_as_asked(client: Client) -> None:
@@ -218,20 +148,6 @@ def test_columns_and_arrays_as_asked(client: Client) -> None:
     sums = score_one(client, item, per_token=False)
     assert (sums.token_ids, sums.logprobs, sums.offsets) == (None, None, None)
     assert sums.logprob == pytest.approx(only.logprob, abs=PER_TOKEN)
-
-
-def test_messagepack_says_the_same_as_json(client: Client) -> None:
-    item = {"context": CONTEXT, "targets": [" Paris is large.", " London"]}
-    model = client.models().models[0].id
-    with Client(client.base_url, encoding="msgpack", model=model) as packed:
-        answers = [c.logprob([item], top=3, model=model).results for c in (client, packed)]
-    assert answers[0][0].best == answers[1][0].best
-    for a, b in zip(answers[0][0].targets, answers[1][0].targets, strict=True):
-        assert a.token_ids == b.token_ids
-        assert a.logprobs == pytest.approx(b.logprobs, abs=PER_TOKEN)
-        assert a.top is not None
-        assert b.top is not None
-        assert a.top.token_ids == b.top.token_ids
 
 
 @settings(

@@ -23,7 +23,6 @@ from tests.contract.directions import (
     moved_model,
     read_logprobs,
 )
-from tests.contract.steering import HookedReference
 from tests.contract.test_gradient import autograd_reference, relative, sum_products
 from tests.contract.tlens_cases import draw_ids, draw_vector
 
@@ -136,46 +135,6 @@ def test_every_endpoint_takes_an_override(client: Client) -> None:
     )
 
 
-def test_generation_under_an_override_scores_as_it_was_sampled(client: Client) -> None:
-    vector = draw_vector(norm=3.0).tolist()
-    steering = {"vectors": [{"data": {"2": vector}}]}
-    options: dict[str, Any] = {"prompt_ids": [CONTEXT], "max_tokens": 12, "n": 2, "seed": 3}
-    generated = client.generate(None, override=OVERRIDE, ignore_eos=True, **options)
-    steered = client.steer(
-        None, steering, override=OVERRIDE, baseline=True, ignore_eos=True, **options
-    )
-    plain = client.generate(None, ignore_eos=True, **options)
-    assert generated.override == steered.override
-    assert plain.override is None
-    assert steered.results[0].baseline is not None
-    for index, completion in enumerate(generated.results[0].completions):
-        assert completion.token_ids != plain.results[0].completions[index].token_ids
-        assert completion.token_ids == steered.results[0].baseline[index].token_ids
-    for used, completions in (
-        (None, generated.results[0].completions),
-        (steering, steered.results[0].completions),
-    ):
-        for completion in completions:
-            item = {"context_ids": CONTEXT, "target_ids": [completion.token_ids]}
-            again = client.logprob([item], override=OVERRIDE, steering=used)
-            found = again.results[0].targets[0].logprobs
-            assert found == pytest.approx(completion.logprobs, abs=PER_TOKEN)
-
-
-def test_diagnostics_of_a_generation_are_under_its_override(client: Client) -> None:
-    answer = client.generate(
-        None, prompt_ids=[CONTEXT], max_tokens=8, seed=1, override=OVERRIDE, diagnostics=True
-    )
-    completion = answer.results[0].completions[0]
-    assert completion.columns is not None
-    item = {"context_ids": CONTEXT, "target_ids": [completion.token_ids]}
-    again = client.logprob([item], override=OVERRIDE, columns=["logprob", "entropy"])
-    found = again.results[0].targets[0]
-    assert found.columns is not None
-    assert found.columns["entropy"] == pytest.approx(completion.columns["entropy"], abs=PER_TOKEN)
-    assert found.logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
-
-
 def test_cached_results_know_the_override(tlens_limited_server: Server, tensors: Any) -> None:
     with Client(tlens_limited_server.url, timeout=300) as client:
         client.overrides.put("v", save(tensors))
@@ -189,23 +148,6 @@ def test_cached_results_know_the_override(tlens_limited_server: Server, tensors:
         assert len({values.tobytes() for values in first}) == 3  # eta 0 is the base
         client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}), overwrite=True)
         assert (score(client, override=used[2]) != first[2]).any()
-
-
-def test_activations_are_those_of_the_moved_model(
-    client: Client, tensors: dict[str, Tensor]
-) -> None:
-    moved = HookedReference(DEMO_MODEL)
-    with torch.no_grad():
-        for name, parameter in moved.model.named_parameters():
-            if name in tensors:
-                parameter += ETA * tensors[name]
-    wanted = moved.activations(CONTEXT)
-    found = client.activations([{"token_ids": CONTEXT}], [1, 4], override=OVERRIDE)
-    plain = client.activations([{"token_ids": CONTEXT}], [1, 4])
-    for layer in (1, 4):
-        assert found.layers[layer] == pytest.approx(wanted[layer], abs=PER_TOKEN)
-        assert np.abs(plain.layers[layer] - wanted[layer]).max() > 0.01
-    assert found.answer.override is not None
 
 
 def test_gradients_through_http(client: Client) -> None:

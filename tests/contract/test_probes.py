@@ -110,7 +110,7 @@ def by_layer(target: Any) -> dict[int, ProbeReadings]:
 def test_a_probe_reads_what_a_hook_sees(client: Client, reference: ConditionalReference) -> None:
     context, target = draw_ids(40, 1), draw_ids(8, 2)
     seen = reference.read([*context, *target], None)
-    rows = slice(39, 47)
+    own = slice(40, 48)
     probes = [
         probe(MOOD, 1, 3),
         probe(TOPIC, 2, read="cosine"),
@@ -120,16 +120,16 @@ def test_a_probe_reads_what_a_hook_sees(client: Client, reference: ConditionalRe
         found = by_layer(score(client, context, target, probes=probes))
         assert list(found) == [1, 3, 2, 0]
         for layer in (1, 3):
-            assert near(found[layer].before, seen.project(layer, MOOD)[rows])
+            assert near(found[layer].before, seen.project(layer, MOOD)[own])
             assert found[layer].after is None
             assert found[layer].context_before is None
         cosines = seen.project(2, TOPIC) / seen.before[2].norm(dim=-1).numpy()
-        assert near(found[2].before, cosines[rows])
+        assert near(found[2].before, cosines[own])
         everything = seen.project(0, TOPIC)
-        assert near(found[0].before, everything[rows])
-        assert near(found[0].context_before, everything[:39])
+        assert near(found[0].before, everything[own])
+        assert near(found[0].context_before, everything[:40])
     alone = score(client, context, target[:1], probes=[probe(MOOD, 1)])
-    assert near(by_layer(alone)[1].before, seen.project(1, MOOD)[39:40])
+    assert near(by_layer(alone)[1].before, seen.project(1, MOOD)[40:41])
 
 
 def test_readings_stand_before_and_after_steering(
@@ -147,8 +147,8 @@ def test_readings_stand_before_and_after_steering(
     )
     assert near(target_score.logprobs, seen.logprobs[19:], PER_TOKEN)
     for layer, found in by_layer(target_score).items():
-        assert near(found.before, seen.project(layer, MOOD)[19:25])
-        assert near(found.after, seen.project(layer, MOOD, after=True)[19:25])
+        assert near(found.before, seen.project(layer, MOOD)[20:26])
+        assert near(found.after, seen.project(layer, MOOD, after=True)[20:26])
         moved = np.abs(np.array(found.after) - np.array(found.before)).max()
         assert (moved > 0.05) == (layer == 2)
 
@@ -260,14 +260,13 @@ def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
         assert result.baseline is not None
         plain = by_layer(result.baseline[0])
         seen = reference.read([*prompt, *result.baseline[0].token_ids], None)
-        assert near(plain[1].before, seen.project(1, MOOD)[11:31])
+        assert near(plain[1].before, seen.project(1, MOOD)[12:32])
         assert plain[1].after is None
     pieces: dict[tuple[int, int], list[float | None]] = {}
     arguments |= {"baseline": False}
     for event in client.steer_events(None, steering, **arguments):
         if isinstance(event, SteerPiece):
             found = by_layer(event)[2]
-            assert len(found.before) == len(event.token_ids)
             pieces.setdefault((event.prompt, event.completion), []).extend(found.after or [])
     for p, result in enumerate(answer.results):
         for c, completion in enumerate(result.completions):
@@ -317,7 +316,8 @@ def test_texts_and_openai_clients_have_readings(
     assert len(by_layer(tokens)[2].before) == len(tokens.positions)
     whole = client.perplexity([text], tokens=True, probes=asked, cache=False).results[0].tokens
     assert whole is not None
-    assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[whole.positions])
+    front = len(ids) - len(whole.positions)
+    assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[front:])
     plain = client.generate(
         None, prompt_ids=[ids], max_tokens=5, temperature=0, probes=asked, ignore_eos=True
     )
@@ -330,7 +330,7 @@ def test_texts_and_openai_clients_have_readings(
     found = httpx.post(url, json=body, timeout=120).json()["choices"][0]
     assert near(found["probes"][0]["before"], np.array(wanted))
     chunks = httpx.post(url, json=body | {"stream": True}, timeout=120).text
-    assert chunks.count('"probes"') == 5
+    assert chunks.count('"probes"') == 6  # the last token is read after the others
 
 
 REFUSALS = [
@@ -386,7 +386,8 @@ def test_a_trained_vector_reads_probabilities(client: Client) -> None:
     readout = card.readouts["2"]
     texts = [text for pair in PAIRS for text in (pair["positive"], pair["negative"])]
     asked = [{"name": "glad"}, {"name": "glad", "read": "probability"}]
-    items = [{"context": text, "targets": [" Then"]} for text in texts]
+    ends = [part.token_ids for part in client.tokenize(texts).results]
+    items = [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]} for ids in ends]
     answer = client.logprob(items, probes=asked)
     read = [result.targets[0].probes for result in answer.results]
     projections, probabilities = (

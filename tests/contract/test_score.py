@@ -130,9 +130,9 @@ def test_what_cannot_be_scored_is_refused_by_name(http: httpx.Client, model: str
         ({"label_token_ids": [5, 5]}, "label_token_ids", "twice"),
         ({"label_token_ids": [2**31 - 1]}, "label_token_ids", "last one"),
         ({"query": [1, 2]}, "items", "query as text"),
-        ({"query": [1], "items": [[2**31 - 1]]}, "items", "token ids up to"),
-        ({"query": "", "items": [[]]}, "items", "at least one"),
-        ({"query": "cat " * 10_000}, "items", "shorten"),
+        ({"query": [1], "items": [[2**31 - 1]]}, "items[0]", "token ids up to"),
+        ({"query": "", "items": [[]]}, "items[0]", "at least one"),
+        ({"query": "cat " * 10_000}, "items[0]", "shorten"),
         ({"temperature": 0.5}, "temperature", "leave it out"),
         ({"text_1": "a"}, "text_1", "not vLLM's"),
     ):

@@ -124,9 +124,12 @@ def test_every_hook_is_transformerlenss_own(engine: Any, bridge: Any, whole_widt
         width = point.width if whole_width else point.shape[-1]
         vector = draw_vector(width, norm=3.0)
 
-        # Not all tokens: the same change of all keys would change nothing.
-        def add(activation: Tensor, hook: Any, v: np.ndarray = vector) -> Tensor:
-            changed = activation.clone()
+        # Not all tokens: the same change of all keys would change nothing. The bridge's resid_mid
+        # is what the MLP's norm is given, and the stream beside it only if changed in place.
+        def add(
+            activation: Tensor, hook: Any, v: np.ndarray = vector, mid: bool = point.is_shared
+        ) -> Tensor:
+            changed = activation if mid else activation.clone()
             shape = activation.shape[2:] if whole_width else (-1,)
             changed[:, 2:7] += torch.from_numpy(v).view(shape)
             return changed

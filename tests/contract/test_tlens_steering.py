@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import GenerateJob, JobFailure, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, JobFailure
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import load_model, read_logprobs
@@ -27,48 +27,6 @@ from tests.contract.tlens_cases import (
 )
 
 pytestmark = pytest.mark.engine
-
-KINDS = ["all", "prompt", "completion", "predicting", "last_prompt", "slices"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scoring_a_steered_sample_gives_what_it_was_sampled_with(
-    engine: Any, prompt: np.ndarray, kind: str
-) -> None:
-    plan = add_plan(kind, slices=((1, 3), (8, 12)) if kind == "slices" else ())
-    jobs = [GenerateJob(prompt[-n:], 30, seed=n, plan=plan) for n in (5, 2, 4)]
-    samples = run(engine, *jobs)
-    scorings = [
-        ScoreJob(np.concatenate([j.tokens, s.token_ids])[:-1], s.token_ids, plan=plan)
-        for j, s in zip(jobs, samples, strict=True)
-    ]
-    scored = run(engine, *scorings)
-    bare = score(engine, *(ScoreJob(job.tokens, job.targets) for job in scorings))
-    for job, sample, output, plain in zip(jobs, samples, scored, bare, strict=True):
-        assert output.columns["logprob"] == pytest.approx(sample.logprobs, abs=PER_TOKEN)
-        assert np.abs(plain - sample.logprobs).max() > 10 * PER_TOKEN
-        read = len(job.tokens) + len(sample.token_ids) - 1
-        count = plan.positions.count(read, len(job.tokens))
-        for trace in (sample.trace, output.trace):
-            assert trace.tokens == trace.sites["2"][0] == count
-        assert sample.trace.sites["2"][1] == pytest.approx(output.trace.sites["2"][1], rel=1e-4)
-
-
-def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: np.ndarray) -> None:
-    plans = [None, add_plan(), None, add_plan("completion", seed=1), add_plan(layer=0, seed=2)]
-    generate = [GenerateJob(prompt[: 3 + i], 30, seed=i, plan=p) for i, p in enumerate(plans)]
-    together = run(engine, *generate)
-    for job, output in zip(generate, together, strict=True):
-        alone = run(engine, job)[0]
-        assert alone.token_ids.tolist() == output.token_ids.tolist()
-        assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
-        assert (output.trace is None) == (job.plan is None)
-    rng = np.random.default_rng(5)
-    scorings = [whole(draw_ids(rng, 20 + 9 * i), plan=plan) for i, plan in enumerate(plans)]
-    for job, values in zip(scorings, score(engine, *scorings), strict=True):
-        assert values == pytest.approx(score(engine, job)[0], abs=BATCH)
-        unsteered = score(engine, whole(np.append(job.tokens, job.targets[-1])))[0]
-        assert (np.abs(values - unsteered).max() < BATCH) == (job.plan is None)
 
 
 def test_the_example_of_padded_prompts() -> None:

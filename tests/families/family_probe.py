@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.engine import Engine, EngineSpec
+from logsteer_server.contract.engine import HOOKS, Engine, EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -38,6 +39,7 @@ from logsteer_server.runtime.process import build_engine
 from tests.contract.steering import HookedReference, turn
 
 LAYER = 1
+INNER_HOOKS = HOOKS[:-1]
 RUNNER = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
 SOME = ((2, 9), (20, 21))
 """Positions that are steered where not all are."""
@@ -55,12 +57,12 @@ class Reference:
         """End the process."""
         self._pool.shutdown()
 
-    def activations(self, ids: Sequence[int]) -> np.ndarray:
-        """What each layer puts out, [L, T, D]."""
-        return self._pool.submit(_read_activations, list(ids)).result()
+    def activations(self, ids: Sequence[int], hook: str = "resid_post") -> np.ndarray:
+        """An activation of each layer, [L, T, D]."""
+        return self._pool.submit(_read_activations, list(ids), hook).result()
 
     def logprobs(self, context: Sequence[int], target: Sequence[int], *steering: Any) -> np.ndarray:
-        """Log p of each target token; `steering`: an operation, its vector, positions."""
+        """Log p of each target token; `steering`: an operation, its vector, positions, hook."""
         return self._pool.submit(_read_logprobs, list(context), list(target), *steering).result()
 
 
@@ -72,8 +74,8 @@ def _load_reference(path: Path) -> None:
     _loaded["model"] = HookedReference(path)
 
 
-def _read_activations(ids: list[int]) -> np.ndarray:
-    return _loaded["model"].activations(ids)
+def _read_activations(ids: list[int], hook: str) -> np.ndarray:
+    return _loaded["model"].activations(ids, hook)
 
 
 def _read_logprobs(
@@ -82,6 +84,7 @@ def _read_logprobs(
     name: str = "add",
     vector: np.ndarray | None = None,
     positions: Any = "all",
+    hook: str = "resid_post",
 ) -> np.ndarray:
     if vector is None:
         return _loaded["model"].logprobs(context, target)
@@ -92,7 +95,7 @@ def _read_logprobs(
         "ablate": lambda x: x - (x @ unit)[..., None] * unit,
         "rotate": lambda x: turn(x, 20, unit),
     }
-    return _loaded["model"].logprobs(context, target, changes[name], positions, LAYER)
+    return _loaded["model"].logprobs(context, target, changes[name], positions, LAYER, hook)
 
 
 class FamilyProbe:
@@ -129,6 +132,7 @@ class FamilyProbe:
             "ablate": lambda: self.compare_steering("ablate"),
             "rotate": lambda: self.compare_steering("rotate"),
             "generation": self.compare_generation,
+            **{hook: partial(self.compare_hook, hook) for hook in INNER_HOOKS},
         }
         found: dict[str, Any] = {}
         for name, check in checks.items():
@@ -165,14 +169,32 @@ class FamilyProbe:
             worst = max(worst, float((errors_LD.max(1) / size_L).max()))
         return worst
 
-    def _plan(self, name: str, positions: Positions) -> SteeringPlan:
+    def compare_hook(self, hook: str) -> float:
+        """An activation of every layer, each token's; and what a change of it comes to."""
+        if hook not in self.engine.info.hooks:
+            raise ValueError(self.engine.info.missing_hooks.get(hook, "there is none"))
+        ids, layers = self.texts[0], tuple(range(self.engine.info.num_layers))
+        expected_LTD = self.reference.activations(ids, hook)
+        jobs: list[Job] = [CaptureJob(ids, layers, hook, "each")]
+        expected = []
+        for name in ("add", "rotate"):
+            plan = self._plan(name, Positions("slices", SOME), hook)
+            jobs.append(ScoreJob(ids[:-1], ids[1:], plan=plan))
+            steering = name, self.vector, {"slices": SOME}, hook
+            expected.append(self.reference.logprobs(ids[:1], ids[1:], *steering))
+        captured, *scores = self.run(jobs)
+        errors_LTD = np.abs(captured.activations_LTD - expected_LTD)
+        size_L = np.sqrt((expected_LTD**2).mean((1, 2)))
+        return max(float((errors_LTD.max((1, 2)) / size_L).max()), _differ(scores, expected))
+
+    def _plan(self, name: str, positions: Positions, hook: str = "resid_post") -> SteeringPlan:
         unit = self.vector / np.linalg.norm(self.vector)
         offset, ops = {
             "add": (self.vector, ()),
             "ablate": (None, (ResidualOp(unit),)),
             "rotate": (None, (ResidualOp(unit, per_component=1, degrees=20),)),
         }[name]
-        return SteeringPlan((Site(LAYER, "resid_post", offset, ops),), positions)
+        return SteeringPlan((Site(LAYER, hook, offset, ops),), positions)
 
     def compare_steering(self, name: str) -> float:
         """An operation at all positions and at some, beside a text that is not steered."""
@@ -217,7 +239,7 @@ def probe(engine: str, compiled: bool, dtype: str, path: Path) -> None:
     spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled)
     if engine == "vllm":
         spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled,
-                          memory="64MiB", steering_slots=8, runner=RUNNER)  # fmt: skip
+                          memory="64MiB", steering_slots=8, runner=RUNNER, hooks=HOOKS)  # fmt: skip
     found: dict[str, Any] = {"family": path.name, "engine": engine}
     reference = Reference(path)
     try:

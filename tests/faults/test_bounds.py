@@ -128,7 +128,7 @@ def test_a_continuation_that_ends_at_once_may_have_no_steered_token(kind: str, f
     data = {"1": [1.0] * INFO.hidden_size}
     steering = Steering.model_validate({"vectors": [{"data": data}], "positions": kind})
     receipt = Receipt(resolve_steering(steering, NoVectors(), INFO))
-    receipt.add(Output(trace=SteeringTrace(0, {"1": (0, 0.0)})))
+    receipt.add(Output(trace=SteeringTrace((0,), {"1": (0, 0.0)})))
     if fails:
         with pytest.raises(APIError, match="did not apply"):
             receipt.write()

@@ -473,21 +473,6 @@ def test_a_wrong_secret_of_a_known_key_is_refused(tmp_path: Path) -> None:
     assert refuse(ring, "ls_" + "0" * 12 + ann[-44:]) == "unauthorized"
 
 
-def test_scrypt_hashes_are_refused_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "keys"
-    old = {"name": "ann", "id": "0" * 12, "salt": "1" * 32, "hash": "2" * 64, "scopes": ["score"],
-           "limits": {"concurrency": 4}}  # fmt: skip
-    path.write_text(json.dumps({"keys": [old]}))
-    with pytest.raises(ConfigurationError, match=r"scrypt.*for ann.*keys replace NAME"):
-        make_ring(path)
-    assert main(["keys", "replace", "ann", "--file", str(path)]) == 0
-    token = capsys.readouterr().out.strip()
-    caller = make_ring(path).identify(f"Bearer {token}")
-    assert (caller.namespace, caller.allowance.limits.concurrency) == ("ann", 4)
-
-
 def test_a_running_server_takes_keys_in_and_lets_them_go(server: Server, key_file: Path) -> None:
     token = add_key(key_file, "late", "score")
     assert post(server, token, "/logprob", BODY).status_code == 200

@@ -106,7 +106,7 @@ def test_a_changed_model_that_is_not_finite_fails(fields: dict[str, Any], hint: 
 
 @pytest.mark.parametrize("mean", [np.inf, np.nan])
 def test_a_change_that_could_not_be_measured_fails(mean: float) -> None:
-    trace = SteeringTrace(3, {"0": (3, mean)})
+    trace = SteeringTrace((3,), {"0": (3, mean)})
     job = GenerateJob(IDS, 3, plan=PLAN)
     output = ScoreOutput({}, trace=trace)
     failure = find_failure(job, output)

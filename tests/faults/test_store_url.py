@@ -35,7 +35,7 @@ PROBED = {"items": [ITEM], "probes": [{"name": "north"}]}
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setattr(objects_module, "REST_S", 0.1)
-    monkeypatch.setattr(upkeep, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(upkeep, "PROBE_EVERY_S", 0.1)
     with open_bucket() as bucket:
         yield bucket
 

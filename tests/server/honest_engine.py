@@ -157,7 +157,7 @@ class HonestEngine(ScriptedHandle):
         if job.plan is None:
             return None
         count = job.plan.positions.count(num_tokens, job.prompt_len)
-        return SteeringTrace(int(self._traces * count), {})
+        return SteeringTrace((int(self._traces * count),), {})
 
     def _generate(self, job: GenerateJob) -> GenerateOutput:
         draws = np.random.default_rng(job.seed)

@@ -36,3 +36,7 @@ class NoVectors:
     def find_content(self, sha256: str) -> StoredVectors:
         """Never anything. Errors: APIError `unknown_vector`."""
         raise api_error("unknown_vector", f"No vector has the content {sha256}.")
+
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        """Never anything. Errors: APIError `unknown_sae`."""
+        raise api_error("unknown_sae", f"No sae is named {name!r}.")

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from logsteer.schemas import VectorAbout
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VECTORS, Store
 
 ABOUT = VectorAbout(source="upload", format="safetensors")
 FIELDS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     ADAPTERS.noun: {
         "model": "a", "weights_digest": "b", "rank": 4, "alpha": 6.0, "modules": ["q_proj"],
         "tensors": 2, "norm": 0.1,
+    },
+    SAES.noun: {
+        "architecture": "standard", "hook": "resid_post", "layer": 1, "width": 3, "features": 9,
+        "labels": 0,
     },
 }  # fmt: skip
 

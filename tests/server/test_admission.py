@@ -45,28 +45,6 @@ def test_a_generation_without_a_bound_of_its_own_takes_no_whole_context() -> Non
     assert short.num_expected == short.num_positions == 80
 
 
-def test_a_reservation_holds_what_it_covers_until_it_ends() -> None:
-    admission = Admission(100)
-    with admission.enter() as reservation:
-        assert admission.pending == 0
-        reservation.cover(60)
-        assert admission.pending == 60
-    assert admission.pending == 0
-
-
-def test_a_reservation_grows_by_what_is_new_and_does_not_shrink() -> None:
-    admission = Admission(100)
-    reservation = admission.enter()
-    pending = []
-    for tokens in (60, 40, 100, 0):
-        reservation.cover(tokens)
-        pending.append(admission.pending)
-    assert pending == [60, 60, 100, 100]
-    reservation.release()
-    reservation.release()
-    assert admission.pending == 0
-
-
 def test_two_reservations_share_the_budget() -> None:
     admission = Admission(100)
     first, second = admission.enter(), admission.enter()
@@ -80,16 +58,6 @@ def test_two_reservations_share_the_budget() -> None:
     second.release()
     first.cover(70)
     assert admission.pending == 70
-
-
-def test_nobody_enters_a_full_house() -> None:
-    admission = Admission(100)
-    first = admission.enter()
-    first.cover(100)
-    with pytest.raises(OverloadedError):
-        admission.enter()
-    first.release()
-    admission.enter()
 
 
 def test_what_would_not_fit_alone_is_too_large_and_no_overload() -> None:

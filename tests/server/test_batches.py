@@ -140,7 +140,7 @@ def output_lists(draw: st.DrawFn) -> list[ScoreOutput]:
             "rank": np.arange(rows, dtype=np.int32) + 1,
         }
         table = None if top is None else np.arange(rows * top, dtype=np.int32).reshape(rows, top)
-        trace = SteeringTrace(n, {"2": (n, 0.5)}) if has_trace and n else None
+        trace = SteeringTrace((n,), {"2": (n, 0.5)}) if has_trace and n else None
         readings = Readings(n, np.ones((rows, 1, 4), np.float32)) if has_readings else None
         outputs.append(
             ScoreOutput(

@@ -12,8 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from logsteer import Client
-from logsteer.errors import APIError
-from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server, ServerFactory, fake_model
 
 ITEMS = [
@@ -67,18 +65,6 @@ def test_cache_false_neither_reads_nor_writes(client: Client, slow: Server) -> N
     assert engine_tokens(slow) - before == 3 * (2 + 1 + 2)
 
 
-def test_known_work_takes_no_room_of_the_budget(client: Client) -> None:
-    halves = [
-        [{"context_ids": [60 + half] * 100 + [n], "target_ids": [[61, 62]]} for n in range(2)]
-        for half in range(2)
-    ]
-    for half in halves:
-        client.logprob(half)
-    with pytest.raises(APIError, match="max_pending_tokens"):
-        client.logprob(halves[0] + halves[1], cache=False)
-    assert client.logprob(halves[0] + halves[1]).usage.cached_results == 4
-
-
 def test_perplexity_is_cached_by_window(client: Client, slow: Server) -> None:
     text = "one two three four five six seven eight nine ten " * 3
     options: dict[str, Any] = {"context_length": 16, "stride": 8}
@@ -91,16 +77,6 @@ def test_perplexity_is_cached_by_window(client: Client, slow: Server) -> None:
     assert client.perplexity([text], cache=False, **options).usage.cached_results == 0
     third = client.perplexity([text], reference="fake", **options)
     assert third.usage.cached_results == 0, "comparisons go through files and are computed"
-
-
-def test_a_streamed_text_obeys_the_option(client: Client) -> None:
-    text = b"a text that is sent as a stream of bytes, " * 4
-    counts = []
-    for cache in (True, True, False):
-        *_, answer = client.perplexity_stream([text], cache=cache)
-        assert isinstance(answer, PerplexityAnswer)
-        counts.append(answer.usage.cached_results)
-    assert counts[0] == counts[2] == 0 < counts[1]
 
 
 @pytest.mark.full

@@ -132,7 +132,7 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
         table[:, 2:].astype(np.int32),
         table[:, 2:],
         cached_tokens=3,
-        trace=SteeringTrace(num_rows, {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}, (2, 0)),
+        trace=SteeringTrace((num_rows,), {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}, (2, 0)),
     )
     columns = ("logprob", "rank")
     (packed,) = pack_outputs(ScoreOutputs.of([output]), columns)

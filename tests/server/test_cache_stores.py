@@ -105,7 +105,8 @@ def test_one_call_may_bring_more_than_the_file_holds(tmp_path: Path) -> None:
     rows = rows_of(range(40_000), 60)
     file.write([*rows, (b"k" * 32, bytes(2**20))])
     assert (tmp_path / "results.db").stat().st_size <= 1.05 * 2**20
-    found = file.read([key for key, _ in rows] + [b"k" * 32])
+    keys = [key for key, _ in rows] + [b"k" * 32]
+    found = file.read(keys[:20_000]) | file.read(keys[20_000:])
     assert 1000 < len(found) < 40_000
     assert found.items() <= dict(rows).items()
     file.close()
@@ -163,13 +164,7 @@ def test_damage_found_while_serving_costs_no_request(
     fill(cache, jobs)
     assert len(known(cache, jobs)) == 500
     assert known(cache, [job_of(999)]) == []
-    assert "set aside" in caplog.text
-    assert list(tmp_path.glob("results.db.damaged-*"))
-    again = job_of(1000)
-    fill(cache, [again])  # into the new file
-    caches.pop().close()
-    caches.append(second := ResultCache(0, CacheFile(path, 2**20)))
-    assert known(second, [again]) == [0]
+    assert "results are not kept there now" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["foreign", "old", "directory"])

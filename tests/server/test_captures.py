@@ -130,7 +130,7 @@ def test_a_capture_is_of_the_steered_stream() -> None:
     job = make_job("each")
     rows = rank.pool.take(20)
     assert rows is not None
-    steered = {"logsteer_steer": (1, "slices", ((2, 4),), 10)}
+    steered = {"logsteer_steer": (((1, Positions("slices", ((2, 4),))),), 10)}
     rank.steering.begin("a", steered | describe_capture(job, rows), 0)
     rank.jobs["a"] = job, rows
     rank.step({"a": (0, 10)})

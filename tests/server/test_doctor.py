@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from logsteer_server import doctor
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.doctor import MachineFinding, draw, examine
+from logsteer_server.doctor import MachineFinding, examine
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
 from logsteer_server.models import fit
 from logsteer_server.models.fit import check_loadable, fits_beside
@@ -154,16 +154,6 @@ class TestPage:
             found = {f.subject: f for f in look(taken, (), monkeypatch)}
         assert found["port"].verdict == "fail"
         assert "choose another --port" in found["port"].text
-
-    def test_each_line_has_a_verdict_and_fits(self) -> None:
-        findings = [
-            MachineFinding("ok", "a", "word " * 60),
-            MachineFinding("fail", "longer name", "x"),
-        ]
-        page = draw(findings, colour=False).splitlines()
-        assert max(map(len, page)) <= doctor.WIDTH
-        assert page[-1] == "1 failed, nothing to look at."
-        assert "\x1b[31;1mfail" in draw(findings, colour=True)
 
 
 @pytest.mark.parametrize(("path", "status"), [(str(DEMO_MODEL), 0), ("./nowhere", 1), (None, 2)])

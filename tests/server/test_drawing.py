@@ -17,6 +17,7 @@ from logsteer_server.numerics.drawing import (
     find_uniform,
     mix_bits,
     spec_of_draw,
+    unpack_bits,
 )
 from logsteer_server.numerics.rows import COLUMNS, PUBLIC_COLUMNS, Rows, RowSpec, unpack
 from tests.server.test_sampling import define, is_close_call
@@ -258,3 +259,22 @@ def test_a_job_without_log_probabilities_wants_nothing_read() -> None:
     assert spec_of_draw(job, (2,)) == RowSpec(("logprob", "rank"), 2, Policy(), (2,))
     silent = GenerateJob(job.tokens, 3, top=2, logprobs=False, columns=("rank",))
     assert spec_of_draw(silent, (2,)).width == 0
+
+
+def test_a_row_is_drawn_from_the_tokens_that_it_may_have() -> None:
+    """The policy's columns are of these, the model's own of all; other rows are as without."""
+    words = torch.tensor([[-1], [0b1100]], dtype=torch.int32)  # signed, as grammars have them
+    allowed = unpack_bits(words, 8)
+    assert allowed.tolist() == [[True] * 8, [False, False, True, True, *[False] * 4]]
+    logits = torch.tensor([[9.0, 8, 0, 0, 0, 0, 0, 0]]).repeat(2, 1)
+    columns = ("logprob", "log_q")
+    for policy in (Policy(), GREEDY):
+        specs = [RowSpec(columns, policy=policy)] * 2
+        drawn = RowSampler(specs, [1, 4]).draw(logits, np.zeros(2), allowed)
+        free = RowSampler(specs, [1, 4]).draw(logits, np.zeros(2))
+        assert torch.equal(drawn.values_RW[0], free.values_RW[0])
+        assert drawn.ids_R[0] == free.ids_R[0]
+        assert drawn.ids_R[1] in (2, 3)
+        logprob, log_q = drawn.values_RW[1, :2].tolist()
+        assert logprob == pytest.approx(float(logits[1].log_softmax(0)[2]), abs=1e-5)
+        assert log_q == pytest.approx(0 if policy is GREEDY else math.log(0.5), abs=1e-5)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from logsteer import Client
-from logsteer.errors import APIError, AuthenticationError, DeadlineError, OverloadedError
+from logsteer.errors import APIError, AuthenticationError, DeadlineError
 from tests.conftest import Server, ServerFactory, fake_model
 from tests.faults.processes import wait_for
 from tests.held import HOLD, held, may_hold
@@ -73,22 +73,6 @@ def test_a_key_is_asked_for_where_one_is_set(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_a_dead_engine_is_restarted_and_the_http_process_lives_on(
-    client: Client, hold: Path
-) -> None:
-    with held(hold):
-        with pytest.raises(APIError) as caught:
-            client.logprob([{"context_ids": [CRASH], "target_ids": [[6]]}], model="quick")
-        assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
-        assert caught.value.retry_after is not None
-        assert client.logprob([ITEM], model="slow").results  # the other model never noticed
-        assert not client.ready().ready
-    wait_for(lambda: client.ready().ready)
-    card = client.model("quick")
-    assert (card.state, card.restarts) == ("ready", 1)
-    assert client.logprob([ITEM], model="quick").results
-
-
 def test_a_start_that_lacks_memory_is_tried_again(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     config = {"models": [fake_model("waiting", memory_file=str(memory)), fake_model("other")]}
@@ -121,24 +105,6 @@ def test_a_job_that_fails_takes_nobody_with_it(client: Client) -> None:
 def wait_for_tokens(server: Server, tokens: int) -> None:
     """Wait until so many tokens of work are accepted and unfinished."""
     wait_for(lambda: Readings(server)("pending_tokens", model="slow") == tokens)
-
-
-def test_work_beyond_the_budget_is_refused_before_it_is_queued(
-    client: Client, server: Server, hold: Path
-) -> None:
-    with pytest.raises(APIError, match="max_pending_tokens") as too_large:
-        client.logprob(work(100, 11), model="slow")
-    assert too_large.value.code == "payload_too_large"
-    with ThreadPoolExecutor(2) as pool:
-        with held(hold):
-            first = pool.submit(client.logprob, work(100, 5, HOLD), model="slow")
-            wait_for_tokens(server, 500)
-            with pytest.raises(OverloadedError) as refused:
-                client.logprob(work(100, 8), model="slow")
-            assert not first.done()
-        assert refused.value.retry_after is not None
-        assert refused.value.retry_after >= 1
-        assert len(first.result().results) == 5
 
 
 def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(
@@ -202,11 +168,6 @@ def test_a_long_call_does_not_keep_a_short_one_waiting(
             client.logprob(work(50), model="slow")
             assert not long.done()
         assert len(long.result().results) == 5
-
-
-def test_a_model_must_be_named_where_there_are_several(client: Client) -> None:
-    with pytest.raises(APIError, match="quick, slow"):
-        client.logprob([ITEM])
 
 
 def test_a_model_that_cannot_be_loaded_says_why(start_server: ServerFactory) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench.bars import BARS, Bar, find_figure, tabulate, write_table
+from bench.bars import Bar, find_figure
 from bench.gpu_check import __main__ as gpu_check
 from bench.gpu_check.contract import read_outcomes
-from bench.gpu_check.part import Findings, Table, run_command
+from bench.gpu_check.part import Findings, Table
 from bench.gpu_check.report import PartResult, Report
 
 pytestmark = pytest.mark.full
@@ -81,17 +81,6 @@ def test_a_part_that_dies_leaves_what_it_has_measured_and_stops_no_other(
     assert "Segmentation fault" in text
 
 
-def test_bare_parts_come_first_and_every_part_has_its_module() -> None:
-    assert list(gpu_check.PARTS)[: len(gpu_check.BARE)] == list(gpu_check.BARE)
-    for part in gpu_check.PARTS.values():
-        assert (Path(gpu_check.__file__).parent / f"{part.module}.py").is_file()
-
-
-def test_tables_are_markdown() -> None:
-    lines = tabulate(("what", "value"), [["a|b", 12345.6], ["c", None], ["d", 1e-7]]).splitlines()
-    assert lines[2:] == [r"| a\|b | 12,346 |", "| c |  |", "| d | 1e-07 |"]
-
-
 def test_results_of_pytest_are_counted_and_failures_named(tmp_path: Path) -> None:
     found = make_findings(tmp_path / "found.json")
     case = "tests/contract/test_steering.py::"
@@ -101,13 +90,6 @@ def test_results_of_pytest_are_counted_and_failures_named(tmp_path: Path) -> Non
     nothing = make_findings(tmp_path / "found.json")
     read_outcomes(f"{case}e SKIPPED", nothing)
     assert "not one test passed" in nothing.failures[0]
-
-
-def test_a_command_that_fails_or_hangs_says_so() -> None:
-    with pytest.raises(RuntimeError, match="status 3: oh no"):
-        run_command([sys.executable, "-c", "import sys; print('oh no'); sys.exit(3)"], 60)
-    with pytest.raises(RuntimeError, match=r"longer than 0\.2 s"):
-        run_command([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
 
 
 BARE_IMPORTS = (
@@ -127,28 +109,9 @@ def without_vllm(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": ":".join(map(str, places))}
 
 
-@pytest.mark.full
-def test_the_bare_check_runs_from_its_script(without_vllm: dict[str, str], tmp_path: Path) -> None:
-    output = tmp_path / "found"
-    command = ["bench/gpu.sh", "--bare", "--only", "machine", "sampling", "--output", str(output)]
-    subprocess.run(command, cwd=ROOT, env=without_vllm, check=True, timeout=300)
-    report = json.loads((output / "gpu-check.json").read_text())
-    results = {part["name"]: part["status"] for part in report["parts"]}
-    assert results == {"machine": "passed", "sampling": "passed"}
-
-
 def test_the_bare_parts_import_no_vllm(without_vllm: dict[str, str]) -> None:
     code = f"import importlib; [importlib.import_module(name) for name in {BARE_IMPORTS}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=without_vllm, check=True)
-
-
-def test_the_script_wants_a_model() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "MODEL"}
-    done = subprocess.run(
-        ["bench/gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "MODEL=" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,15 +131,3 @@ def test_a_bar_judges_the_median_and_where_asked_the_spread(
     found = find_figure(bar, {"row": {"ratios": {"a / b": figure}}})
     assert found == tuple(figure)
     assert bar.is_met(found) == met
-
-
-def test_every_bar_is_of_a_row_and_what_was_not_measured_is_said() -> None:
-    command = [sys.executable, "-m", "bench.run", "--list"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {bar.row for bar in BARS} == set(done.stdout.split())
-    first = BARS[0]
-    results = {first.row: {first.path[0]: {first.path[1]: [1.0, 1.5, 2.5]}}}
-    lines = write_table(results).splitlines()
-    assert "| 1.5 | 1 to 2.5 |" in lines[2]
-    assert "not measured" in lines[-1]
-    assert len(lines) == len(BARS) + 2

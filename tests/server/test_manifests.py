@@ -13,7 +13,6 @@ from logsteer_server.runtime.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_
 from logsteer_server.serving import END_S, parse_arguments
 from logsteer_server.settings import Settings, load_settings
 from tests.conftest import ROOT, fake_model
-from tests.deploy.observed import list_metrics
 
 KUBERNETES = ROOT / "deploy/kubernetes"
 BASE = {
@@ -23,7 +22,6 @@ BASE = {
 }
 POD: dict[str, Any] = BASE["Deployment"]["spec"]["template"]["spec"]
 (SERVER,) = POD["containers"]
-SELECTOR = {"app.kubernetes.io/name": "logsteer"}
 UNIT = ROOT / "deploy/systemd/logsteer.service"
 STOP_S = Settings.model_fields["drain_s"].default + END_S + CLOSE_TIMEOUT_S + 2 * END_TIMEOUT_S
 """What a server may take between SIGTERM and its end."""
@@ -63,70 +61,15 @@ def test_a_probe_asks_a_path_that_the_server_has(probe: str, paths: set[str]) ->
     assert asked["path"] in paths
 
 
-def test_ports_are_those_of_the_image() -> None:
-    (port,) = SERVER["ports"]
-    assert port["containerPort"] == 8000
-    (served,) = BASE["Service"]["spec"]["ports"]
-    assert served["targetPort"] == port["name"]
-    annotations = BASE["Deployment"]["spec"]["template"]["metadata"]["annotations"]
-    assert annotations["prometheus.io/port"] == str(port["containerPort"])
-    (rule,) = BASE["NetworkPolicy"]["spec"]["ingress"]
-    assert [allowed["port"] for allowed in rule["ports"]] == [port["name"]]
-
-
-def test_selectors_select_the_pods_and_nothing_else() -> None:
-    spec = {kind: document["spec"] for kind, document in BASE.items() if "spec" in document}
-    assert spec["Service"]["selector"] == SELECTOR
-    assert spec["NetworkPolicy"]["podSelector"]["matchLabels"] == SELECTOR
-    for kind in ("Deployment", "PodDisruptionBudget"):
-        assert spec[kind]["selector"]["matchLabels"] == SELECTOR
-    assert spec["HorizontalPodAutoscaler"]["scaleTargetRef"] == {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "name": BASE["Deployment"]["metadata"]["name"],
-    }  # fmt: skip
-
-
 def test_a_pod_is_given_time_to_close_its_engines() -> None:
     (_, waited) = SERVER["lifecycle"]["preStop"]["exec"]["command"]
     assert POD["terminationGracePeriodSeconds"] > STOP_S + float(waited)
-
-
-def test_a_pod_is_as_confined_as_the_restricted_profile_asks() -> None:
-    assert POD["securityContext"]["runAsNonRoot"]
-    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert f"USER {POD['securityContext']['runAsUser']}:" in (ROOT / "Dockerfile").read_text()
-    assert SERVER["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert not POD["automountServiceAccountToken"]
-
-
-def test_mounts_have_volumes_and_lie_where_the_image_looks() -> None:
-    mounts = {mount["name"]: mount["mountPath"] for mount in SERVER["volumeMounts"]}
-    assert set(mounts) == {volume["name"] for volume in POD["volumes"]}
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    assert f'VOLUME ["{mounts["data"]}"]' in dockerfile
-    assert f'"--config", "{mounts["models"]}/models.yaml"' in dockerfile
 
 
 def test_variables_are_settings() -> None:
     names = {variable["name"] for variable in SERVER["env"]}
     own = {name.removeprefix("LOGSTEER_").lower() for name in names if name.startswith("LOGSTEER_")}
     assert own and own <= set(Settings.model_fields)
-
-
-def test_pods_scale_on_a_metric_that_the_server_has_below_its_limit() -> None:
-    (metric,) = BASE["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    name = metric["pods"]["metric"]["name"]
-    assert name in set().union(*list_metrics().values())
-    target = int(metric["pods"]["target"]["averageValue"])
-    assert 0 < target < Settings.model_fields["max_pending_tokens"].default
-    adapter = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())
-    (rule,) = adapter["rules"]["custom"]
-    assert rule["seriesQuery"].startswith(f"{name}{{")
 
 
 def test_configurations_are_those_of_the_other_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,25 +117,6 @@ GROUPS = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClust
 HEAD, (WORKER,) = GROUPS["headGroupSpec"], GROUPS["workerGroupSpecs"]
 
 
-def test_rays_pods_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
-    chosen = POLICY_OF_RAY["podSelector"]["matchLabels"]
-    for pod in (HEAD, WORKER):
-        assert chosen.items() <= pod["template"]["metadata"]["labels"].items()
-    own, *others = POLICY_OF_RAY["ingress"]
-    assert own == {"from": [{"podSelector": {"matchLabels": chosen}}]}
-    (out,) = [rule for rule in POLICY_OF_RAY["egress"] if "ports" not in rule]
-    assert out == {"to": [{"podSelector": {"matchLabels": chosen}}]}
-    open_ports = {port["port"] for rule in others for port in rule["ports"]}
-    assert open_ports == {8000, 8265, 32768}, "the ingress, the dashboard, replicas' metrics"
-
-
-def test_one_of_rays_workers_stays() -> None:
-    chosen = BUDGET_OF_RAY["selector"]["matchLabels"].items()
-    assert chosen <= WORKER["template"]["metadata"]["labels"].items()
-    assert not chosen <= HEAD["template"]["metadata"]["labels"].items()
-    assert BUDGET_OF_RAY["minAvailable"] < WORKER["minReplicas"]
-
-
 @pytest.mark.parametrize("document", PODS_OF_RAY, ids=lambda document: document["kind"])
 def test_kubernetes_takes_rays_policy_and_budget(document: dict[str, Any]) -> None:
     schemas = pytest.importorskip(
@@ -203,24 +127,6 @@ def test_kubernetes_takes_rays_policy_and_budget(document: dict[str, Any]) -> No
 
 
 # ------------------------------------------------------------------ Prometheus in Kubernetes
-
-
-def test_pods_are_scraped_where_they_listen_under_the_job_of_the_alerts() -> None:
-    spec = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text())["spec"]
-    assert spec["selector"]["matchLabels"] == SELECTOR
-    assert SELECTOR[spec["jobLabel"]] == "logsteer"
-    (endpoint,) = spec["podMetricsEndpoints"]
-    assert endpoint["port"] in {port["name"] for port in SERVER["ports"]}
-
-
-def test_rays_replicas_are_scraped_where_an_ingress_says() -> None:
-    spec = yaml.safe_load((RAY / "scrapeconfig.yaml").read_text())["spec"]
-    (job,) = yaml.safe_load((RAY / "prometheus.yml").read_text())["scrape_configs"]
-    (discovery,), (same,) = spec["httpSDConfigs"], job["http_sd_configs"]
-    assert discovery["url"] == same["url"]
-    assert SERVICE_OF_RAY["ports"][0]["port"] == 8000
-    workers = GROUPS["workerGroupSpecs"][0]["template"]["metadata"]["labels"]
-    assert SERVICE_OF_RAY["selector"].items() <= workers.items()
 
 
 # ------------------------------------------------------------------ systemd
@@ -236,17 +142,6 @@ def test_the_unit_gives_a_server_time_to_close_its_engines() -> None:
     unit = read_unit()
     assert float(unit["TimeoutStopSec"][0]) > STOP_S
     assert unit["KillMode"] == ["mixed"], "the server ends its engines itself"
-
-
-def test_what_the_unit_keeps_lies_in_its_directories(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unit = read_unit()
-    variables = dict(part.split("=", 1) for part in " ".join(unit["Environment"]).split())
-    monkeypatch.setenv("XDG_DATA_HOME", variables["XDG_DATA_HOME"])
-    assert load_settings(config).store_path == Path("/var/lib", *unit["StateDirectory"])
-    for name in ("HOME", "HF_HOME"):
-        assert Path(variables[name]).is_relative_to(Path("/var/cache", *unit["CacheDirectory"]))
 
 
 def analyze(tmp_path: Path, *arguments: str) -> str:

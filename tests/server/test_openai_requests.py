@@ -1,5 +1,6 @@
 """Requests in OpenAI's shape: each field is honoured, taken as asking for nothing, or refused."""
 
+import json
 from typing import Any, get_type_hints
 
 import httpx
@@ -15,10 +16,20 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
+from logsteer_server.tasks.tool_calls import find_plain, find_schema, read_calls
 from tests.conftest import Server
 
 COMPLETION = {"prompt": "Once"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOLS = CHAT | {"tools": [{"type": "function", "function": {"name": "find"}}]}
+FORM = {"response_format": {"type": "json_object"}}
+
+
+def named(function: str) -> dict[str, Any]:
+    """The choice of one function."""
+    return {"type": "function", "function": {"name": function}}
+
+
 REQUESTS: list[tuple[type[SamplingRequest], dict[str, Any]]] = [
     (CompletionRequest, COMPLETION),
     (ChatCompletionRequest, CHAT),
@@ -86,6 +97,15 @@ def test_every_field_of_the_openai_client_is_known(
         (CompletionRequest, COMPLETION | {"max_tokens": 0}, "max_tokens"),
         (CompletionRequest, COMPLETION | {"cache": False}, "cache"),
         (ChatCompletionRequest, CHAT | {"top_logprobs": 3}, "top_logprobs"),
+        (ChatCompletionRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
+        (ChatCompletionRequest, TOOLS | {"tool_choice": named("seek")}, "tool_choice"),
+        (ChatCompletionRequest, TOOLS | FORM | {"tool_choice": "required"}, "response_format"),
+        (ChatCompletionRequest, CHAT | FORM | {"ignore_eos": True}, "ignore_eos"),
+        (
+            ChatCompletionRequest,
+            CHAT | {"response_format": {"type": "json_schema"}},
+            "response_format",
+        ),
     ],
 )
 def test_a_request_that_contradicts_itself_is_refused_by_name(
@@ -94,6 +114,71 @@ def test_a_request_that_contradicts_itself_is_refused_by_name(
     named, reason = refusal(kind, body)
     assert named == param
     assert reason.startswith(f"{param}: ")
+
+
+CALL = '<tool_call>\n{"name": "find", "arguments": {"x": 1}}\n</tool_call>'
+FOUND = ("find", '{"x": 1}')
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "said", "calls"),
+    [
+        ("auto", "Hello.", "Hello.", []),
+        ("auto", f"I look. {CALL}{CALL}", "I look.", [FOUND, FOUND]),
+        ("auto", "<tool_call>{", "<tool_call>{", []),
+        ("none", CALL, CALL, []),
+        (named("find"), '{"x": 1}', None, [FOUND]),
+        ("required", '[{"name": "find", "arguments": {"x": 1}}]', None, [FOUND]),
+        ("required", '[{"name": "fi', '[{"name": "fi', []),
+    ],
+)
+def test_calls_are_found_in_a_reply(
+    choice: Any, text: str, said: str | None, calls: list[tuple[str, str]]
+) -> None:
+    request = ChatCompletionRequest(**TOOLS, tool_choice=choice)
+    found_said, found = read_calls(text, request)
+    written = [(call["function"]["name"], call["function"]["arguments"]) for call in found]
+    assert (found_said, written) == (said, calls)
+    shown = [text[: find_plain(text[:end], request)] for end in range(len(text) + 1)]
+    assert all((said or "").startswith(part.strip()) or not calls for part in shown)
+    assert (said is None) <= (shown[-1] == "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        (FORM, {"type": "object"}),
+        ({"tool_choice": named("find")}, {"type": "object", "$defs": {"a": {}}}),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 1,
+                "$defs": {"a": {}},
+                "items": {
+                    "anyOf": [
+                        {
+                            "type": "object",
+                            "properties": {
+                                "name": {"type": "string", "enum": ["find"]},
+                                "arguments": {"type": "object"},
+                            },
+                            "required": ["name", "arguments"],
+                            "additionalProperties": False,
+                        }
+                    ]
+                },
+            },
+        ),
+    ],
+)
+def test_the_form_that_a_reply_is_forced_into(fields: Any, wanted: Any) -> None:
+    parameters = {"type": "object", "$defs": {"a": {}}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    found = find_schema(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
+    assert (found and json.loads(found)) == wanted
 
 
 def test_what_the_harness_sends_is_taken() -> None:

@@ -23,11 +23,10 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
-from logsteer_server.tasks.logprob import (
-    Shown,
+from logsteer_server.tasks.logprob import Shown, assemble_targets
+from logsteer_server.tasks.targets import (
     TargetOptions,
     TargetPlan,
-    assemble_targets,
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
@@ -124,7 +123,7 @@ class TestTargets:
         chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
         (read,), _ = finish(
             plan_continuations(
-                Prompts(messages=chat.messages),
+                Prompts(conversations=[chat.messages]),
                 GenerateJob(np.zeros(0, np.int32), 1, Policy()),
                 1,
                 codec,

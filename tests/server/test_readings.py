@@ -34,7 +34,8 @@ def request(
     first_kept: int | None = 0,
     positions: Positions | None = None,
 ) -> ReadRequest:
-    return ReadRequest(prompt_len, 1, first_kept, positions or Positions("all"), conditions)
+    where = ((positions or Positions("all"),),) * len(conditions)
+    return ReadRequest(prompt_len, 1, first_kept, where, conditions)
 
 
 def components_of(sequence: SequenceReadings) -> list[float]:

@@ -48,6 +48,9 @@ class OneTrained:
 
     find_content = find
 
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        return self._stored
+
 
 ADVICE = Recommendation(layer=3, scales=[0.5, 1.5], relative_norms=[0.2, 0.5], reason="")
 
@@ -77,7 +80,7 @@ def test_what_is_left_out_is_what_training_recommends(
 
 
 def test_a_sweep_counts_a_scale_left_out_as_1() -> None:
-    stores = Stores(OneTrained(ADVICE), None, None)  # type: ignore[arg-type]
+    stores = Stores(OneTrained(ADVICE), None, None, None)  # type: ignore[arg-type]
     steering = Steering.model_validate("mood")
     _, swept = plan_settings(steering, [-3.0], None, Interventions(), stores, INFO)
     assert swept.interventions.steering is not None

@@ -354,7 +354,7 @@ def steer(job: Job) -> Sequence[JobResult]:
     """Answers with a trace of the steering that the job asked for."""
     if job.plan is None:
         return answer_as_fake(job)
-    trace = SteeringTrace(len(job.tokens), {site.name: (len(job.tokens), 0.5)
+    trace = SteeringTrace((len(job.tokens),), {site.name: (len(job.tokens), 0.5)
                                             for site in job.plan.sites})  # fmt: skip
     return [replace(output, trace=trace) for output in answer_as_fake(job)]  # type: ignore[type-var]
 

@@ -14,11 +14,14 @@ from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.logprob import TargetOptions
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
-from logsteer_server.tasks.training import list_texts, plan_pairs
+from logsteer_server.tasks.targets import (
+    TargetOptions,
+)
+from logsteer_server.tasks.training import list_sides, plan_pairs, read_sides
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.windows import Windowing
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, SETTINGS, STORES, load_codec, make_model, register
@@ -107,7 +110,9 @@ class TestCaptures:
 
     def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
         info = replace(INFO, **changes)
-        return finish(plan_pairs(list_texts(self.PAIRS), site, "auto", CODEC, info, max_bytes))
+        sides = list_sides(self.PAIRS)
+        sequences = read_sides(sides, site.read, ChatForm(), "auto", CODEC)
+        return finish(plan_pairs(sequences, len(sides), site, info, max_bytes))
 
     def test_positive_then_negative_of_each_pair(self) -> None:
         jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))

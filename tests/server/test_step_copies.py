@@ -112,7 +112,7 @@ class Rank:
         self.steering.tables.load(1, self.plan)
 
     def begin(self, name: str) -> None:
-        extra_args: dict[str, Any] = {STEER: (1, "all", (), PROMPT)}
+        extra_args: dict[str, Any] = {STEER: (((1, Positions()),), PROMPT)}
         if self.plan.probes:
             extra_args[READ] = (1, ReadRequest.of(self.plan, PROMPT))
         self.steering.begin(name, extra_args, 0)
@@ -127,7 +127,7 @@ class Rank:
 
     def end(self, names: list[str]) -> None:
         traces = self.steering.take_traces(names)
-        assert [traces[name][0] for name in names] == [self.positions[name] for name in names]
+        assert [sum(traces[name][0]) for name in names] == [self.positions[name] for name in names]
         for name in names:
             self.steering.end(name)
             del self.positions[name]

@@ -21,6 +21,10 @@ KINDS = st.sampled_from(
         Positions("last_prompt"),
         Positions("slices", ((2, 4), (7, 9))),
         Positions("slices", ((3, 5),)),
+        Positions("last", number=2),
+        Positions("every", number=3),
+        Positions("all", within=(Positions("every", number=2),)),
+        Positions("completion", without=(Positions("every", number=2),)),
     ]
 )
 
@@ -37,7 +41,7 @@ class Rank:
         self, name: str, slot: int, positions: Positions, prompt_len: int, num_cached: int
     ) -> None:
         entry = self.entries[name] = self.sums.take()
-        self.recorder.begin(name, entry, slot, positions, prompt_len, num_cached)
+        self.recorder.begin(name, entry, [(slot, positions)], prompt_len, num_cached)
 
     def end(self, name: str) -> None:
         self.recorder.end(name)
@@ -62,7 +66,7 @@ class Rank:
         """How many tokens were steered; by layer, how many changed, and their ratios' sum."""
         sums_Ln = self.sums.fetch([self.entries[name]])[0].tolist()
         layers = {n: (int(count), total) for n, (count, total) in enumerate(sums_Ln) if count}
-        return self.recorder.count(name), layers
+        return sum(self.recorder.count(name)), layers
 
 
 @given(
@@ -145,16 +149,16 @@ def test_a_request_that_begins_again_a_token_at_a_time_counts_nothing_twice() ->
 
 def test_the_example_of_the_recorder() -> None:
     recorder = TraceRecorder()
-    recorder.begin("a", 1, 2, Positions("all"), prompt_len=4, num_cached=0)
+    recorder.begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
     found = recorder.find(["b", "a"], np.array([0, 2, 5]), np.array([5, 0]))
     assert found.index_t.tolist() == [2, 3, 4]
     assert found.slots_t.tolist() == [2, 2, 2]
     assert found.is_new_t.tolist() == [True] * 3
-    assert recorder.count("a") == 3
+    assert recorder.count("a") == (3,)
     again = recorder.find(["a"], np.array([0, 4]), np.array([0]))
     assert again.index_t.tolist() == [0, 1, 2, 3]
     assert again.is_new_t.tolist() == [False] * 3 + [True]
-    assert recorder.count("a") == 4
+    assert recorder.count("a") == (4,)
 
 
 def test_entries_are_empty_when_they_are_given_out_again() -> None:

@@ -19,11 +19,13 @@ from logsteer_server.tasks.training import (
     TrainedVectors,
     check_parts,
     combine_layer,
-    list_texts,
+    list_sides,
     plan_pairs,
+    read_sides,
     train_vectors,
 )
 from logsteer_server.tasks.vector_methods import find_principal_direction
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
 from tests.server import steering_cases
@@ -183,7 +185,9 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
     site = CaptureSite(request.hook, request.layers, request.read)
     codec = TextCodec.load(str(DEMO_MODEL))
-    return finish(plan_pairs(list_texts(request.pairs), site, request.bos, codec, INFO, max_bytes))
+    sides = list_sides(request.pairs)
+    sequences = read_sides(sides, request.read, ChatForm(), request.bos, codec)
+    return finish(plan_pairs(sequences, len(sides), site, INFO, max_bytes))
 
 
 def test_a_job_for_each_text() -> None:
@@ -198,7 +202,7 @@ def test_a_job_for_each_text() -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "reason"),
     [
-        ({"hook": "attn_out"}, "unsupported_by_engine", "it has resid_post"),
+        ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not"),
         ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
         ({"max_bytes": 100}, "payload_too_large", "at most 100 are held"),
         (

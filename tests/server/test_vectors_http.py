@@ -1,23 +1,18 @@
 """`/vectors` over HTTP, on a server with a fake model."""
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgpack
 import numpy as np
 import pytest
 
 from logsteer import Client, InvalidRequestError
 from logsteer.errors import APIError, ConflictError, NotFoundError
-from logsteer.schemas import TrainAnswer, VectorCard
-from logsteer_server.app import create_app
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.engines.fake import fake_activations
-from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
@@ -277,11 +272,6 @@ def test_training_that_is_refused(
     refused(http.get("/vectors/a"), 404, "unknown_vector", "'a'")
 
 
-def test_an_unknown_model_is_told(http: httpx.Client) -> None:
-    body = {"name": "a", "model": "none", "pairs": PAIRS}
-    refused(http.post("/vectors/train", json=body), 404, "unknown_model", "'none'")
-
-
 def test_combinations_that_are_refused(client: Client, http: httpx.Client) -> None:
     client.vectors.put("a", VECTORS.content)
     client.vectors.put("narrow", LayerVectors({1: np.ones(3)}).content)
@@ -323,32 +313,3 @@ def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> No
     server.stop()
     server = start_server(config)
     assert httpx.get(f"{server.url}/vectors").json() == before
-
-
-def test_a_key_is_asked_for() -> None:
-    app = create_app(Settings(models=[ModelSettings(id="a", path="p")], api_key="secret"))
-
-    async def ask() -> list[int]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            answers = [
-                await http.get("/vectors"),
-                await http.get("/vectors/a/content"),
-                await http.put("/vectors/a", content=VECTORS.content),
-                await http.delete("/vectors/a"),
-                await http.post("/vectors/train", json={"name": "a", "pairs": PAIRS}),
-                await http.post("/vectors/a/combine", json={"vectors": [{"name": "b"}]}),
-            ]
-        return [answer.status_code for answer in answers]
-
-    assert asyncio.run(ask()) == [401] * 6
-
-
-def test_answers_are_of_the_contract(client: Client, http: httpx.Client) -> None:
-    body = {"name": "a", "pairs": PAIRS, "layers": [1]}
-    trained = http.post("/vectors/train", json=body)
-    TrainAnswer.model_validate(trained.json())
-    shown = http.get("/vectors/a", headers={"Accept": "application/msgpack"})
-    VectorCard.model_validate(msgpack.unpackb(shown.content))
-    document = http.get("/openapi.json").json()
-    assert {"/vectors", "/vectors/{name}", "/vectors/train"} <= document["paths"].keys()

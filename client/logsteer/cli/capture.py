@@ -37,8 +37,8 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         metavar="PATH",
-        help=f"a {FILE_ENDING} file, by one request; or a directory of shards, which goes on where "
-        "an earlier capture was interrupted",
+        help=f"a {FILE_ENDING} file, by one request; or a directory of shards, which resumes "
+        "an interrupted capture",
     )
     parser.add_argument(
         "--field", default="text", metavar="NAME", help="the text in a line of JSON; default text"

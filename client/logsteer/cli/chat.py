@@ -14,18 +14,23 @@ from logsteer.errors import APIError
 EXAMPLES = """
   echo "What is the capital of France?" | logsteer chat
   echo "Tell me a story." | logsteer chat --vector mood:2 --max-tokens 40
+  logsteer chat --system "Be brief." --chat-template-kwargs '{"enable_thinking": false}'
 
 Each line is a turn, but for these:
   /steer mood:4 calm@3   steer from now on; no vector: steer no more
   /new                   begin a new conversation
 """
-_SAMPLING = {"max_tokens": "N", "temperature": "T", "top_p": "P", "top_k": "K", "seed": "N"}
+_SAMPLING = {
+    "max_tokens": "N", "temperature": "T", "top_p": "P", "top_k": "K", "seed": "N",
+    "chat_template_kwargs": "JSON",
+}  # fmt: skip
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer chat`."""
     add_examples(parser, EXAMPLES)
     add_options(parser, "generate", _SAMPLING)
+    parser.add_argument("--system", metavar="TEXT", help="the system's turn, before all")
     add_steering_options(parser)
     parser.set_defaults(command=_chat)
 
@@ -33,11 +38,12 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def _chat(client: Client, arguments: argparse.Namespace) -> None:
     """Answer each line of standard input; a refusal takes back its turn, and is told."""
     options: Any = {"max_tokens": 256, **given(arguments, *_SAMPLING), **read_changes(arguments)}
-    console, turns = TerminalConsole(), list[dict[str, str]]()
+    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    console, turns = TerminalConsole(), list(first)
     while (line := _read_line(console)) is not None:
         command, *names = line.split() or [""]
         if command == "/new":
-            turns.clear()
+            turns[:] = first
         elif command == "/steer":
             options["steering"] = names or None
         elif command:

@@ -18,7 +18,7 @@ from logsteer.cli.items import add_diagnostics, add_gradient, add_score
 from logsteer.cli.maps import add_lens, add_patch
 from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
-from logsteer.cli.parameters import add_adapter_commands, add_override_commands
+from logsteer.cli.parameters import add_adapter_commands, add_override_commands, add_sae_commands
 from logsteer.cli.perplexity import add_perplexity
 from logsteer.cli.score_file import add_score_file
 from logsteer.cli.selftest import add_selftest
@@ -45,7 +45,7 @@ EXAMPLES = """
 
 `logsteer serve MODEL` starts a server, where one is installed; `logsteer serve --demo` a small one.
 Each command's --help has examples of its own. LOGSTEER_BASE_URL, LOGSTEER_API_KEY and
-LOGSTEER_MODEL stand in for --base-url, --api-key and --model; NO_COLOR keeps colours away.
+LOGSTEER_MODEL replace --base-url, --api-key and --model; NO_COLOR keeps colours away.
 
 exit status:
   0    done
@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
     )
-    add_score_file(add("score-file", help="every row of a file, each exactly once; goes on"))
+    add_score_file(add("score-file", help="every row of a file, each exactly once; resumes"))
     tokenize = add("tokenize", help="cut a text into tokens")
     add_examples(tokenize, TOKENIZE_EXAMPLES)
     tokenize.add_argument("text", metavar="TEXT")
@@ -143,6 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_selftest(add("selftest", help="measure on a model what the service promises"))
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
+    add_sae_commands(add("saes", help="store sparse autoencoders"), common)
     add_override_commands(add("overrides", help="store directions of the parameters"), common)
     return parser
 

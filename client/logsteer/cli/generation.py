@@ -51,9 +51,8 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
     prompts: list[str] = arguments.prompts
     form: dict[str, Any] = {"prompts": prompts}
     if arguments.chat:
-        if len(prompts) > 1:
-            arguments.refuse("--chat takes one PROMPT: a request has one conversation")
-        form = {"prompts": None, "messages": [{"role": "user", "content": prompts[0]}]}
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        form = {"prompts": None, "messages": turns}
     if len(prompts) == 1 and (arguments.n or 1) == 1 and not wants_json(arguments):
         with closing(client.generate_events(**form, **options)) as events:
             answer = stream_one(events, TerminalConsole(), "" if arguments.chat else prompts[0])

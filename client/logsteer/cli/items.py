@@ -1,7 +1,7 @@
 """`logsteer score`, `diagnostics` and `gradient`: one context and its targets."""
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 from rich.text import Text
 
@@ -18,7 +18,7 @@ from logsteer.cli.steering_options import (
 )
 from logsteer.cli.terminal import add_examples, given, parse_layers
 from logsteer.client import Client
-from logsteer.schemas import GradientAnswer, LogprobAnswer
+from logsteer.schemas import Attribution, GradientAnswer, LogprobAnswer
 
 LINES = """
 `logsteer score-file` asks about the rows of a file, each a context and its targets.
@@ -36,11 +36,13 @@ GRADIENT_EXAMPLES = f"""
   logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
   logsteer gradient "I feel" " happy" " sad" --along gradient
+  logsteer gradient "The capital of France is" " Paris" --attribution integrated
 {LINES}"""
 
 _SCORING = {"boundary": None, "space": None, "top": "N", "precision": None}
 _DIAGNOSTICS = {"columns": "NAME", "window": "TOKENS", "precision": None}
 _READING = {"boundary": None, "bos": None, "on_overflow": None}
+_ATTRIBUTION = ("attribution", "steps", "baseline")
 
 
 def add_score(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +80,21 @@ def add_gradient(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--along", metavar="NAME", help="eta of theta + eta v, where v is this stored direction"
     )
+    either.add_argument(
+        "--attribution",
+        choices=get_args(Attribution),
+        help="what each input token contributes, in place of gradients",
+    )
     group.add_argument("--hook", metavar="NAME", help="of the activations; default resid_post")
     group.add_argument(
         "--at", type=parse_positions, metavar="WHICH",
         help=f"the activations' positions: {POSITIONS}; default all",
     )  # fmt: skip
-    add_options(parser, "gradient", _READING)
+    add_options(parser, "gradient", {**_READING, "steps": "N"})
+    parser.add_argument(
+        "--baseline", type=int, metavar="ID",
+        help="of integrated attributions: the token whose embedding each begins at; default 0",
+    )  # fmt: skip
     add_steering_options(parser)
     add_output_options(parser, GradientAnswer)
     parser.set_defaults(command=_differentiate)
@@ -118,18 +129,21 @@ def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = {**given(arguments, *_READING), **read_changes(arguments)}
+    options: Any = {**given(arguments, *_READING, *_ATTRIBUTION), **read_changes(arguments)}
+    if arguments.layers is None and given(arguments, "hook", "at"):
+        arguments.refuse("--hook and --at go with --layers")
+    wrt: dict[str, Any] | None = None
     if arguments.along is not None:
-        if given(arguments, "hook", "at"):
-            arguments.refuse("--hook and --at go with --layers, not with --along")
-        wrt: dict[str, Any] = {"override": arguments.along}
-    else:
+        wrt = {"override": arguments.along}
+    elif arguments.layers is not None:
         wrt = {"layers": arguments.layers, **given(arguments, "hook")}
         if arguments.at is not None:
             wrt["positions"] = arguments.at
     answer = client.gradient(_read_item(arguments), wrt, **options)
     drawn: list[Any] = [tables.draw_answer(answer, "target")]
-    if answer.along is None:
+    if wrt is None:
+        drawn.append(tables.draw_answer(answer, "token"))
+    elif answer.along is None:
         drawn.append(tables.draw_answer(answer, "position"))
     else:
         drawn.append(Text(f"along {answer.along.name} ({answer.along.sha256[:12]})"))

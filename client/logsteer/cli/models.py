@@ -52,7 +52,7 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_WAIT_S,
         metavar="SECONDS",
-        help=f"for the end of the change; it goes on without you (default {_WAIT_S:g})",
+        help=f"for the end of the change; it continues without you (default {_WAIT_S:g})",
     )
 
 

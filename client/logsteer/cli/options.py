@@ -1,6 +1,7 @@
 """Options of the command line that are parameters of a client's method."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -60,6 +61,8 @@ def _read_type(kind: Any) -> dict[str, Any]:
         return {"choices": rest}
     if get_origin(kind) is list:
         return {"action": "append", **_read_type(rest[0])}
+    if get_origin(kind) is dict:
+        return {"type": json.loads}
     return {"action": "store_true", "default": None} if kind is bool else {"type": kind}
 
 

@@ -70,7 +70,7 @@ def choose_format(arguments: argparse.Namespace) -> str:
 
 
 def check_output(arguments: argparse.Namespace) -> None:
-    """Check the options of `add_output_options` before anything is asked for.
+    """Check the options of `add_output_options` before any request.
 
     Exits with 2 where they do not go together. Raises LogsteerError where something is missing.
     """
@@ -104,7 +104,7 @@ def show(
 ) -> None:
     """Print the tables, or the answer in the format asked for; then draw the plot asked for.
 
-    `rows` gives its rows, and `draw` its plot, in place of those that the class has.
+    `rows` gives its rows, and `draw` its plot, in place of the class's own.
     """
     form, plot = choose_format(arguments), getattr(arguments, "plot", None)
     if form == "table":

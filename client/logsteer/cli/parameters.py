@@ -1,4 +1,4 @@
-"""`logsteer adapters …` and `logsteer overrides …`: LoRA adapters, directions of the parameters."""
+"""`logsteer adapters …`, `overrides …` and `saes …`: what is stored beside vectors."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
 from logsteer.cli.terminal import add_examples, given
 from logsteer.client import Client
-from logsteer.schemas import AdapterList, OverrideCard, OverrideList
+from logsteer.schemas import AdapterList, OverrideCard, OverrideList, SaeList
 
 ADAPTER_EXAMPLES = """
   logsteer adapters put story adapter
@@ -19,6 +19,14 @@ ADAPTER_EXAMPLES = """
 PUT_ADAPTER_EXAMPLES = """
   logsteer adapters put story adapter
   logsteer score "I feel" " happy" " sad" --adapter story
+"""
+SAE_EXAMPLES = """
+  logsteer saes put res8 gpt2-small-res-jb/blocks.8.hook_resid_pre
+  logsteer saes list
+"""
+PUT_SAE_EXAMPLES = """
+  logsteer saes put res8 gpt2-small-res-jb/blocks.8.hook_resid_pre
+  logsteer steer "I feel" --vector res8/123:4
 """
 OVERRIDE_EXAMPLES = """
   logsteer overrides put gradient direction.safetensors
@@ -47,6 +55,19 @@ def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.Argum
     add_options(put, "adapters.put", {"overwrite": None})
 
 
+def add_sae_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer saes` its commands."""
+    add_examples(parser, SAE_EXAMPLES)
+    add = add_stored_commands(parser, common, "saes", SaeList, "res8")
+    put = add("put", _put_sae, "upload what SAELens has saved", PUT_SAE_EXAMPLES)
+    put.add_argument(
+        "directory",
+        metavar="DIRECTORY",
+        help="has cfg.json and sae_weights.safetensors; and labels.json, feature -> text",
+    )
+    add_options(put, "saes.put", {"layer": "N", "activation_scale": "S", "overwrite": None})
+
+
 def add_override_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer overrides` its commands."""
     add_examples(parser, OVERRIDE_EXAMPLES)
@@ -66,6 +87,12 @@ def add_override_commands(parser: argparse.ArgumentParser, common: argparse.Argu
 def _put_adapter(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "overwrite")
     card = client.adapters.put(arguments.name, Path(arguments.directory), **options)
+    show(arguments, card, tables.draw_answer(card))
+
+
+def _put_sae(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "layer", "activation_scale", "overwrite")
+    card = client.saes.put(arguments.name, Path(arguments.directory), **options)
     show(arguments, card, tables.draw_answer(card))
 
 

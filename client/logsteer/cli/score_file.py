@@ -25,7 +25,7 @@ A row of IN is an object with the fields of one item: context and targets, conte
 target_ids, or messages and targets; text (perplexity); prompt, prompt_ids or messages (generate,
 steer). --map FIELD=COLUMN names columns that are called otherwise. OUT has a row for each, in the
 same order: {"row": 0, "result": …}, or {"row": 0, "error": …} where it was refused, which the exit
-status 1 tells. Until OUT is whole, OUT.part and OUT.job stand beside it: the same command goes on
+status 1 tells. Until OUT is whole, OUT.part and OUT.job are beside it: the same command resumes
 where the last one ended, however that ended. OUT.job stays, and says what OUT was made of.
 --url may be given several times: the servers share the rows.
 """
@@ -67,7 +67,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
         help="of rows that have no targets; repeatable",
     )  # fmt: skip
     rows.add_argument("--strict", action="store_true", help="end with the first row that fails")
-    rows.add_argument("--restart", action="store_true", help="begin anew, whatever is there")
+    rows.add_argument("--restart", action="store_true", help="begin again, whatever is there")
     where = parser.add_argument_group("where")
     where.add_argument(
         "--url", dest="urls", action="append", metavar="URL",
@@ -75,7 +75,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument(
         "--priority", choices=("batch", "interactive"), default="batch",
-        help="of the requests; default batch, which waits behind others",
+        help="of the requests; default batch, which waits for others",
     )  # fmt: skip
     for name, text in _BOUNDS.items():
         default = getattr(JobLimits, name)
@@ -114,7 +114,7 @@ def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
     try:
         scores = score_file(**job)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; the same command resumes", file=sys.stderr)
         raise
     show(
         arguments,
@@ -140,7 +140,7 @@ def _parse_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a JSON object")
     return options

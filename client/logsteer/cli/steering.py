@@ -107,7 +107,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="texts",
         metavar="FILE",
-        help="a UTF-8 text whose perplexity is told; repeatable",
+        help="a UTF-8 text whose perplexity is measured; repeatable",
     )
     add_options(group, "sweep", _SWEPT)
     add_output_options(parser, SweepAnswer, plot=True)

@@ -56,7 +56,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     group.add_argument("--below", type=float, metavar="X", help="of --when")
     group.add_argument(
         "--of", choices=["token", "prompt"],
-        help="of --when: each token's own reading, or that of the prompt's last one for all behind "
+        help="of --when: each token's own reading, or that of the prompt's last one for all after "
         "it; default token",
     )  # fmt: skip
     parameters = parser.add_argument_group("parameters")
@@ -91,7 +91,7 @@ def add_probe_option(parser: argparse.ArgumentParser) -> None:
 
 
 def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the steering object of the arguments, None where there is none.
+    """Return the steering object of the arguments, or None.
 
     Exits with 2 where options do not go together. Raises LogsteerError for a file without a JSON
     object.
@@ -180,4 +180,4 @@ def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error

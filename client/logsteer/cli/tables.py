@@ -23,6 +23,8 @@ from logsteer.schemas import (
     OverrideList,
     PerplexityAnswer,
     Provenance,
+    SaeCard,
+    SaeList,
     SelftestCheck,
     SweepAnswer,
     TokenizeAnswer,
@@ -54,6 +56,9 @@ _COLUMNS: Mapping[type, tuple[str, ...]] = {
         (OverrideList, OverrideCard),
         ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
     ),
+    **dict.fromkeys(
+        (SaeList, SaeCard), ("name", "architecture", "hook", "layer", "features", "k", *_STORED)
+    ),
     TokenizeAnswer: ("token_id", "token", "start", "end"),
 }
 """Answer -> the columns of its rows that a terminal has room for; all of any other."""
@@ -65,7 +70,7 @@ def draw_answer(answer: Any, per: str | None = None) -> Table:
 
 
 def draw_rows(rows: Sequence[FlatRow], *names: str) -> Table:
-    """Draw rows, numbers on the right: these columns, or all, but for those that say nothing."""
+    """Draw rows, numbers on the right: these columns, or all, but for empty ones."""
     kept = pick_told([{name: row.get(name) for name in names or row} for row in rows])
     heads = list(dict.fromkeys(name for row in kept for name in row))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
@@ -174,7 +179,7 @@ def _describe_windows(made: Provenance) -> str:
 
 
 def draw_card(answer: VectorCard | TrainAnswer) -> Iterator[Table | Text]:
-    """Draw a row per layer of a vector, what is known of it, and those that it is like."""
+    """Draw a row per layer of a vector, what is known of it, and the vectors it resembles."""
     yield draw_rows(list_rows(answer, "layer"), *_LAYER)
     card = answer.vector if isinstance(answer, TrainAnswer) else answer
     for line, style in describe_card(card):

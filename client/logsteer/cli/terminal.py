@@ -29,7 +29,7 @@ PIPE_COLUMNS = 100_000
 class Parser(argparse.ArgumentParser):
     """A parser that tells wrong usage in two lines: what is wrong, and what may have been meant.
 
-    A value such as -4,4 is no option.
+    A value such as -4,4 is not an option.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -66,7 +66,7 @@ class TerminalConsole(Console):
             self.width = int(os.environ.get("COLUMNS", PIPE_COLUMNS))
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `main`, which tells it by its exit status."""
+        """Leave it to `main`, whose exit status says it."""
         raise BrokenPipeError
 
 
@@ -101,7 +101,7 @@ def parse_scales(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as -4,-2,0,2,4") from error
 
 
 def read_input(name: str) -> tuple[str, bytes]:

@@ -206,7 +206,7 @@ def _draw_vectors(*cards: VectorCard) -> Table:
     return tables.draw_answer(VectorList(vectors=list(cards), bytes=0, max_bytes=0))
 
 
-def _read_pairs(name: str) -> list[dict[str, str]]:
+def _read_pairs(name: str) -> list[dict[str, Any]]:
     """Return the pairs of JSON lines, or of a JSON list. Raises LogsteerError for others."""
     place, data = read_input(name)
     if data.lstrip().startswith(b"["):
@@ -219,9 +219,9 @@ def _read_pairs(name: str) -> list[dict[str, str]]:
     pairs = []
     for where, pair in entries:
         found = pair if isinstance(pair, dict) else {}
-        texts = {side: found[side] for side in _SIDES if isinstance(found.get(side), str)}
+        texts = {side: found[side] for side in _SIDES if isinstance(found.get(side), str | list)}
         if len(texts) < len(_SIDES):
-            raise LogsteerError(f"{place}, {where}: no two texts; write {_PAIR}")
+            raise LogsteerError(f"{place}, {where}: no two texts or conversations; write {_PAIR}")
         pairs.append(texts)
     if not pairs:
         raise LogsteerError(f"{place} has no pairs")

@@ -148,18 +148,24 @@ class _ChunkRun:
     def _divide(self) -> list[list[int]]:
         """Return the places of rows that go into one request each, in their order.
 
-        All that are valid, but for what a request has one of: a conversation to continue, the
-        text of protocol exl3. Draws that follow from a row's number take neighbours of one form.
+        All that are valid, but for what a request has one of: the text of protocol exl3. Those of
+        a request are of one form; draws that follow from a row's number take neighbours.
         """
         places = [place for place, item in enumerate(self._items) if item is not None]
         if not self._form.kind.is_seeded:
-            single = self._form.options.get("protocol") == "exl3"
-            return [[place] for place in places] if single else [places] * bool(places)
+            if self._form.options.get("protocol") == "exl3":
+                return [[place] for place in places]
+            is_item = self._form.kind.fields is ITEM_FIELDS
+            forms: dict[str, list[int]] = {}
+            for place in places:
+                name = "items" if is_item else next(iter(self._items[place] or ()))
+                forms.setdefault(name, []).append(place)
+            return list(forms.values())
         parts: list[list[int]] = []
         before = ""
         for place in places:
             (name,) = self._items[place] or ("",)
-            if parts and parts[-1][-1] == place - 1 and name == before != "messages":
+            if parts and parts[-1][-1] == place - 1 and name == before:
                 parts[-1].append(place)
             else:
                 parts.append([place])
@@ -204,14 +210,14 @@ class _ChunkRun:
         if form.kind.fields is ITEM_FIELDS:
             body["items"] = items
         elif form.kind.text == "text":
-            body["texts"] = [item["text"] for item in items]
+            (name,) = items[0]
+            values = [item[name] for item in items]
+            body |= {"texts": values} if name == "text" else {"messages": values}
         else:
             (name,) = items[0]
             body["seed"] += (self._chunk.first + places[0]) * body.get("n", 1)
             values = [item[name] for item in items]
-            body |= {"prompt": {"prompts": values}, "prompt_ids": {"prompt_ids": values}}.get(
-                name, {"messages": values[0]}
-            )
+            body["prompts" if name == "prompt" else name] = values
         endpoint = ENDPOINTS[form.endpoint]
         return ApiCall(
             endpoint.method, endpoint.path, Download, to_json(body), file_type="application/json"

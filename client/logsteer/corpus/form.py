@@ -22,6 +22,7 @@ from logsteer.schemas import (
     PromptCompletions,
     TextResult,
 )
+from logsteer.schemas.faults import describe_faults
 
 Row: TypeAlias = dict[str, Any]
 ITEM_FIELDS = ("context", "context_ids", "messages", "targets", "target_ids")
@@ -48,7 +49,7 @@ KINDS: Mapping[str, RowKind] = {
     "logprob": RowKind(ITEM_FIELDS, "context", ItemScore),
     "diagnostics": RowKind(ITEM_FIELDS, "context", ItemScore),
     "gradient": RowKind(ITEM_FIELDS, "context", ItemGradients),
-    "perplexity": RowKind(("text",), "text", TextResult, _STREAM | _REFERENCE),
+    "perplexity": RowKind(("text", "messages"), "text", TextResult, _STREAM | _REFERENCE),
     "generate": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
     "steer": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
 }
@@ -88,7 +89,7 @@ class RowForm:
         kind = self.kind
         if unknown := [name for name in self.fields if name not in kind.fields]:
             known = ", ".join(kind.fields)
-            raise _refuse(f"{unknown[0]} is no field of a row; {known} are", "fields")
+            raise _refuse(f"{unknown[0]} is not a field of a row; {known} are", "fields")
         if self.targets and kind.fields != ITEM_FIELDS:
             raise _refuse(f"{self.endpoint} takes no targets; leave them out", "targets")
         options = {name: value for name, value in self.options.items() if name != "model"}
@@ -165,10 +166,8 @@ class RowForm:
             else:
                 _check_text(item)
         except ValidationError as invalid:
-            first = invalid.errors(include_url=False)[0]
-            param = ".".join(str(part) for part in first["loc"]) or None
-            place = f"{param}: " if param else ""
-            raise _refuse(f"{place}{first['msg']}", param) from invalid
+            first = next(describe_faults(invalid.errors(include_url=False)))
+            raise _refuse(first.text, first.param) from invalid
         return item
 
 

@@ -58,7 +58,7 @@ class JobLimits:
 
 
 class FileJob:
-    """A job between its beginning and its end, whoever scores the chunks.
+    """A job between its beginning and its end, however its chunks are scored.
 
     `chunks` yields what is left; `write` is given each with its lines, in their order; `finish`
     makes the file. Errors: LogsteerError for a file that cannot be read, that has changed, or that
@@ -175,7 +175,7 @@ class FileJob:
             self.record.identity = dict(identity)
         elif known != identity:
             raise LogsteerError(
-                f"{describe_difference(known, identity)}: go on with that one, or --restart"
+                f"{describe_difference(known, identity)}: continue with that one, or --restart"
             )
 
     def commit(self, *, wait: bool = True, is_whole: bool = False) -> None:
@@ -224,8 +224,8 @@ class FileJob:
         self._digest = self.source.skip(last.rows)
         if last.rows and self._digest.hexdigest() != last.sha256:
             raise LogsteerError(
-                f"{self.source.path} has changed: rows 0 to {last.rows - 1} are not those that "
-                "were scored. --restart begins anew"
+                f"{self.source.path} has changed: rows 0 to {last.rows - 1} are not the rows that "
+                "were scored. --restart begins again"
             )
 
 
@@ -236,7 +236,7 @@ def _describe_failure(row: int, error: Mapping[str, Any]) -> str:
 async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
     """Score a job's chunks, as many at once as `limit` says, and write them in their order.
 
-    Errors: the first chunk's that failed, once those in front of it are written.
+    Errors: the first chunk's that failed, once the chunks before it are written.
     """
     begun: deque[asyncio.Task[ScoredChunk]] = deque()
     chunks = job.chunks()

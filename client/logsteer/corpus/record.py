@@ -126,7 +126,7 @@ class JobRecord:
             self._check(found["header"])
         except (ValueError, KeyError, TypeError) as error:
             raise LogsteerError(
-                f"{self.path} is no record of a job of this version; --restart begins anew"
+                f"{self.path} is not a record of a job of this version; --restart begins again"
             ) from error
         if "done" in found:
             self._check_done(found["done"])
@@ -144,7 +144,7 @@ class JobRecord:
         if size != done["bytes"]:
             was = "is gone" if size is None else f"has {size} bytes, not {done['bytes']}"
             raise LogsteerError(
-                f"{self.target} was finished and {was} now; --restart makes it anew"
+                f"{self.target} was finished and {was} now; --restart makes it again"
             )
         self.done = done
 
@@ -158,7 +158,7 @@ class JobRecord:
             )
             raise LogsteerError(
                 f"{self.path} is of another job: {told}. Name another file, or --restart to begin "
-                "anew"
+                "again"
             )
 
 

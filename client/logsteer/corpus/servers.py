@@ -153,12 +153,12 @@ def score_file(
     """Send every row of a file to an endpoint, write a line for each, and return a summary.
 
     The target has one row for each of the source, in the same order: its number from 0, and its
-    `result` or the `error` that it was refused with. A call with the same arguments goes on where
+    `result` or the `error` that it was refused with. A call with the same arguments resumes where
     an earlier one ended; once all is done it returns the summary again.
 
     Args:
         source: JSON lines (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`) or `.parquet`.
-        target: likewise; beside it `.part` and `.job` are kept while the job is under way.
+        target: the file to write; beside it `.part` and `.job` are kept while the job is under way.
         endpoint: logprob, diagnostics, gradient, perplexity, generate or steer.
         options: of its requests, the same for all rows. Row k of `generate` and `steer` has the
             seed `seed` + k n, where `seed` is 0 unless given.
@@ -171,7 +171,7 @@ def score_file(
         timeout: as `Client` has it.
         limits: of requests and memory.
         strict: whether the first failed row ends the job.
-        restart: whether to begin anew, whatever is there.
+        restart: whether to begin again, whatever is there.
         priority: of the requests; `batch` waits behind those of others.
         progress: whether a terminal shows a bar.
         transport: makes what replaces the network to a server of this address.

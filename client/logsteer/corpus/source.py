@@ -30,7 +30,7 @@ _SUFFIXES: dict[str, FileFormat] = {
 
 
 def find_format(path: Path) -> FileFormat:
-    """Return what a file holds, by its name. Errors: LogsteerError for another name."""
+    """Return what a file holds, from its name. Errors: LogsteerError for another name."""
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:
         raise LogsteerError(
@@ -151,7 +151,7 @@ class RowSource:
         try:
             file = parquet.ParquetFile(self._raw, pre_buffer=False)
         except arrow.ArrowInvalid as error:
-            raise LogsteerError(f"{self.path} is no Parquet file: {error}") from error
+            raise LogsteerError(f"{self.path} is not a Parquet file: {error}") from error
         self.size = file.metadata.num_rows
         self.schema = file.schema_arrow
         columns = [name for name in self._wanted if name in self.schema.names]

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     Ids: TypeAlias = npt.NDArray[np.int32]
 
 _DTYPES = ("F32", "I32")
-_SIDE = ("row_starts", "token_ids", "token_starts", "positions")
+_FEATURES = ("feature_ids", "feature_activations")
+_SIDE = ("row_starts", "token_ids", "token_starts", "positions", *_FEATURES)
 """Tensors that are no activations."""
 
 
@@ -33,7 +34,10 @@ _SIDE = ("row_starts", "token_ids", "token_starts", "positions")
 class ActivationsOfItem:
     """The activations of one text: by layer, [T, D], of the tokens at `positions` of `token_ids`.
 
-    A mean has one row and no positions. `truncated_tokens` were dropped in front of `token_ids`;
+    With an autoencoder there are no layers: `feature_ids` and `feature_activations` [T, K] are the
+    strongest features of each token, -1 and 0 where no further one is active.
+
+    A mean has one row and no positions. `truncated_tokens` were dropped before `token_ids`;
     `flags` says where a number is not finite.
     """
 
@@ -42,14 +46,18 @@ class ActivationsOfItem:
     positions: "Ids | None"
     truncated_tokens: int
     flags: list[str]
+    feature_ids: "Ids | None" = None
+    feature_activations: "Floats | None" = None
 
 
 class Activations(Sequence[ActivationsOfItem]):
     """The activations of some texts, in their order.
 
-    `layers` has, by layer, the rows of all of them one behind the other: float32 [N, D]; those of
-    text i are `row_starts[i]` to `row_starts[i + 1]`. Arrays share the memory of `file`, and are
-    read-only. `answer` is what else the server said: usage, provenance, receipts.
+    `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
+    text i are `row_starts[i]` to `row_starts[i + 1]`. So have `feature_ids` and
+    `feature_activations` [N, K], which an autoencoder gives; `answer.sae` has their labels.
+    Arrays share the memory of `file`, and are read-only. `answer` is what else the server said:
+    usage, provenance, receipts.
     """
 
     def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:
@@ -63,6 +71,8 @@ class Activations(Sequence[ActivationsOfItem]):
             self._token_starts: Ids = tensors["token_starts"]
             self._token_ids: Ids = tensors["token_ids"]
             self._positions: Ids | None = tensors.get("positions")
+            self.feature_ids: Ids | None = tensors.get("feature_ids")
+            self.feature_activations: Floats | None = tensors.get("feature_activations")
             self.layers: dict[int, Floats] = {
                 int(name.rpartition(".")[2]): array
                 for name, array in tensors.items()
@@ -91,6 +101,8 @@ class Activations(Sequence[ActivationsOfItem]):
             None if self._positions is None else self._positions[rows],
             self._items[index]["truncated_tokens"],
             self._items[index]["flags"],
+            None if self.feature_ids is None else self.feature_ids[rows],
+            None if self.feature_activations is None else self.feature_activations[rows],
         )
 
     def save(self, path: str | Path) -> None:
@@ -100,11 +112,29 @@ class Activations(Sequence[ActivationsOfItem]):
     def to_pandas(self) -> "pd.DataFrame":
         """Return a row per activation: its text, its token, and its norm at each layer.
 
-        The numbers themselves are in `layers`. Errors: ImportError that says what to install.
+        Of an autoencoder, a row per feature that is active: its label and its activation. The
+        numbers themselves are in `layers`. Errors: ImportError that says what to install.
         """
         from logsteer.extras.rows import to_frame
 
-        return to_frame(self._list_norms())
+        return to_frame(self._list_norms() if self.feature_ids is None else self._list_features())
+
+    def _list_features(self) -> list[dict[str, Any]]:
+        assert self.answer.sae is not None, "features come with their autoencoder"
+        labels, found = self.answer.sae.labels, []
+        for item, one in enumerate(self):
+            assert one.positions is not None and one.feature_ids is not None
+            assert one.feature_activations is not None
+            for place, ids, values in zip(
+                one.positions.tolist(), one.feature_ids.tolist(),
+                one.feature_activations.tolist(), strict=True,
+            ):  # fmt: skip
+                where = {"item": item, "position": place, "token_id": int(one.token_ids[place])}
+                for feature, value in zip(ids, values, strict=True):
+                    if feature >= 0:
+                        told = {"feature": feature, "label": labels.get(str(feature))}
+                        found.append({**where, **told, "activation": value})
+        return found
 
     def _list_norms(self) -> list[dict[str, Any]]:
         np = import_numpy()

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Annotated, Any, SupportsIndex, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras.json_files import read_json_lines
+from logsteer.schemas import Message
 
 DEFAULT_SPLIT = "train"
 """The split of a name without one, wherever a name is read."""
@@ -114,12 +117,19 @@ PROMPT = "prompt"
 _FORM = 'an object, or a text in quotation marks, "Once upon a time"'
 
 
+_CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt, and the row of its dataset that it comes from."""
+    """A prompt, and the row of its dataset that it comes from.
+
+    Of a conversation the prompt is its last turn, and `messages` has all of them.
+    """
 
     prompt: str
     row: Row
+    messages: list[Message] | None = None
 
 
 def _read_file(path: str) -> Iterable[str | Row]:
@@ -144,10 +154,15 @@ def register_dataset(kind: str, reader: Reader) -> None:
 def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) -> list[PromptRow]:
     """Return the prompts of a source, or its first `limit`; a row holds its prompt in `field`.
 
-    Errors: InvalidRequestError for a row without that text; OSError.
+    That is a text, or a conversation as a list of messages. Errors: InvalidRequestError for a row
+    without it; OSError.
     """
     prompts = []
     for number, row in enumerate(islice(read_rows(source), limit)):
+        if isinstance(row, Mapping) and isinstance(row.get(field), list):
+            turns = _read_conversation(row[field], number, field)
+            prompts.append(PromptRow(turns[-1].content, row, turns))
+            continue
         prompt = read_row(row, number, field)
         if not prompt:
             raise _refuse(f"row {number} has an empty text under {field!r}; leave it out")
@@ -155,6 +170,14 @@ def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) 
     if not prompts:
         raise _refuse("the source has no prompts")
     return prompts
+
+
+def _read_conversation(turns: object, number: int, field: str) -> list[Message]:
+    try:
+        return _CONVERSATION.validate_python(turns)
+    except ValidationError as invalid:
+        reason = invalid.errors(include_url=False)[0]["msg"]
+        raise _refuse(f"row {number} has no conversation under {field!r}: {reason}") from invalid
 
 
 def read_row(row: object, number: int, field: str, field_kind: str = "field") -> str:
@@ -235,7 +258,7 @@ def draw_prompts(
         return draw.choices(prompts, k=count)
     if count > len(prompts):
         raise _refuse(
-            f"{count} prompts are asked for, the source has {len(prompts)}; draw with_replacement"
+            f"{count} prompts were requested, the source has {len(prompts)}; draw with_replacement"
         )
     return draw.sample(prompts, count)
 

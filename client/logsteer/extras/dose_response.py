@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from logsteer.errors import LogsteerError
-from logsteer.schemas import ContrastPair, SweepAnswer, SweepPoint, VectorCard
+from logsteer.errors import InvalidRequestError, LogsteerError
+from logsteer.schemas import ContrastPair, Message, SweepAnswer, SweepPoint, VectorCard
 from logsteer.schemas.common import Float, Reply
 from logsteer.schemas.views import Plotted
 
@@ -92,15 +92,33 @@ def evaluate_vector(
 
 
 def _cut_pair(pair: ContrastPair | Mapping[str, str]) -> dict[str, Any]:
-    """Return the item for a pair: it is cut before the word in which its texts begin to differ."""
+    """Return the item for a pair: it is cut before the word in which its texts begin to differ.
+
+    Conversations that differ in the assistant's last turn are cut before that. Errors:
+    InvalidRequestError for others.
+    """
     checked = ContrastPair.model_validate(pair if isinstance(pair, ContrastPair) else dict(pair))
     positive, negative = checked.positive, checked.negative
+    if not (isinstance(positive, str) and isinstance(negative, str)):
+        return _cut_conversations(positive, negative)
     letters = enumerate(zip(positive, negative, strict=False))
     shorter = min(len(positive), len(negative))
     place = next((index for index, (one, other) in letters if one != other), shorter)
     while place and not all(text[place : place + 1].isspace() for text in (positive, negative)):
         place -= 1
     return {"context": positive[:place], "targets": [positive[place:], negative[place:]]}
+
+
+def _cut_conversations(
+    positive: str | list[Message], negative: str | list[Message]
+) -> dict[str, Any]:
+    if isinstance(positive, list) and isinstance(negative, list):
+        ends = (positive[-1], negative[-1])
+        is_answered = len(positive) > 1 and all(end.role == "assistant" for end in ends)
+        if is_answered and positive[:-1] == negative[:-1]:
+            return {"messages": positive[:-1], "targets": [end.content for end in ends]}
+    detail = "conversations of a pair are scored where they differ in the assistant's last turn"
+    raise InvalidRequestError("invalid_request", detail, param="pairs")
 
 
 def _choose_scales(card: VectorCard) -> Sequence[float]:

@@ -120,7 +120,8 @@ def _draw_sequences(answer: Any) -> Iterator[str]:
         rows = list_rows(answer, "token")
     except LogsteerError:
         return
-    if not any("logprob" in row for row in rows):
+    told = next((name for name in ("logprob", "attribution") if any(name in r for r in rows)), None)
+    if told is None:
         yield write_table(rows)
         return
     parts = _cut_sequences(rows)
@@ -133,7 +134,8 @@ def _draw_sequences(answer: Any) -> Iterator[str]:
         yield from _draw_sequence(shown)
         yield _write_rest(len(part) - len(shown), "tokens")
     yield _write_rest(len(parts) - PARTS_SHOWN, "sequences")
-    yield _write_legend("surprisal", 0.0)
+    if told == "logprob":
+        yield _write_legend("surprisal", 0.0)
 
 
 def _cut_sequences(rows: Iterable[FlatRow]) -> list[tuple[str, list[FlatRow]]]:
@@ -153,16 +155,24 @@ def _cut_sequences(rows: Iterable[FlatRow]) -> list[tuple[str, list[FlatRow]]]:
 
 
 def _draw_sequence(rows: Sequence[FlatRow]) -> Iterator[str]:
+    if rows and "attribution" in rows[0]:
+        yield from _draw_values(rows, "attribution", [_list_row(row) for row in rows])
+        return
     titles = [_describe_token(row) for row in rows]
     logprobs = [row.get("logprob") for row in rows]
     surprisals = [None if logprob is None else -logprob for logprob in logprobs]
     yield _write_heat(rows, surprisals, titles)
     readings = [name for row in rows[:1] for name in row if "@" in name and ": " in name]
     for name in readings[:_PROBES_SHOWN]:
-        values = [row[name] for row in rows]
-        if most := max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0):
-            yield _write_legend(name, most)
-            yield _write_heat(rows, values, titles, most)
+        yield from _draw_values(rows, name, titles)
+
+
+def _draw_values(rows: Sequence[FlatRow], name: str, titles: Sequence[str]) -> Iterator[str]:
+    """Yield the tokens coloured by values of both signs."""
+    values = [row[name] for row in rows]
+    if most := max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0):
+        yield _write_legend(name, most)
+        yield _write_heat(rows, values, titles, most)
 
 
 def _describe_token(row: FlatRow) -> str:
@@ -170,7 +180,12 @@ def _describe_token(row: FlatRow) -> str:
     told = {"probability": None if logprob is None else math.exp(min(logprob, 0.0))}
     told |= {"surprisal": None if logprob is None else -logprob}
     told |= {name: value for name, value in row.items() if name not in ("token", "logprob")}
-    lines = [f"{name} {_cut(value)}" for name, value in list(told.items())[:_COLUMNS_SHOWN]]
+    return _list_row({"token": row.get("token"), **told})
+
+
+def _list_row(row: FlatRow) -> str:
+    told = [(name, value) for name, value in row.items() if name != "token"]
+    lines = [f"{name} {_cut(value)}" for name, value in told[:_COLUMNS_SHOWN]]
     return "\n".join([repr(row.get("token")), *lines])
 
 

@@ -11,9 +11,9 @@ from logsteer.errors import LogsteerError
 def read_json_lines(lines: Iterable[bytes], name: str, form: str) -> Iterator[tuple[int, Any]]:
     """Yield the number, from 1, and the value of each line that is not blank.
 
-    Where a line may be a text, a JSON string is that text, and whoever asks says which field of an
+    Where a line may be a text, a JSON string is that text, and the caller says which field of an
     object stands for it. `name` is said in errors, and `form`: what to write in a line. Raises
-    LogsteerError for a line that is no JSON.
+    LogsteerError for a line that is not JSON.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():

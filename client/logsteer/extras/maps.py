@@ -13,7 +13,7 @@ from logsteer.schemas.common import Float
 class LayerMap:
     """Values [layers][tokens], and what to call them.
 
-    `marks` say more of each cell than its value. Values that are `signed` are changes, 0 is none;
+    `marks` say more of each cell than its value. `signed` values are changes from 0;
     others run from 0 to 1.
     """
 

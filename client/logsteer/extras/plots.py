@@ -57,7 +57,7 @@ def plot_answer(answer: Any, path: str | Path | None = None, **options: Any) -> 
     """Draw an answer, write it to `path` where given, and return the figure.
 
     `options` are those of `plot_sweep` for a sweep. Raises LogsteerError without matplotlib, for a
-    path that is no kind of picture, and for an answer that has nothing to draw.
+    path that is not a picture's, and for an answer that has nothing to draw.
     """
     figure: Figure = _PLOTS[type(answer)](answer, path, **options)
     return figure
@@ -81,7 +81,7 @@ def plot_sweep(
     `items` are those of the request, and name the targets, of which the answer has only numbers;
     `texts` are names of its texts.
 
-    Raises LogsteerError without matplotlib, and for a path that is no kind of picture; ValueError
+    Raises LogsteerError without matplotlib, and for a path that is not a picture's; ValueError
     for `items` or `texts` that are not the answer's.
     """
     labels = label_sweep(answer, items, texts)
@@ -112,7 +112,7 @@ def plot_doses(response: DoseResponse, path: str | Path | None = None) -> Figure
 
     Panels: how much more probable the positive texts are than the negative ones, with the change of
     each side, and KL(unsteered || steered) of the token at which they part. Raises LogsteerError
-    without matplotlib, and for a path that is no kind of picture.
+    without matplotlib, and for a path that is not a picture's.
     """
     figure, (left, right) = _prepare(path, 2)
     scales = [point.scale for point in response.points]

@@ -34,6 +34,8 @@ from logsteer.schemas import (
     PatchResult,
     PerplexityAnswer,
     PromptCompletions,
+    SaeCard,
+    SaeList,
     SelftestAnswer,
     SteerAnswer,
     SteeringReceipt,
@@ -69,7 +71,7 @@ def list_rows(answer: Any, per: str | None = None) -> list[FlatRow]:
     """Return the rows of an answer, of the grain `per`, such as "token".
 
     None: the first grain of its kind that the answer has. Raises LogsteerError for a grain that
-    there is none of, or that was not asked for.
+    does not exist, or was not requested.
     """
     writers = _find_writers(answer)
     if per is None:
@@ -127,15 +129,8 @@ def place_readings(
 ) -> dict[str, dict[int, Float]]:
     """Return what probes have read, by names such as `mood@2: cosine`, and by place.
 
-    A reading belongs to the token at which the stream was read. Entry i of an answer was read at
-    the token in front of token i, which was predicted there:
-
-        places of tokens        0    1    2
-        entries                 a    b    c
-        what is returned       -1: a, 0: b, 1: c
-
-    So the first is of the last token in front, and the last token has none: nothing is predicted
-    from it. A probe that was asked for twice is numbered.
+    Entry i is of the token at `places[i]`; those of a context, where requested, come
+    before the first. A probe that was asked for twice is numbered.
     """
     seen: Counter[str] = Counter()
     named: dict[str, dict[int, Float]] = {}
@@ -149,9 +144,8 @@ def place_readings(
             (f"{name} after", read.context_after, read.after),
         ):
             if own:
-                front = places[0] - 1
-                named[key] = dict(enumerate(context or (), front - len(context or ())))
-                named[key] |= {place - 1: value for place, value in zip(places, own, strict=True)}
+                named[key] = dict(enumerate(context or (), places[0] - len(context or ())))
+                named[key] |= zip(places, own, strict=True)
     return named
 
 
@@ -175,8 +169,8 @@ def _write_tokens(
 ) -> Iterator[FlatRow]:
     """Yield a row for each token of a sequence, with all that was read of it.
 
-    A token in front that a probe has read has a row, too, of its readings alone; its place is below
-    0 where the sequence has no `positions` in a text.
+    A token of a context that a probe has read has a row, too, of its readings alone; its place is
+    below 0 where the sequence has no `positions` in a text.
     """
     columns: dict[str, Sequence[Any]] = {"token": tokens} if tokens is not None else {}
     columns |= {"token_id": token_ids} if token_ids is not None else {}
@@ -286,7 +280,7 @@ def _write_completion_tokens(completion: Completion) -> Iterable[FlatRow]:
 
 
 def list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Completion]]:
-    """Yield each completion of a prompt and its number, behind each its unsteered neighbour."""
+    """Yield each completion of a prompt and its number, after each its unsteered neighbour."""
     for index, completion in enumerate(result.completions):
         if result.baseline is None:
             yield {"completion": index}, completion
@@ -388,7 +382,8 @@ def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
 
 def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
     for target in item.targets:
-        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional")
+        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional",
+                 "baseline_logprob", "convergence_delta")  # fmt: skip
         yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
 
 
@@ -429,6 +424,20 @@ def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
     return rows
 
 
+def _write_attributions(item: ItemGradients) -> Iterable[FlatRow] | None:
+    if all(target.attributions is None for target in item.targets):
+        return None
+    return [
+        {"target": target.target, "position": position, "token": token, "token_id": number,
+         "attribution": attribution}
+        for target in item.targets
+        for position, (token, number, attribution) in enumerate(zip(
+            target.input_tokens or (), target.input_ids or (), target.attributions or (),
+            strict=True,
+        ))
+    ]  # fmt: skip
+
+
 _MISSING = {
     "token": "a request with per_token or tokens set to false gives none",
     "window": "ask with windows=True",
@@ -439,6 +448,9 @@ _TEXTS: Mapping[str, _Write] = {
     "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
+_GRADIENTS: Mapping[str, _Write] = {
+    "position": _write_norms, "token": _write_attributions, "target": _write_gradients,
+}  # fmt: skip
 
 
 _LENS: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
@@ -477,8 +489,8 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     SteeringReceipt: {"layer": _write_receipt},
     VectorList: {"vector": _write_each("vectors", _write_card)},
     DoseResponse: {"point": _write_each("points", _write_plain)},
-    GradientAnswer: _of_all("item", {"position": _write_norms, "target": _write_gradients}),
-    ItemGradients: {"position": _write_norms, "target": _write_gradients},
+    GradientAnswer: _of_all("item", _GRADIENTS),
+    ItemGradients: _GRADIENTS,
     LensAnswer: _of_all("item", _LENS),
     LensItem: _LENS,
     LensTarget: {grain: _write_one(write) for grain, write in _LENS.items()},
@@ -493,5 +505,7 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     AdapterList: {"adapter": _write_each("adapters", _write_plain)},
     OverrideCard: {"override": _write_plain},
     OverrideList: {"override": _write_each("overrides", _write_plain)},
+    SaeCard: {"sae": _write_plain},
+    SaeList: {"sae": _write_each("saes", _write_plain)},
 }
 """Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

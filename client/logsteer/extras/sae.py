@@ -79,7 +79,7 @@ def read_feature(
 ) -> SaeFeature:
     """Return a feature of the autoencoder that SAELens saved in a directory.
 
-    `layer` stands in for the number in the hook that its configuration names, so that layer 8 of a
+    `layer` replaces the number in the hook that its configuration names, so that layer 8 of a
     `hook_resid_pre` is what enters block 8; it is the block whose output is read where there is no
     hook, or none that is known. `activation_scale` is the constant
     that activations are multiplied by before the autoencoder, where its configuration says that
@@ -99,7 +99,7 @@ def read_feature(
         raise LogsteerError(f"{weights}: it is empty")
     try:
         tensors = TensorFile(import_numpy().memmap(weights, mode="r"))
-        return _read(tensors, config, feature, place, scale)
+        return extract_feature(tensors, config, feature, place, scale)
     except ValueError as error:
         raise LogsteerError(f"{weights}: {error}") from error
 
@@ -164,8 +164,16 @@ class SaeConfig:
             raise LogsteerError(
                 f"{directory} has no cfg.json: give the directory that SAELens saved"
             )
+        return cls.parse(place.read_bytes(), place)
+
+    @classmethod
+    def parse(cls, content: bytes | str, place: Path) -> SaeConfig:
+        """Return the configuration that a file has, which messages call `place`.
+
+        Raises LogsteerError.
+        """
         try:
-            document = json.loads(place.read_bytes())
+            document = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise LogsteerError(f"{place}: no JSON: {error}") from error
         if not isinstance(document, dict):
@@ -236,16 +244,20 @@ class SaeConfig:
         found = self.get("hook_layer", "hook_point_layer")
         if found is not None and (type(found) is not int or found < 0):
             raise LogsteerError(
-                f"{self._place}: hook_layer {found!r:.80} is no layer, which are counted from 0; "
+                f"{self._place}: hook_layer {found!r:.80} is not a layer, counted from 0; "
                 "give --layer (layer)"
             )
         return found
 
 
-def _read(
+def extract_feature(
     tensors: TensorFile, config: SaeConfig, feature: int, place: tuple[int, str], scale: float
 ) -> SaeFeature:
-    size, width = _read_sizes(tensors, config)
+    """Return a feature of an autoencoder's weights; place and scale are as `config` chooses them.
+
+    Raises LogsteerError, and ValueError for a tensor that is not there or damaged.
+    """
+    size, width = read_sizes(tensors, config)
     if not 0 <= feature < size:
         raise LogsteerError(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
     written_D = _read_floats(tensors, "W_dec", feature)
@@ -275,7 +287,7 @@ def _read(
     return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
 
 
-def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
+def read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
     """Return the number of features and the width. Raises LogsteerError for shapes that differ."""
     shape = list(tensors.read("W_dec", FLOATS).shape)
     if len(shape) != 2:

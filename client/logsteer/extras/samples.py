@@ -64,8 +64,8 @@ class SampleFailure:
 class Samples(Sequence[Sample]):
     """Samples in the order of their prompts; `failures` says which prompts have none, and why.
 
-    `draws` are fields of `DrawnPrompt`, read when they are asked for. Reading raises AnswerError
-    for what is none.
+    `draws` are fields of `DrawnPrompt`, read when they are needed. Reading raises AnswerError
+    for anything else.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Samples(Sequence[Sample]):
         try:
             return DrawnPrompt.model_validate(self._draws[place])
         except ValidationError as error:
-            raise AnswerError(f"what the server sent is no sample: {error}") from error
+            raise AnswerError(f"what the server sent is not a sample: {error}") from error
 
     def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
         return Sample(

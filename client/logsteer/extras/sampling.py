@@ -42,7 +42,7 @@ def check_reward(reward: Reward) -> None:
 
 
 class Rating(NamedTuple):
-    """A reward, or None and why there is none."""
+    """A reward, or None and the reason."""
 
     value: float | None
     error: str | None = None
@@ -51,7 +51,7 @@ class Rating(NamedTuple):
 def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
     """Return the rating of one text, or what is awaited for its reward.
 
-    An exception of the function, and a value that is no finite number, are that text's alone.
+    An exception of the function, and a value that is not finite, are that text's alone.
     """
     try:
         value = reward(row, prompt, text)
@@ -153,7 +153,7 @@ class SamplingOptions:
 class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
-    A draw is a prompt by its place among those drawn. The continuations of draw i have the seeds
+    A draw is a prompt's place among those drawn. The continuations of draw i have the seeds
     from seed + i n on, whatever batch it is sent in. After `max_failures` failed batches in a row
     no further one is begun.
     """
@@ -167,7 +167,12 @@ class SamplingRun:
         self._prompts = draw_prompts(
             pool, self.options.count, self.options.with_replacement, self._seed
         )
-        request = read_request("generate", {**self._values, "prompts": [pool[0].prompt]})
+        self._field = "prompts" if pool[0].messages is None else "messages"
+        if any((row.messages is None) != (self._field == "prompts") for row in pool):
+            detail = "the source has texts and conversations; sample them one after the other"
+            raise InvalidRequestError("invalid_request", detail, param="source")
+        first = [pool[0].messages or pool[0].prompt]
+        request = read_request("generate", {**self._values, self._field: first})
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
@@ -188,15 +193,17 @@ class SamplingRun:
         self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
-        """Return the draws to ask for next; None where there are none, or too many failed."""
+        """Return the draws to ask for next; None where all were drawn, or too many failed."""
         if self._failed_in_a_row >= self.options.max_failures:
             return None
         return self._halves.pop() if self._halves else next(self._batches, None)
 
     def arguments(self, batch: range) -> dict[str, Any]:
         """Return the arguments of the call of `generate` for these draws."""
-        texts = [self._prompts[index].prompt for index in batch]
-        return {**self._values, "prompts": texts, "seed": self._seed + batch.start * self._n}
+        own = [self._prompts[index] for index in batch]
+        given = [row.messages or row.prompt for row in own]
+        seed = self._seed + batch.start * self._n
+        return {**self._values, "prompts": None, self._field: given, "seed": seed}
 
     def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
         """Return the rating of each continuation, or what is awaited for it; none if not asked for.

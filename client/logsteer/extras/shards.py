@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, overload
+from typing import Any, Literal, NotRequired, TypeAlias, overload
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -47,8 +47,12 @@ class _Index(TypedDict):
 _INDEX = TypeAdapter(_Index)
 
 
+_Item: TypeAlias = str | dict[str, Any]
+"""A text, or a conversation as its item of the request."""
+
+
 class ActivationShards(Sequence[Activations]):
-    """The shards of a directory, each opened when it is asked for; `contents` is what its index
+    """The shards of a directory, each opened when it is needed; `contents` is what its index
     file says.
 
     Errors: OSError without an index, InvalidRequestError for one of another kind.
@@ -62,7 +66,9 @@ class ActivationShards(Sequence[Activations]):
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             where = ".".join(map(str, fault["loc"]))
-            detail = f"{path} is no index of this version: {where or 'all of it'}: {fault['msg']}"
+            detail = (
+                f"{path} is not an index of this version: {where or 'all of it'}: {fault['msg']}"
+            )
             raise _refuse(f"{detail}; name another directory") from error
         self._files = [shard["file"] for shard in self.contents["shards"]]
 
@@ -93,7 +99,7 @@ def capture_shards(
     options: Mapping[str, Any],
     source: Source,
     directory: str | Path,
-    layers: Sequence[int],
+    layers: Sequence[int] | None,
     field: str,
     batch_size: int,
     progress: bool,
@@ -104,7 +110,10 @@ def capture_shards(
     as many texts. The arguments are those of `Client.capture`.
     """
     check_counts(batch_size=batch_size)
-    texts = [row.prompt for row in read_prompts(source, field)]
+    texts: list[_Item] = [
+        row.prompt if row.messages is None else {"messages": row.row[field]}
+        for row in read_prompts(source, field)
+    ]
     values = {**options, "layers": layers}
     writer = _ShardWriter(Path(directory), _describe(values))
     first = writer.count_done(texts)
@@ -148,7 +157,7 @@ class _ShardWriter:
                 )
             self._index = found
 
-    def count_done(self, texts: Sequence[str]) -> int:
+    def count_done(self, texts: Sequence[_Item]) -> int:
         """Return how many texts are captured already. Errors: where they were others."""
         done = 0
         for shard in self._index["shards"]:
@@ -161,7 +170,7 @@ class _ShardWriter:
                 )
         return done
 
-    def write(self, texts: Sequence[str], answer: Activations) -> None:
+    def write(self, texts: Sequence[_Item], answer: Activations) -> None:
         """Write the shard of these texts. Errors: where another model answered than before."""
         model = {
             "model": answer.answer.model,
@@ -190,7 +199,7 @@ class _ShardWriter:
         new.replace(self._directory / name)
 
 
-def _digest(texts: Sequence[str]) -> str:
+def _digest(texts: Sequence[_Item]) -> str:
     return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
 
 

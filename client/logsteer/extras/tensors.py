@@ -30,10 +30,10 @@ _HOOKS = {"decoder_block": "hook_resid_post", "self_attn": "hook_attn_out", "mlp
 
 
 class TensorFile:
-    """The tensors of a safetensors file, each read from `data` when it is asked for.
+    """The tensors of a safetensors file, each read from `data` when it is needed.
 
-    `data` is bytes, or a numpy.memmap, of which only what is asked for is read. Raises ValueError
-    for data that is no such file, and for a tensor that is not there, not whole, or of a type that
+    `data` is bytes, or a numpy.memmap, of which only what is needed is read. Raises ValueError
+    for any other data, and for a tensor that is not there, not whole, or of a type that
     is not read; ImportError that says what to install.
     """
 
@@ -43,10 +43,10 @@ class TensorFile:
         try:
             header = json.loads(self._data[_LENGTH : self._start].tobytes())
         except (ValueError, RecursionError) as error:
-            raise ValueError("it is no safetensors file") from error
+            raise ValueError("it is not a safetensors file") from error
         metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(metadata, dict):
-            raise ValueError("it is no safetensors file")
+            raise ValueError("it is not a safetensors file")
         self.metadata: dict[str, Any] = metadata
         self.entries: dict[str, Any] = header
 
@@ -111,7 +111,7 @@ def import_numpy() -> Any:
 
 
 class SavedVector:
-    """Stands in for the class of the package steering-vectors, whose objects are pickled whole."""
+    """Replaces the class of the package steering-vectors, whose objects are pickled whole."""
 
     layer_activations: Any = None
     layer_type: Any = "decoder_block"
@@ -120,7 +120,7 @@ class SavedVector:
 def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
     """Return the source and the format of a vector to upload: what torch saved, as safetensors.
 
-    A server takes safetensors and GGUF. A file that torch.save has written, by its format or its
+    A server takes safetensors and GGUF. A file that torch.save has written, from its format or its
     first bytes, is read on this machine, weights-only, so that none of its code runs; all other
     sources come back as they are. Errors: InvalidRequestError for a file that cannot be converted;
     ImportError without torch; OSError.

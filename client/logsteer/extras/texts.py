@@ -11,7 +11,7 @@ JOIN = "\n\n"
 
 
 class JoinedRows(Iterable[bytes]):
-    """UTF-8 of one column of a data set's rows, `join` between them, anew each time it is iterated.
+    """UTF-8 of one column of a data set's rows, `join` between them, each time it is iterated.
 
     `Client.perplexity_stream` takes it. Iterating raises InvalidRequestError for a row without that
     text.

@@ -102,7 +102,7 @@ def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> li
 
 
 def run_concurrently(work: Callable[[T], S], batches: Sequence[T]) -> Iterator[tuple[T, S]]:
-    """Yield each batch with what `work` makes of it, in order; a few are at work at any time."""
+    """Yield each batch with what `work` makes of it, in order; a few run at any time."""
     if len(batches) == 1:
         yield batches[0], work(batches[0])
         return

@@ -71,10 +71,10 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     where the server has only one. `max_length` (tokens that are read at once) is the model's own
     unless given. `add_bos_token` says whether text is encoded with BOS in front; None: as the
     tokenizer does. `batch_size` is the number of sequences in one HTTP request; "auto" and 1, which
-    the harness passes where nothing is asked for, leave it to the adapter. `prefix_token_id` stands
+    the harness passes by default, leave it to the adapter. `prefix_token_id` stands
     before text without context: BOS unless given, else EOS. `steering` is a steering object, its
     JSON, or a file of that; every request is steered by it, a target's context being its prompt.
-    Vectors that it names are those that had the names when this object was made. `adapter` names a
+    Vectors that it names are those of the time when this object was made. `adapter` names a
     stored LoRA adapter, which is added to the model's parameters; a run ends if the name is given
     another content. The harness' `--use_cache` tells answers apart by request alone: give each
     steering and each adapter a cache of its own.

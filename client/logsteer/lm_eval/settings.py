@@ -101,10 +101,10 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
     So a run has one steering, whatever becomes of the vectors' names meanwhile. A string is JSON,
     a file of that, or vectors as in "mood:4@3".
 
-    Errors: LogsteerError for what is no steering object, and for an unknown vector.
+    Errors: LogsteerError for an invalid steering object, and for an unknown vector.
     """
     is_file = isinstance(given, Path) or (isinstance(given, str) and Path(given).exists())
-    if is_file or str(given).lstrip().startswith("{"):
+    if is_file or str(given).lstrip().startswith("{") or str(given).endswith(".json"):
         given = load_steering(given)  # type: ignore[arg-type]
     steering = checked(Steering, given).model_copy(deep=True)
     for vector in steering.vectors:
@@ -112,7 +112,7 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
             card = client.vectors.get(vector.name)
             advice = card.about.recommendation
             vector.sha256, vector.name = card.sha256, None
-            vector.scale = vector.choose_scale(advice)
+            vector.scale = vector.choose_scale(advice.scales if advice else ())
             if vector.layers == RECOMMENDED:
                 vector.layers = None if advice is None else [advice.layer]
     return steering.model_dump(mode="json", exclude_none=True)

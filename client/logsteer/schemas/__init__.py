@@ -14,6 +14,13 @@ from logsteer.schemas.activations import (
     ItemActivations,
 )
 from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
+from logsteer.schemas.chat import (
+    ChatFields,
+    Message,
+    Tool,
+    ToolCall,
+    list_conversations,
+)
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     SCOPES,
@@ -23,7 +30,6 @@ from logsteer.schemas.common import (
     Column,
     EngineKind,
     KeyScope,
-    Message,
     OnError,
     OverflowPolicy,
     Policy,
@@ -39,6 +45,7 @@ from logsteer.schemas.common import (
     Usage,
 )
 from logsteer.schemas.gradient import (
+    Attribution,
     GradientAnswer,
     GradientRequest,
     GradientVariable,
@@ -106,6 +113,7 @@ from logsteer.schemas.perplexity import (
     WindowScore,
 )
 from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.saes import DeletedSae, SaeCard, SaeList
 from logsteer.schemas.selftest import (
     PromiseName,
     SelftestAnswer,
@@ -192,9 +200,11 @@ __all__ = [
     "Answer",
     "AppliedInterventions",
     "AppliedParameters",
+    "Attribution",
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
+    "ChatFields",
     "ClampBounds",
     "Column",
     "CombineRequest",
@@ -203,6 +213,7 @@ __all__ = [
     "ContrastPair",
     "DeletedAdapter",
     "DeletedOverride",
+    "DeletedSae",
     "DeletedVector",
     "DetokenizeAnswer",
     "DetokenizeRequest",
@@ -270,6 +281,8 @@ __all__ = [
     "ReplicaCard",
     "RequestOptions",
     "RowOptions",
+    "SaeCard",
+    "SaeList",
     "SamplingPolicy",
     "ScoredTarget",
     "SelftestAnswer",
@@ -306,6 +319,8 @@ __all__ = [
     "TokenScores",
     "TokenizeAnswer",
     "TokenizeRequest",
+    "Tool",
+    "ToolCall",
     "TopAlternatives",
     "TrainAnswer",
     "TrainMethod",
@@ -328,4 +343,5 @@ __all__ = [
     "WindowEvent",
     "WindowOptions",
     "WindowScore",
+    "list_conversations",
 ]

@@ -7,7 +7,7 @@ from logsteer.schemas.views import Tabled
 
 
 class UsedAdapter(Reply):
-    """The adapter that an answer was computed under, by its content."""
+    """The adapter that an answer was computed under, and its digest."""
 
     name: str
     sha256: str

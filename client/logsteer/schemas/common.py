@@ -1,5 +1,6 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
+import re
 from collections.abc import Mapping
 from reprlib import Repr
 from shutil import get_terminal_size
@@ -19,6 +20,16 @@ KeyScope = Literal["score", "steer", "write", "admin"]
 """`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
 override or an adapter. `write`: store vectors, overrides and adapters. `admin`: write to `shared/`,
 and test models."""
+
+_FULL_HOOK = re.compile(r"blocks\.(\d+)\.(?:hook_)?(.+)")
+
+
+def check_hook(name: str) -> str:
+    """Refuse TransformerLens' names, which have the layer in them. Errors: ValueError."""
+    if found := _FULL_HOOK.fullmatch(name):
+        raise ValueError(f"a hook is named without its layer: {found[2]}, at layers: [{found[1]}]")
+    return name
+
 
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
@@ -57,7 +68,7 @@ def _fail_fast(schema: Any) -> None:
 class Request(BaseModel):
     """A message to the server: unknown fields are refused, values are not coerced.
 
-    Of the entries of a list the first one that does not fit is told of, and no other is looked at:
+    Of the entries of a list the first one that does not fit is named, and no other is looked at:
     there may be hundreds of thousands.
     """
 
@@ -111,7 +122,7 @@ class Reply(BaseModel):
 
 
 class NamedRefusals(Request):
-    """A request that has not every common field: those that it lacks are refused with a reason."""
+    """A request that has not every common field: the others are refused with a reason."""
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Field -> why it is not taken, and what to do instead."""
@@ -201,7 +212,7 @@ class Aggregate(Reply):
     min: Float
     max: Float
     early: Float = Field(description="Mean over the first tokens, as many as the window asked for.")
-    late: Float = Field(description="Likewise over the last.")
+    late: Float = Field(description="Mean over the last tokens.")
 
 
 ALL_COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -242,9 +253,10 @@ class RowOptions(RequestOptions, PrecisionOption):
 
 
 class ProbeReadings(Reply):
-    """What one probe read at one layer, in entry i at the token that token i was predicted from.
+    """What one probe read at one layer: entry i at the position of token i, the last one included.
 
-    So entry 0 is of the last token in front, and a token's own reading is the next entry.
+    In a stream a token is read after it was sent: entries come one token later, and the last of
+    them in a piece without tokens. Joined in order, entry i is of token i.
     """
 
     name: str | None
@@ -257,7 +269,8 @@ class ProbeReadings(Reply):
         default=None, description="Of the steered one; null in a request that steers nothing."
     )
     context_before: list[Float] | None = Field(
-        default=None, description="Of all tokens in front of those, where asked for."
+        default=None,
+        description="Of all tokens before the first of those, where requested.",
     )
     context_after: list[Float] | None = None
     flags: list[str] = Field(default_factory=list)
@@ -277,13 +290,6 @@ class RowColumns(Reply):
     probes: list[ProbeReadings] | None = Field(
         default=None, description="One entry for each layer of each probe, in their order."
     )
-
-
-class Message(Request):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
 
 
 class TopAlternatives(Reply):
@@ -346,7 +352,7 @@ class Provenance(Reply):
     quantization: str | None
     int8_products: Literal["integer", "float32_blocks"] | None = Field(
         default=None,
-        description="How the INT8 layers of a model on a CPU were computed: by its instructions "
+        description="How the INT8 layers of a model on a CPU were computed: by instructions "
         "for 8-bit integers, found exact when the model was loaded; or, where these saturate, in "
         "float32 over blocks so short that it is exact, too.",
     )

@@ -1,9 +1,10 @@
 """`POST /gradient`: derivatives of targets' log-probabilities."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields
 from logsteer.schemas.common import (
     Answer,
     ByLayer,
@@ -14,6 +15,7 @@ from logsteer.schemas.common import (
     Reply,
     Request,
     RequestOptions,
+    TokenId,
 )
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
@@ -27,6 +29,9 @@ from logsteer.schemas.steering import (
     VectorName,
 )
 from logsteer.schemas.views import Tabled
+
+Attribution = Literal["gradient_x_input", "integrated"]
+MAX_STEPS = 1000
 
 
 class GradientVariable(Request):
@@ -57,7 +62,7 @@ class GradientVariable(Request):
         return self
 
 
-class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefusals):
+class GradientRequest(RequestOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals):
     """Targets whose summed log-probability is differentiated, one by one.
 
     `steering`, `override` and `adapter` say for which model: derivatives are taken there.
@@ -73,8 +78,33 @@ class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefu
     items: list[LogprobItem] = Field(
         min_length=1, description="Contexts and the targets scored after each."
     )
-    wrt: GradientVariable = Field(description="What to differentiate with respect to.")
+    wrt: GradientVariable | None = Field(
+        default=None, description="What to differentiate with respect to."
+    )
+    attribution: Attribution | None = Field(
+        default=None,
+        description="In place of wrt: what each input token, of embedding e, contributes. "
+        "`gradient_x_input`: the gradient times e. `integrated`: the gradient's mean along the "
+        "straight line from the baseline e' to e, times e - e' (integrated gradients, Sundararajan "
+        "et al. 2017).",
+    )
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = Field(
+        default=100, description="Points of the line (Gauss-Legendre), of `integrated` alone."
+    )
+    baseline: TokenId | None = Field(
+        default=0,
+        description="Of `integrated` alone: e' is the embedding of this token; null: zeros, near "
+        "which models with RMSNorm are not smooth: see `convergence_delta`.",
+    )
     boundary: Boundary = "joint"
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> "GradientRequest":
+        if (self.wrt is None) == (self.attribution is None):
+            raise ValueError("give exactly one of wrt and attribution")
+        if self.attribution != "integrated" and self.model_fields_set & {"steps", "baseline"}:
+            raise ValueError("steps and baseline go with attribution integrated")
+        return self
 
 
 class TargetGradient(Reply):
@@ -84,7 +114,7 @@ class TargetGradient(Reply):
     token_ids: list[int]
     logprobs: list[Float]
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
-    num_context: int = Field(description="Tokens in front of the target.")
+    num_context: int = Field(description="Tokens before the target.")
     boundary: BoundaryFinding
     truncated_tokens: int = 0
     positions: list[int] | None = Field(
@@ -98,6 +128,20 @@ class TargetGradient(Reply):
     )
     directional: Float = Field(default=None, description="d logprob / d eta.")
     directional_per_token: list[Float] | None = None
+    input_ids: list[int] | None = Field(
+        default=None, description="Of an attribution: the tokens that the model read."
+    )
+    input_tokens: list[str] | None = None
+    attributions: list[Float] | None = Field(
+        default=None, description="What each of them contributes, in nats."
+    )
+    baseline_logprob: Float = Field(
+        default=None, description="`logprob` with every token's embedding at the baseline."
+    )
+    convergence_delta: Float = Field(
+        default=None,
+        description="Sum of the attributions, less logprob - baseline_logprob: what `steps` leave.",
+    )
     flags: list[str] = Field(default_factory=list)
 
 

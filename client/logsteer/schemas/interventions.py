@@ -25,7 +25,7 @@ class InterventionFields(ParameterFields):
 
     steering: Steering | None = Field(
         default=None,
-        description="Steer the model. Tokens in front of the first scored one are the prompt.",
+        description="Steer the model. Tokens before the first scored one are the prompt.",
     )
 
 

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields
 from logsteer.schemas.common import (
     Answer,
     ByLayer,
@@ -21,7 +22,7 @@ from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.views import Plotted, Tabled
 
 
-class LensRequest(RowOptions, ItemOptions, InterventionFields, NamedRefusals):
+class LensRequest(RowOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals):
     """Targets that are scored from the stream of each layer, by the model's own norm and head.
 
     nostalgebraist, "interpreting GPT: the logit lens" (2020).

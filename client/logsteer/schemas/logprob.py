@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
@@ -12,7 +13,6 @@ from logsteer.schemas.common import (
     Columns,
     Float,
     ItemOptions,
-    Message,
     Reply,
     Request,
     RowColumns,
@@ -60,7 +60,7 @@ class LogprobItem(Request):
         return self
 
 
-class LogprobRequest(RowOptions, ItemOptions, ActivationFields):
+class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(

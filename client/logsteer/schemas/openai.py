@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
     MIN_P,
     TEMPERATURE,
@@ -17,7 +18,6 @@ from logsteer.schemas.common import (
     Count,
     Float,
     Index,
-    Message,
     NamedRefusals,
     ProbeReadings,
     Reply,
@@ -32,6 +32,9 @@ from logsteer.schemas.interventions import (
 )
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+MAX_SCHEMA = 2**16
+"""Characters of the JSON Schemas of a request."""
 
 
 class Unsupported(NamedTuple):
@@ -47,7 +50,8 @@ LABELS = frozenset(
 """Fields of OpenAI's that say something of the caller, and change no answer."""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
 _OWN_DISTRIBUTION = "tokens are drawn from the model's own probabilities; leave it out"
-_NO_TOOLS = "there are no tools here; leave it out"
+_TOOLS = "its successors are taken: send tools and tool_choice"
+_NO_SEARCH = "nothing is searched here; leave it out"
 _TEXT_ALONE = "text is read and written, and nothing else; leave it out"
 _SAMPLING: Mapping[str, Unsupported] = {
     "presence_penalty": Unsupported(_OWN_DISTRIBUTION, (0,)),
@@ -109,7 +113,7 @@ class SamplingRequest(CompatibleRequest, ActivationFields):
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -159,20 +163,49 @@ class CompletionRequest(SamplingRequest):
         return self
 
 
-class ChatCompletionRequest(SamplingRequest):
+class JsonSchemaFormat(Request):
+    """A JSON Schema that a reply follows."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="It is forced in any case.")
+
+
+class ResponseFormat(Request):
+    """The form of a reply: any text, any JSON object, or an instance of a JSON Schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise name_refusal({"response_format": "type json_schema goes with json_schema"})
+        return self
+
+
+class FunctionName(Request):
+    """A function by name."""
+
+    name: str
+
+
+class NamedChoice(Request):
+    """The one function that is called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatCompletionRequest(SamplingRequest, ChatFields):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **_SAMPLING,
-        "tools": Unsupported(_NO_TOOLS, ([],)),
-        "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
-        "parallel_tool_calls": Unsupported(_NO_TOOLS, (True, False)),
-        "functions": Unsupported(_NO_TOOLS, ([],)),
-        "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
-        "web_search_options": Unsupported(_NO_TOOLS),
-        "response_format": Unsupported(
-            "the form of a reply is not forced; leave it out", ({"type": "text"},)
-        ),
+        "functions": Unsupported(_TOOLS, ([],)),
+        "function_call": Unsupported(_TOOLS, ("none", "auto")),
+        "web_search_options": Unsupported(_NO_SEARCH),
         "modalities": Unsupported(_TEXT_ALONE, (["text"],)),
         "audio": Unsupported(_TEXT_ALONE),
         "prediction": Unsupported("nothing is predicted ahead; leave it out"),
@@ -187,10 +220,41 @@ class ChatCompletionRequest(SamplingRequest):
     }
 
     messages: list[Message] = Field(min_length=1)
+    response_format: ResponseFormat | None = Field(
+        default=None, description="The form that the reply is forced into."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = Field(
+        default="auto",
+        description="`required`, or a function by name: the reply is forced into calls. `auto`: "
+        "calls are looked for in it, in the form of Qwen's and Hermes' models.",
+    )
+    parallel_tool_calls: bool = Field(
+        default=True, description="false: `required` forces one call alone."
+    )
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1000)
+
+    @model_validator(mode="after")
+    def _form_is_one(self) -> "ChatCompletionRequest":
+        choice, wanted = self.tool_choice, self.response_format
+        names = {tool.function.name for tool in self.tools or ()}
+        forced = choice == "required" or isinstance(choice, NamedChoice)
+        if forced and not names:
+            raise name_refusal({"tool_choice": "there are no tools to call; send tools"})
+        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+            reason = f"no tool is called {choice.function.name!r:.80}; name one of tools"
+            raise name_refusal({"tool_choice": reason})
+        shapes = wanted is not None and wanted.type != "text"
+        if shapes and forced:
+            raise name_refusal({"response_format": "tool_choice forces another form; send one"})
+        if self.ignore_eos and (shapes or forced):
+            raise name_refusal({"ignore_eos": "a reply of a given form ends where that does"})
+        schemas = [tool.function.parameters for tool in self.tools or ()]
+        if sum(len(str(schema)) for schema in (*schemas, wanted)) > MAX_SCHEMA:
+            raise name_refusal({"response_format": f"schemas exceed {MAX_SCHEMA} characters"})
+        return self
 
     @model_validator(mode="after")
     def _alternatives_stand_beside_log_probabilities(self) -> "ChatCompletionRequest":
@@ -244,7 +308,7 @@ class ChatChoice(Reply):
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
     logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     probes: list[ProbeReadings] | None = None
 
 

@@ -40,6 +40,9 @@ class ModelCard(Reply):
     hidden_size: int | None = Field(
         default=None, description="Numbers of the residual stream at a token."
     )
+    hooks: list[str] | None = Field(
+        default=None, description="Activations of each layer that can be steered and read."
+    )
     has_chat_template: bool | None = None
     columns: list[str] | None = Field(
         default=None, description="Row columns that this engine can read."
@@ -65,10 +68,10 @@ class ReloadAnswer(Reply):
     unchanged: list[str]
     pending: list[str] = Field(
         description="Those whose change had not ended with this answer; unchanged ones, too, where "
-        "an earlier change goes on."
+        "an earlier change continues."
     )
     failed: dict[str, str] = Field(
-        description="Those that could not be changed, and why. One to be replaced is as it was, "
+        description="Models that could not be changed, and why. One to be replaced is as it was, "
         "unless a later change took the place of this one."
     )
     needs_restart: list[str] = Field(

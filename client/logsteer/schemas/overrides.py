@@ -30,7 +30,7 @@ class ParameterOverride(Request):
 
 
 class UsedOverride(Reply):
-    """The override that an answer was computed under, by its content."""
+    """The override that an answer was computed under, and its digest."""
 
     name: str
     sha256: str

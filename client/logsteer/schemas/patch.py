@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields
 from logsteer.schemas.common import (
     Answer,
     Float,
@@ -35,7 +36,7 @@ class PatchPair(Request):
     )
 
 
-class PatchRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):
+class PatchRequest(RequestOptions, PrecisionOption, ParameterFields, ChatFields, NamedRefusals):
     """Pairs to run, and where activations of one run are put into the other."""
 
     refused: ClassVar[dict[str, str]] = {

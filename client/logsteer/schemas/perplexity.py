@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Json, model_validator
 
+from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import (
     MAX_COUNT,
     Answer,
@@ -83,10 +84,11 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields):
-    """Texts to score."""
+class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields, ChatFields):
+    """Texts to score, or conversations as their template writes them."""
 
-    texts: list[str] = Field(min_length=1, description="Texts to score.")
+    texts: list[str] | None = Field(default=None, min_length=1, description="Texts to score.")
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
     columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")
     tokens: bool = Field(default=False, description="List the columns of every scored token.")
@@ -105,13 +107,17 @@ class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields
             raise ValueError("columns are listed with each token; send tokens: true as well")
         if self.probes is not None and not self.tokens:
             raise ValueError("probes are listed with each token; send tokens: true as well")
-        if any(probe.context for probe in self.probes or ()):
-            raise ValueError("probes: a text has no context to read; leave out context")
+        return self
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "PerplexityRequest":
+        if (self.texts is None) == (self.messages is None):
+            raise ValueError("give texts, or else messages")
         return self
 
     @model_validator(mode="after")
     def _exl3_takes_one_text(self) -> "PerplexityRequest":
-        if self.protocol == "exl3" and len(self.texts) > 1:
+        if self.protocol == "exl3" and len(self.texts or ()) > 1:
             reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
             raise name_refusal({"texts": reason + "newlines, or send them one by one"})
         return self
@@ -184,7 +190,7 @@ SUMS = (
 
 
 def summarize_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `TextScore` that follow from its sums, those that SUMS names.
+    """Return the fields of `TextScore` that follow from the sums that SUMS names.
 
     What is not finite is None, with a flag. `stderr` is perplexity x s / sqrt(n), s the sample
     deviation of log p: the delta method.

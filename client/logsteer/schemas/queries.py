@@ -22,7 +22,7 @@ class StoreQuery(ModelQuery):
 
 
 class WaitQuery(BaseModel):
-    """How long an answer may wait for the change that it is asked for."""
+    """How long an answer may wait for its change."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,7 +30,7 @@ class WaitQuery(BaseModel):
         default=0.0,
         ge=0,
         le=3600,
-        description="Seconds after which the answer comes at the latest; the change goes on.",
+        description="Seconds after which the answer comes at the latest; the change continues.",
     )
 
 

@@ -24,7 +24,7 @@ class SelftestRequest(Request):
         description="Texts to test with, in place of the built-in ones.",
     )
     token_ids: list[Annotated[list[TokenId], Field(min_length=2)]] = Field(
-        default_factory=list, max_length=64, description="Likewise, texts as token ids."
+        default_factory=list, max_length=64, description="Texts as token ids."
     )
     against: str | None = Field(
         default=None,

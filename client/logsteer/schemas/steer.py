@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import (
     MIN_P,
     TEMPERATURE,
@@ -16,7 +17,6 @@ from logsteer.schemas.common import (
     Float,
     Index,
     ItemOptions,
-    Message,
     NamedRefusals,
     PrecisionOption,
     Provenance,
@@ -41,7 +41,9 @@ from logsteer.schemas.views import Plotted, Tabled
 MAX_SWEEP = 256
 
 
-class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFields, NamedRefusals):
+class PromptRequest(
+    RequestOptions, ItemOptions, PrecisionOption, ActivationFields, ChatFields, NamedRefusals
+):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     refused: ClassVar[dict[str, str]] = {
@@ -53,9 +55,7 @@ class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFiel
     prompt_ids: list[list[TokenId]] | None = Field(
         default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
-    messages: list[Message] | None = Field(
-        default=None, min_length=1, description="One conversation, through the chat template."
-    )
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
     max_tokens: Count = Field(default=64, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
@@ -78,7 +78,7 @@ class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFiel
     include_stop: bool = Field(
         default=False, description="Keep the stop string that ended a completion in its text."
     )
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = Field(default=False, description="Answer with server-sent events.")
     columns: Columns | None = Field(
         default=None,
@@ -149,7 +149,7 @@ class PromptCompletions(ItemResult, Tabled):
     )
 
 
-class Continuations(Answer, AppliedInterventions, Tabled):
+class ContinuationAnswer(Answer, AppliedInterventions, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
@@ -171,13 +171,13 @@ class Continuations(Answer, AppliedInterventions, Tabled):
         return {"texts": self.texts, "model": self.model, "steered_by": receipt}
 
 
-class SteerAnswer(Continuations):
+class SteerAnswer(ContinuationAnswer):
     """One result per prompt, in the order given."""
 
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Continuations):
+class GenerateAnswer(ContinuationAnswer):
     """One result per prompt, in the order given."""
 
 
@@ -190,7 +190,10 @@ class SteerStart(Reply):
 
 
 class SteerPiece(RowColumns):
-    """New tokens of one completion; the arrays have one entry per token."""
+    """New tokens of one completion; the arrays have one entry per token.
+
+    Readings of `probes` come one token later, the last in a piece of its own after the end.
+    """
 
     prompt: int
     completion: int
@@ -201,7 +204,7 @@ class SteerPiece(RowColumns):
     finish_reason: FinishReason | None
 
 
-class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):
+class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, ChatFields, NamedRefusals):
     """Targets and texts to score at every scale, with every set of layers."""
 
     refused: ClassVar[dict[str, str]] = {

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
     PlainValidator,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -22,11 +25,10 @@ from logsteer.schemas.common import (
     ProbeRead,
     Reply,
     Request,
+    TokenId,
+    check_hook,
 )
 from logsteer.schemas.views import Tabled
-
-if TYPE_CHECKING:
-    from logsteer.schemas.vectors import Recommendation
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -35,10 +37,15 @@ PositionName = Literal["all", "prompt", "completion", "predicting", "last_prompt
 VectorName = Annotated[
     str, Field(min_length=1, max_length=128, pattern=r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]
-"""A vector, override or adapter of one's own, or `shared/NAME`: of everybody's."""
+"""A vector, override, adapter or autoencoder of one's own, or `shared/NAME`: of everybody's."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FeatureLabel = Annotated[str, Field(min_length=1, max_length=512)]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
-HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
+HookName = Annotated[
+    str,
+    Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$"),
+    AfterValidator(check_hook),
+]
 
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -48,6 +55,7 @@ Finite = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=F
 Recommended = Literal["recommended"]
 RECOMMENDED: Recommended = "recommended"
 
+_FEATURE = re.compile(r"(?!shared/[0-9]+$)(?P<sae>.+)/(?P<feature>[0-9]{1,9})")
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
 
 
@@ -58,7 +66,7 @@ def parse_layers(text: str) -> list[int]:
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         last = int(found[2] or found[1]) if found else -1
         if found is None or last < int(found[1]):
-            raise ValueError(f"{text!r} is no list of layers such as 10,12-14")
+            raise ValueError(f"{text!r} is not a list of layers such as 10,12-14")
         layers += range(int(found[1]), last + 1)
     return layers
 
@@ -66,7 +74,8 @@ def parse_layers(text: str) -> list[int]:
 def parse_vector(text: str) -> dict[str, Any]:
     """Return the fields of a vector written as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7.
 
-    A scale or layers that are left out are "recommended". Raises ValueError for another form.
+    res8/123:4 is feature 123 of the sparse autoencoder res8. A scale or layers that are left out
+    are "recommended". Raises ValueError for another form.
     """
     found = _VECTOR.fullmatch(text)
     if found is None:
@@ -76,9 +85,12 @@ def parse_vector(text: str) -> dict[str, Any]:
         try:
             scale = float(found["scale"])
         except ValueError as error:
-            raise ValueError(f"{text!r}: the scale {found['scale']!r} is no number") from error
+            raise ValueError(f"{text!r}: the scale {found['scale']!r} is not a number") from error
     layers = RECOMMENDED if found["layers"] is None else parse_layers(found["layers"])
-    return {"name": found["name"], "scale": scale, "layers": layers}
+    named: dict[str, Any] = {"name": found["name"]}
+    if feature := _FEATURE.fullmatch(found["name"]):
+        named = {"sae": feature["sae"], "feature": int(feature["feature"])}
+    return {**named, "scale": scale, "layers": layers}
 
 
 def _read_scale(data: Any) -> float | Recommended:
@@ -96,7 +108,7 @@ def _read_layers(data: Any) -> list[int] | Recommended | None:
     if not isinstance(data, list) or not data:
         raise ValueError(f'give a list of layers such as [3], or "{RECOMMENDED}"')
     if wrong := [one for one in data if type(one) is not int or not 0 <= one <= MAX_COUNT]:
-        raise ValueError(f"{wrong[0]!r:.40} is no layer: they are counted from 0")
+        raise ValueError(f"{wrong[0]!r:.40} is not a layer: they are counted from 0")
     if len(set(data)) != len(data):
         raise ValueError(f"an entry is there twice: {data}; name each layer once")
     return data
@@ -137,6 +149,14 @@ class VectorReference(Request):
             description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
         )
     )
+    sae: VectorName | None = Field(
+        default=None,
+        description="Name of a stored sparse autoencoder: the vector is one of its features, what "
+        "the decoder writes for it; a probe reads what the encoder does.",
+    )
+    feature: Index | FeatureLabel | None = Field(
+        default=None, description="Of `sae`: the feature's id, or its label."
+    )
     layers: Annotated[
         list[int] | Recommended | None,
         PlainValidator(_read_layers, json_schema_input_type=list[Index] | Recommended | None),
@@ -154,9 +174,11 @@ class VectorReference(Request):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [n for n in ("name", "sha256", "data") if getattr(self, n) is not None]
+        given = [n for n in ("name", "sha256", "data", "sae") if getattr(self, n) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of name, sha256, data; got {given or 'none'}")
+            raise ValueError(f"give exactly one of name, sha256, data, sae; got {given or 'none'}")
+        if (self.sae is None) != (self.feature is None):
+            raise ValueError("sae and feature go together: name the autoencoder and its feature")
         return self
 
 
@@ -180,7 +202,7 @@ class SteeringCondition(Request):
     of: Literal["token", "prompt"] = Field(
         default="token",
         description="`token`: each token's own reading. `prompt`: that of the prompt's last token, "
-        "for this one and all tokens behind it.",
+        "for this one and all tokens after it.",
     )
 
     @model_validator(mode="after")
@@ -197,8 +219,66 @@ class ProbeRequest(ProbedVector):
 
     context: bool = Field(
         default=False,
-        description="Also at the tokens in front of those, which are all read anew for it.",
+        description="Also at the tokens before those, which are all read again for it.",
     )
+
+
+Slice = tuple[Index, Count]
+
+
+class SlicePositions(Request):
+    """Input tokens by position: [start, end) pairs."""
+
+    slices: list[Annotated[Slice, Field(strict=False)]] = Field(min_length=1, max_length=64)
+
+    @model_validator(mode="after")
+    def _slices_have_content(self) -> "SlicePositions":
+        for start, end in self.slices:
+            if start >= end:
+                raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
+        return self
+
+
+class PositionRule(Request):
+    """Tokens by place or by content, as exactly one of these says, with P the prompt's length.
+
+    `slices`: input tokens by position; of the prompt `token_ids`: the tokens of these ids, `after`:
+    the rest behind this text's first place, `last`: as many at its end; `every`: of the
+    completion the first token and every n-th after it.
+    """
+
+    slices: list[Annotated[Slice, Field(strict=False)]] | None = Field(
+        default=None, min_length=1, max_length=64
+    )
+    token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=1024)
+    after: str | None = Field(default=None, min_length=1)
+    last: Count | None = None
+    every: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "PositionRule":
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            known = ", ".join(type(self).model_fields)
+            raise ValueError(f"give exactly one of {known}; got {given or 'none'}")
+        if self.slices is not None:
+            SlicePositions(slices=self.slices)
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(n for n in type(self).model_fields if getattr(self, n) is not None)
+
+
+def _choose_form(data: Any) -> str:
+    return "name" if isinstance(data, str) else "rule"
+
+
+SteeredPositions = Annotated[
+    Annotated[PositionName, Tag("name")] | Annotated[PositionRule, Tag("rule")],
+    Discriminator(_choose_form),
+]
 
 
 class SteeringVector(VectorReference):
@@ -225,9 +305,12 @@ class SteeringVector(VectorReference):
     unit: Unit = "raw"
     op: Operation = "add"
     params: ClampBounds | None = None
+    positions: SteeredPositions | None = Field(
+        default=None, description="Tokens that this vector changes; null: the steering object's."
+    )
     when: SteeringCondition | None = Field(
         default=None,
-        description="Act only where this holds. Its probe is read at a layer not behind the "
+        description="Act only where this holds. Its probe is read at a layer not after the "
         "vector's.",
     )
 
@@ -250,18 +333,18 @@ class SteeringVector(VectorReference):
             raise ValueError(f"op rotate turns by at most 180 degrees, got scale {self.scale}")
         return self
 
-    def choose_scale(self, advice: "Recommendation | None") -> float:
-        """Return the scale to use; `advice` is what the vector's training recommends."""
+    def choose_scale(self, advised: Sequence[float]) -> float:
+        """Return the scale to use; `advised` are what the vector's training recommends."""
         if not isinstance(self.scale, str):
             return self.scale
         is_plain = self.op == "add" and self.unit == "raw"
-        return advice.scales[-1] if advice is not None and is_plain else 1.0
+        return advised[-1] if advised and is_plain else 1.0
 
 
 class Steer(SteeringVector):
     """A vector for Python: `Steer("mood")`, `Steer("mood", 4, layer=3)`, or with other fields.
 
-    A scale or layers that are left out are those that its training recommends.
+    A scale or layers that are left out are as its training recommends.
     """
 
     def __init__(
@@ -274,22 +357,6 @@ class Steer(SteeringVector):
         super().__init__(**{"scale": scale, "layers": RECOMMENDED, **fields})
 
 
-Slice = tuple[Index, Count]
-
-
-class SlicePositions(Request):
-    """Input tokens by position: [start, end) pairs."""
-
-    slices: list[Annotated[Slice, Field(strict=False)]] = Field(min_length=1, max_length=64)
-
-    @model_validator(mode="after")
-    def _slices_have_content(self) -> "SlicePositions":
-        for start, end in self.slices:
-            if start >= end:
-                raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
-        return self
-
-
 class Steering(Request):
     """Vectors, applied in the order given, to the activations of some of a sequence's tokens.
 
@@ -298,11 +365,12 @@ class Steering(Request):
     """
 
     vectors: list[SteeringVector] = Field(min_length=1, max_length=64)
-    positions: PositionName | SlicePositions = Field(
+    positions: SteeredPositions = Field(
         default="all",
         description="Of the input token whose activation is changed, with P the prompt's length: "
         "all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1), or "
-        "slices. Where targets or texts are scored, the prompt is what stands before them.",
+        "slices; or a rule, such as {'last': 3}. Where targets or texts are scored, the prompt is "
+        "what stands before them.",
     )
 
     @model_validator(mode="before")
@@ -331,16 +399,19 @@ class SteeredSite(Reply):
 
     tokens: int = Field(description="Tokens whose activation was changed there in this request.")
     relative_norm: Float = Field(
-        description="Mean of |change| / |activation| over those tokens; null where there are none."
+        description="Mean of |change| / |activation| over those tokens; null without any."
     )
 
 
 class UsedVector(Reply):
-    """A vector that was used, by its content."""
+    """A vector that was used, and its digest."""
 
     name: str | None
     sha256: str
     scale: float
+    tokens: int | None = Field(
+        default=None, description="Tokens at its positions, counted as `tokens_steered` is."
+    )
     passed: int | None = Field(
         default=None,
         description="Tokens at steered positions where its condition held, without those from the "
@@ -353,6 +424,6 @@ class SteeringReceipt(Tabled):
 
     tokens_steered: int = Field(description="Input tokens that were read under steering.")
     layers: ByLayer[SteeredSite] = Field(
-        description="By layer; a hook other than resid_post stands behind it, as in 3.attn_out."
+        description="By layer; a hook other than resid_post follows it, as in 3.attn_out."
     )
     vectors: list[UsedVector]

@@ -2,12 +2,13 @@
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import BosPolicy, Reply, Request, TokenId
 from logsteer.schemas.views import Tabled
 
 
-class TokenizeRequest(Request):
-    """Texts to encode; or, in the form of vLLM's server, one `prompt`."""
+class TokenizeRequest(ChatFields):
+    """Texts to encode, or conversations; or, in the form of vLLM's server, one `prompt`."""
 
     model: str | None = None
     texts: list[str] | None = Field(
@@ -18,12 +19,19 @@ class TokenizeRequest(Request):
     add_special_tokens: bool = Field(
         default=True, description="For `prompt`: as bos auto or never."
     )
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
 
     @model_validator(mode="after")
     def _one_form(self) -> "TokenizeRequest":
-        if (self.texts is None) == (self.prompt is None):
-            raise ValueError("give texts, or else prompt")
+        if [self.texts, self.prompt, self.messages].count(None) != 2:
+            raise ValueError("give one of texts, messages and prompt")
         return self
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it asks in the form of vLLM's server: for one prompt, or one conversation."""
+        messages = self.messages
+        return self.texts is None and (messages is None or not isinstance(messages[0], list))
 
 
 class Encoded(Tabled):
@@ -39,7 +47,9 @@ class TokenizeAnswer(Tabled):
 
     model: str
     results: list[Encoded]
-    tokens: list[int] | None = Field(default=None, description="The ids of `prompt`.")
+    tokens: list[int] | None = Field(
+        default=None, description="The ids of `prompt`, or of one conversation."
+    )
     count: int | None = Field(default=None, description="How many they are.")
     max_model_len: int | None = None
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.chat import ChatFields, TextOrTurns
 from logsteer.schemas.common import Answer, BosPolicy, ByLayer, Float, Index, Reply, Request
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 from logsteer.schemas.views import Plotted, Tabled
@@ -16,7 +17,7 @@ VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
 VectorSource = Literal["upload", "training", "combination"]
 TrainMethod = Literal["mean_difference", "pca", "logistic", "lda"]
-TrainRead = Literal["last", "mean"]
+TrainRead = Literal["last", "mean", "answer"]
 
 OVERWRITE = (
     "Whether to replace what another request has stored under this name, which is else refused: "
@@ -50,7 +51,7 @@ class LayerQuality(Reply):
     effect_size: Float = Field(
         default=None,
         description="Difference of the two means of projections by their standard deviation "
-        "(Cohen's d); null where there is none.",
+        "(Cohen's d); null where it has no value.",
     )
     matching_scale: Float = Field(
         default=None,
@@ -74,7 +75,7 @@ class Validation(Reply):
     reason: str | None = Field(default=None, description="Why nothing was held out.")
     caution: str | None = Field(
         default=None,
-        description="Why nothing is recommended: held-out texts are told apart no better than "
+        description="Why nothing is recommended: held-out texts are separated no better than "
         "chance would, by an AUC of at most 0.6.",
     )
 
@@ -171,10 +172,13 @@ class DeletedVector(Reply):
 
 
 class ContrastPair(Request):
-    """Two texts that differ in what the vector is to stand for; [positive, negative] for short."""
+    """Two texts that differ in what the vector is to stand for; [positive, negative] for short.
 
-    positive: str = Field(min_length=1)
-    negative: str = Field(min_length=1)
+    Either may be a conversation: a list of messages, through the model's chat template.
+    """
+
+    positive: TextOrTurns
+    negative: TextOrTurns
 
     @model_validator(mode="before")
     @classmethod
@@ -184,11 +188,11 @@ class ContrastPair(Request):
         return dict(data) if isinstance(data, Mapping) else data
 
 
-PairLike: TypeAlias = ContrastPair | Mapping[str, Any] | tuple[str, str]
+PairLike: TypeAlias = ContrastPair | Mapping[str, Any] | tuple[Any, Any]
 """What a client takes for a pair: (positive, negative), or its fields."""
 
 
-class TrainRequest(Request):
+class TrainRequest(ChatFields):
     """Texts in pairs, and how a vector is made from the activations that they give.
 
     `mean_difference`: mean of positive minus mean of negative, in the activations' own units.
@@ -216,7 +220,10 @@ class TrainRequest(Request):
         "activations are measured by the covariance of these.",
     )
     read: TrainRead = Field(
-        default="last", description="Activation after a text's last token, or their mean."
+        default="last",
+        description="Activation after a text's last token, or their mean; `answer`: after the last "
+        "token that the assistant says in a conversation's last turn, before what the "
+        "template closes the turn with, as contrastive activation addition reads it.",
     )
     layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
@@ -242,7 +249,7 @@ class TrainRequest(Request):
     def _pairs_contrast(self) -> "TrainRequest":
         for index, pair in enumerate(self.pairs):
             if pair.positive == pair.negative:
-                raise ValueError(f"pairs[{index}]: positive and negative are the same text")
+                raise ValueError(f"pairs[{index}]: positive and negative are the same")
         return self
 
 
@@ -262,7 +269,7 @@ class SimilarVectors(Reply):
     )
     compared: int = Field(description="Stored vectors that were compared.")
     left_out: int = Field(
-        description="Those that were not: older ones beyond the server's bound, and damaged ones."
+        description="Vectors that were not: older ones beyond the server's bound, and damaged ones."
     )
 
 

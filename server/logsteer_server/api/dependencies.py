@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
 from logsteer_server.api.gate import Drain
 from logsteer_server.interventions.interventions import NamespaceRegistry, Stores
 from logsteer_server.models.changes import ModelChanges
@@ -53,6 +53,11 @@ async def get_adapters(request: Request) -> Namespace[AdapterCard]:
     return (await get_stores(request)).adapters
 
 
+async def get_saes(request: Request) -> Namespace[SaeCard]:
+    """Return the caller's sparse autoencoders, as files."""
+    return (await get_stores(request)).saes.names
+
+
 SettingsDep = Annotated[Settings, of_state("settings")]
 CapacityDep = Annotated[Capacity, of_state("capacity")]
 ModelsDep = Annotated[ModelRegistry, of_state("models")]
@@ -64,4 +69,5 @@ ContentFilesDep = Annotated[ContentFiles, of_state("content_files")]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
+SaesDep = Annotated[Namespace[SaeCard], Depends(get_saes)]
 StoresDep = Annotated[Stores, Depends(get_stores)]

@@ -9,7 +9,6 @@ import asyncio
 import ipaddress
 import socket
 import uuid
-from typing import Any, cast
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -82,47 +81,14 @@ def _is_address(name: str) -> bool:
 class Drain:
     """How far the server's end has come, and how many requests still run.
 
-    begin   readiness is withdrawn; new requests get a 503 and lose their connection
-    end     who still reads a body, or waits within a deadline, gets an error from `receive`; the
-            engines' handles answer whoever waits for them
+    begun   readiness is withdrawn; new requests get a 503 and lose their connection
+    ended   the engines' handles answer whoever waits for them; uvicorn cancels all others
     """
 
     def __init__(self) -> None:
         self.num_running = 0
         self.has_begun = False
         self.has_ended = False
-        self._receiving: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for their request's next message."""
-
-    def begin(self) -> None:
-        """Refuse new requests from now on."""
-        self.has_begun = True
-
-    def end(self) -> None:
-        """Let whoever waits for a request's next message get an error."""
-        self.has_ended = True
-        for task in self._receiving:
-            task.cancel()
-
-    def limit(self, receive: Receive) -> Receive:
-        """Return a `receive` that raises APIError `engine_restarting` once the drain has ended."""
-
-        async def receive_until_end() -> Message:
-            if self.has_ended:
-                raise refuse_closing()
-            task = cast("asyncio.Task[Any]", asyncio.current_task())
-            cancelled = task.cancelling()
-            self._receiving.add(task)
-            try:
-                return await receive()
-            except asyncio.CancelledError:
-                if self.has_ended and task.uncancel() <= cancelled:
-                    raise refuse_closing() from None
-                raise  # somebody else cancelled it
-            finally:
-                self._receiving.discard(task)
-
-        return receive_until_end
 
 
 class RequestGate:
@@ -189,11 +155,10 @@ class RequestGate:
         try:
             with Reservation(self._admission) as memory:
                 state["memory"] = memory
-                heard = receive if is_probe else drain.limit(receive)
-                await self._app(scope, heard, send_answer)
+                await self._app(scope, receive, send_answer)
         except asyncio.CancelledError:
             if is_probe or has_started or not drain.has_ended:
                 raise
-            await refuse_and_close()  # what heard of no end by itself
+            await refuse_and_close()
         finally:
             drain.num_running -= not is_probe

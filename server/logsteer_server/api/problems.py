@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.common import REFUSAL
+from logsteer.schemas.faults import MAX_NAME, describe_faults
 from logsteer_server.api.encoding import JSON, encode_json
 from logsteer_server.observation.requests import find_record
 
@@ -44,9 +44,6 @@ OPENAI_ERROR: dict[str, Any] = {
 }
 """The schema of `describe_openai_error`."""
 RETRY_SPREAD = 0.4
-MAX_NAME = 80
-"""Characters of a name from a request that a problem repeats: what looks for a resemblance takes
-time by the square of them."""
 MAX_DETAIL = 4000
 """Characters of a problem's detail: some repeat what a request has sent, which may be megabytes."""
 
@@ -129,8 +126,11 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     """Say every reason why the request does not fit its schema, in one line."""
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    reasons = [_explain(entry, request) for entry in found[:MAX_SHOWN_ERRORS]]
+    body = getattr(request.scope.get("route"), "body_field", None)
+    kind = body and body.field_info.annotation
+    entries = ({**entry, "loc": entry["loc"][1:]} for entry in error.errors())
+    found = list(describe_faults(entries, kind))
+    reasons = [fault.text for fault in found[:MAX_SHOWN_ERRORS]]
     if len(found) > MAX_SHOWN_ERRORS:
         reasons.append(f"and {len(found) - MAX_SHOWN_ERRORS} more")
     content_type = request.headers.get("content-type", "")
@@ -139,50 +139,8 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
             f"The body was sent as {content_type or 'no content type'}; "
             "send JSON with the header Content-Type: application/json."
         ]
-    param = _name_param(found[0]) if found else None
+    param = found[0].param if found else None
     return answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
-
-
-def _name_field(location: tuple[int | str, ...]) -> str | None:
-    """Return `items[0].targets` for ("body", "items", 0, "targets")."""
-    name = ""
-    for part in location[1:]:
-        name += f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}"
-    return name.removeprefix(".") or None
-
-
-def _name_param(entry: dict[str, Any]) -> str | None:
-    """Return the field that an error is about: a refusal by name is raised by the whole request."""
-    if entry["type"] == REFUSAL:
-        return str(entry["ctx"]["param"])
-    return _name_field(entry["loc"])
-
-
-def _suggest(request: Request, location: tuple[int | str, ...]) -> str:
-    """Return what to do about an unknown field: send the body's field that it resembles."""
-    body = getattr(request.scope.get("route"), "body_field", None)
-    known = getattr(body and body.field_info.annotation, "model_fields", {})
-    if len(location) == 2:
-        close = difflib.get_close_matches(str(location[1])[:MAX_NAME], known, 1)
-        return f"did you mean `{close[0]}`?" if close else "remove it."
-    return "remove it."
-
-
-def _explain(entry: dict[str, object], request: Request) -> str:
-    location = entry["loc"]
-    assert isinstance(location, tuple)
-    reason = str(entry["msg"]).removeprefix("Value error, ")
-    if entry["type"] == "json_invalid":
-        context = entry.get("ctx")
-        cause = context.get("error") if isinstance(context, dict) else None
-        where = _name_field(location) if location[0] == "query" else "The body"
-        return f"{where} is not valid JSON: {cause or reason}."
-    if entry["type"] == "extra_forbidden":
-        return f"{_name_field(location)}: there is no such field; {_suggest(request, location)}"
-    if entry["type"] == REFUSAL:
-        return reason
-    field = _name_field(location)
-    return f"{field}: {reason}." if field else f"{reason}."
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -199,11 +157,29 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         answer.headers["Allow"] = allowed
         return answer
     if error.status_code == 404:
-        detail = f"There is no {request.url.path} here; /docs lists every path."
-        return answer_problem(request, api_error("not_found", detail))
+        return answer_problem(request, api_error("not_found", _name_path(request)))
     return answer_problem(
         request, api_error("invalid_request", str(error.detail), status=error.status_code)
     )
+
+
+def _name_path(request: Request) -> str:
+    """Say that there is no such path, and which one is meant."""
+    path = request.url.path
+    scope = {**request.scope, "path": path.rstrip("/")}
+    for route in request.app.routes:
+        if (
+            path.endswith("/")
+            and isinstance(route, Route)
+            and route.matches(scope)[0] is Match.FULL
+        ):
+            return (
+                f"There is no {path} here; send this to {scope['path']}, without a slash behind it."
+            )
+    known = [route.path for route in request.app.routes if isinstance(route, Route)]
+    close = difflib.get_close_matches(path[:MAX_NAME], known, 1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"There is no {path[:MAX_NAME]} here; {meant}/docs lists every path."
 
 
 def _find_methods(request: Request) -> str:

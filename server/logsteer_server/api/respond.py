@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.api.encoding import (
@@ -183,20 +183,10 @@ class EventStream(StreamingResponse):
         super().__init__(self._buffer.read(), headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events.
-
-        Where the server ends, the events say so; what watches for the caller's leaving does not.
-        """
-
-        async def watch() -> Message:
-            try:
-                return await receive()
-            except APIError:
-                return await asyncio.Future[Message]()
-
+        """Send the events."""
         writing = asyncio.create_task(self._write())
         try:
-            await super().__call__(scope, watch, send)
+            await super().__call__(scope, receive, send)
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -231,7 +221,7 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
 
     The header X-Request-Timeout shortens the time.
 
-    Errors: APIError `deadline_exceeded`, or that of a server that ends; ClientDisconnect.
+    Errors: APIError `deadline_exceeded`; ClientDisconnect.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(request))
@@ -243,7 +233,6 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
         if working.done():
             return working.result()
         if watching.done():
-            watching.result()
             raise ClientDisconnect
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "

@@ -54,8 +54,6 @@ LOOK_BACK_S = 30.0
 DRAIN_MORE_S = 15.0
 INGRESS_CPUS = 0.01
 """More than none, so that no ingress runs on a head without CPUs."""
-OF_ONE_MACHINE = ("uds", "metrics_address")
-"""Settings of a server's own sockets, which replicas and ingress have in their place."""
 SERVE_LOG = {"log_level": "WARNING"}
 """Serve would write a line for each call: requests are in the service's own access log."""
 
@@ -120,9 +118,8 @@ def read_document(config: Path) -> dict[str, Any]:
         if name in document and not field.repr:
             detail = f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
             raise ConfigurationError(f"{config}: {detail}")
-    for name in OF_ONE_MACHINE:
-        if getattr(settings, name) is not None:
-            raise ConfigurationError(f"{config}: {name} is for one machine: remove it on Ray")
+    if settings.uds is not None:
+        raise ConfigurationError(f"{config}: uds is for one machine: remove it on Ray")
     for model in settings.models:
         if "hf_token" in model.engine_args:
             detail = f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN"

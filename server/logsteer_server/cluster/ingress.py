@@ -23,7 +23,6 @@ from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
@@ -32,9 +31,8 @@ from logsteer.schemas import ReloadAnswer
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
-from logsteer_server.api.metrics import check_key
 from logsteer_server.cluster.exchange import Exchange, HangUpError, make_server
-from logsteer_server.keys.keyring import KeyRing
+from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.listening import listen_at
 from logsteer_server.models.admission import BYTES, Admission, Reservation
 from logsteer_server.observation.logs import LogStyle, configure_logs
@@ -229,7 +227,8 @@ class Ingress:
                 report = await self._reload(self._models, _read_wait(exchange))
                 await exchange.reply(report.model_dump())
             case _ if exchange.path == "/metrics/targets":
-                check_key(self._settings.metrics_key, Request(exchange.scope).headers)
+                given = exchange.headers.get(b"authorization", b"").decode("latin-1")
+                check_metrics_key(self._settings.metrics_key, given)
                 await exchange.reply(self._list_targets())
             case _:
                 await self._forward(exchange, endpoint, model)

@@ -143,6 +143,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             like.reference,
             like.policy,
             like.double,
+            like.reads_end,
             plan=like.plan,
             override=like.override,
             adapter=like.adapter,
@@ -184,7 +185,7 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     scored = [job for job in jobs if type(job) is ScoreJob]
     kinds = {
         (
-            *(j.columns, j.top, j.export, j.reference, j.policy, j.double, j.salt),
+            *(j.columns, j.top, j.export, j.reference, j.policy, j.double, j.reads_end, j.salt),
             *(id(j.plan), id(j.override), id(j.adapter)),
         )
         for j in scored
@@ -397,11 +398,13 @@ class WorkCounts(NamedTuple):
 
 def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:
     """Count the tokens of outputs of some of the jobs."""
-    if isinstance(jobs, ScoreJobs) and isinstance(part.outputs, ScoreOutputs):
+    if isinstance(jobs, ScoreJobs):
         own = np.array(part.indices)
         read = int(np.diff(jobs.token_starts)[own].sum())
-        scored = int(np.diff(jobs.target_starts)[own].sum())
-        return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
+        scored = int(np.diff(jobs.target_starts)[own].sum()) - len(own) * jobs.like.reads_end
+        if isinstance(part.outputs, ScoreOutputs):
+            return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
+        return WorkCounts(read, scored, 0, sum(output.cached_tokens for output in part.outputs))
     pairs = zip(part.indices, part.outputs, strict=True)
     ended = [(jobs[index], output) for index, output in pairs if output.is_last]
     return WorkCounts(

@@ -12,6 +12,10 @@ from typing import Any, Literal, Protocol
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.jobs import Feature, Job, JobFailure, JobResult
 
+HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Activations of a layer by TransformerLens' names, in the order of a forward pass, that engines of
+any kind may have; each is as wide as the model. Parallel blocks have no resid_mid."""
+
 Int8Products = Literal["integer", "float32_blocks"]
 """How products of 8-bit integers are summed: by the CPU's instructions for it, found exact at load;
 or in float32 over blocks so short that it is exact, because those saturate."""
@@ -43,6 +47,7 @@ class EngineSpec:
     steering_depth: int = 2
     steering_probes: int = 16
     capture_bytes: int = 128 * 2**20
+    hooks: tuple[str, ...] = ("resid_post",)
     adapter_slots: int = 0
     adapter_rank: int = 16
     runner: str = "auto"
@@ -180,6 +185,8 @@ class EngineInfo:
     """Activations of a layer that can be steered and captured; empty where none can."""
     hook_widths: Mapping[str, int] = field(default_factory=dict)
     """Numbers a token of those that have not `hidden_size`."""
+    missing_hooks: Mapping[str, str] = field(default_factory=dict)
+    """For those of HOOKS that it has not: why, or what adds them, as an error's detail."""
     max_probes: int | None = None
     """Probes that one job may have; None: any number."""
     capture_rows: int | None = None
@@ -197,6 +204,13 @@ class EngineInfo:
     room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
     """None where the model has no INT8 layers, and on GPUs."""
+
+    def explain_hook(self, hook: str) -> str:
+        """Return why it has no such activation, and what it has, as an error's detail."""
+        if not self.hooks:
+            return self.lacks.get("steering", "this engine gives no activations")
+        detail = f"this engine reads and steers {', '.join(self.hooks)}, not {hook}"
+        return f"{detail}: {self.missing_hooks[hook]}" if hook in self.missing_hooks else detail
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""

@@ -66,9 +66,9 @@ class Lane:
     replica: int | None = None
 
 
-Feature = Literal["steering", "override", "gradient", "adapter"]
+Feature = Literal["steering", "override", "gradient", "adapter", "structure"]
 """Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`."""
+`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Job:
         """
         if self.plan is None or not self.plan.sites:
             return None
-        first, _ = self.plan.positions.bounds(self.prompt_len)
+        first = self.plan.first_changed(self.prompt_len)
         return first, self.plan.digest(self.prompt_len).hex()
 
     @property
@@ -217,6 +217,9 @@ class ScoreJob(Job):
     `top` alternatives are listed for each row. `policy` is what the policy columns refer to. With
     `double` the columns are computed in float64. For steering, the prompt ends where the scored
     tokens begin.
+
+    With `reads_end` the model reads the text's last token, too, so that probes do. The last entry
+    of `targets` then stands for no token, and its row is nobody's.
     """
 
     targets: Ids
@@ -227,6 +230,7 @@ class ScoreJob(Job):
     reference: str | None = None
     policy: Policy = Policy()
     double: bool = False
+    reads_end: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -247,7 +251,7 @@ class ScoreJob(Job):
     @property
     def num_scored(self) -> int:
         """Tokens whose log-probability is read."""
-        return len(self.targets)
+        return len(self.targets) - self.reads_end
 
     @property
     def fingerprint(self) -> bytes | None:
@@ -307,6 +311,9 @@ class GenerateJob(Job):
     `columns` are read beside the log-probability from the logits that each token is drawn from; the
     policy columns are of the distribution that draws it. With `double` all of this, the draw
     included, is computed in float64.
+
+    With `json_schema`, a JSON Schema as text, the whole continuation is an instance of it: each
+    token is drawn from those alone that may follow, and the policy columns are of these.
     """
 
     max_tokens: int
@@ -320,6 +327,13 @@ class GenerateJob(Job):
     stream: bool = False
     columns: tuple[str, ...] = ()
     double: bool = False
+    json_schema: str | None = None
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What the job needs of an engine."""
+        needed = find_features(self)
+        return needed if self.json_schema is None else (*needed, "structure")
 
     @property
     def num_read(self) -> int:
@@ -343,8 +357,9 @@ class GenerateOutput(Output):
 
     `logprobs` [N] are of the model, at temperature 1 and without any cut; `columns` are [N] each,
     alternatives [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That
-    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from;
-    those of the prompt's other tokens, where the plan keeps them, come with the first piece.
+    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from, so
+    those of the prompt's last token, or of all its tokens where the plan keeps them, come with the
+    first piece, and the last token generated has none.
     """
 
     token_ids: Ids
@@ -367,6 +382,16 @@ class GenerateOutput(Output):
 
 
 @dataclass(frozen=True, slots=True)
+class InputPoint:
+    """A point on the line between a baseline and the input: each token's embedding e is replaced by
+    e' + alpha (e - e'), where e' is that of the token `baseline`, and 0 without one.
+    """
+
+    alpha: float
+    baseline: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GradientJob(Job):
     """One sequence, laid out as in `ScoreJob`, whose summed target log-probability is
     differentiated.
@@ -374,7 +399,8 @@ class GradientJob(Job):
     With respect to the activations at `sites`, (layer, hook) each, after the tokens at `positions`;
     or, with `along`, along that direction of the parameters. Both where the model is steered by
     `plan` and has the parameters of `override` and `adapter`; an activation is what leaves its
-    site, steering included. Activations of more than `max_width` numbers are refused.
+    site, steering included. Activations of more than `max_width` numbers are refused. Or, with
+    `input_point`, with respect to the input embeddings there.
     """
 
     targets: Ids
@@ -382,6 +408,7 @@ class GradientJob(Job):
     positions: Positions = field(default_factory=Positions)
     along: Direction | None = None
     max_width: int | None = None
+    input_point: InputPoint | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -405,8 +432,10 @@ class GradientOutput(Output):
 
     `gradients` [T', D] in the order of the job's sites, T' the tokens at its positions;
     `directional` [R] where the job has a direction: of each target's log-probability.
+    `attributions` [T] where it has an input point: each embedding's gradient times e - e'.
     """
 
     logprobs: Scores
     gradients: tuple[Scores, ...] = ()
     directional: Scores | None = None
+    attributions: Scores | None = None

@@ -8,8 +8,8 @@ Axis letters: T tokens, D width of an activation, G probes.
 
 import hashlib
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
@@ -24,44 +24,69 @@ Vector = npt.NDArray[np.float32]
 class Positions:
     """Which input tokens of a sequence are steered, with P the length of its prompt.
 
-    `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1), or
-    slices: tokens in one of `slices`, each [start, end).
+    `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
+    last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
+    one of `slices`, each [start, end). Of all these, tokens at each of `within` and none of
+    `without`. What depends on a prompt's tokens, `find` returns as slices; `settle` calls it.
     """
 
     kind: str = "all"
     slices: tuple[tuple[int, int], ...] = ()
+    number: int = 1
+    within: tuple["Positions", ...] = ()
+    without: tuple["Positions", ...] = ()
+    find: Callable[[npt.NDArray[np.int32]], tuple[tuple[int, int], ...]] | None = None
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
         """Return [first, end) around all steered tokens; end None: as far as the sequence goes."""
         if self.kind == "slices":
-            return min(s for s, _ in self.slices), max(e for _, e in self.slices)
+            starts, ends = [s for s, _ in self.slices], [e for _, e in self.slices]
+            return min(starts, default=0), max(ends, default=0)
         return {
             "all": (0, None),
             "prompt": (0, prompt_len),
             "completion": (prompt_len, None),
             "predicting": (prompt_len - 1, None),
             "last_prompt": (prompt_len - 1, prompt_len),
+            "last": (max(0, prompt_len - self.number), prompt_len),
+            "every": (prompt_len, None),
         }[self.kind]
 
-    def contain(self, positions_T: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether each position lies in one of the slices."""
-        found_T = np.zeros(len(positions_T), dtype=bool)
-        for first, end in self.slices:
-            found_T |= (positions_T >= first) & (positions_T < end)
+    @property
+    def is_range(self) -> bool:
+        """Whether all tokens within the bounds are steered."""
+        joint = self.within or self.without
+        return not joint and len(self.slices) < 2 and self.kind != "every"
+
+    def contain(self, positions_T: npt.NDArray[np.int64], prompt_len: int) -> npt.NDArray[np.bool_]:
+        """Return whether the token at each position is steered."""
+        first, end = self.bounds(prompt_len)
+        found_T = positions_T >= first
+        if end is not None:
+            found_T &= positions_T < end
+        if len(self.slices) > 1:
+            inside_T = np.zeros(len(positions_T), dtype=bool)
+            for start, stop in self.slices:
+                inside_T |= (positions_T >= start) & (positions_T < stop)
+            found_T &= inside_T
+        if self.kind == "every":
+            found_T &= (positions_T - prompt_len) % self.number == 0
+        for other in self.within:
+            found_T &= other.contain(positions_T, prompt_len)
+        for other in self.without:
+            found_T &= ~other.contain(positions_T, prompt_len)
         return found_T
 
     def mask(self, begin: int, end: int, prompt_len: int) -> npt.NDArray[np.bool_]:
         """Return whether each token of [begin, end) is steered."""
-        positions_T = np.arange(begin, end)
-        first, last = self.bounds(prompt_len)
-        steered_T = (positions_T >= first) & (positions_T < (end if last is None else last))
-        return steered_T & self.contain(positions_T) if self.slices else steered_T
+        return self.contain(np.arange(begin, end), prompt_len)
 
     def holds(self, position: int, prompt_len: int) -> bool:
         """Return whether one token is steered."""
-        first, last = self.bounds(prompt_len)
-        inside = first <= position and (last is None or position < last)
-        return inside and (not self.slices or any(s <= position < e for s, e in self.slices))
+        if self.is_range:
+            first, last = self.bounds(prompt_len)
+            return first <= position and (last is None or position < last)
+        return bool(self.contain(np.array([position]), prompt_len)[0])
 
     def count(self, num_tokens: int, prompt_len: int) -> int:
         """Count a sequence's steered tokens."""
@@ -70,7 +95,26 @@ class Positions:
     @property
     def knows_prompt(self) -> bool:
         """Whether the prompt's length matters."""
-        return self.kind not in ("all", "slices")
+        joint = (*self.within, *self.without)
+        return self.kind not in ("all", "slices") or any(one.knows_prompt for one in joint)
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether it depends on a prompt's tokens, so that `settle` is called before it is used."""
+        joint = (*self.within, *self.without)
+        return self.find is not None or any(one.knows_tokens for one in joint)
+
+    def settle(self, prompt: npt.NDArray[np.int32]) -> "Positions":
+        """Return the positions in a sequence with this prompt, which are the same tokens."""
+        if not self.knows_tokens:
+            return self
+        return replace(
+            self,
+            slices=self.slices if self.find is None else self.find(prompt),
+            within=tuple(one.settle(prompt) for one in self.within),
+            without=tuple(one.settle(prompt) for one in self.without),
+            find=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +212,8 @@ class SteeringPlan:
     """What one job changes and reads: the changes of a steering object, each site another
     activation; probes, those of the operations' conditions included.
 
-    Two plans with the same `digest` do the same to a sequence.
+    `more` are plans with the same probes and conditions for other tokens: no token is at the
+    positions of two of these plans. Two plans with the same `digest` do the same to a sequence.
     """
 
     sites: tuple[Site, ...]
@@ -176,6 +221,44 @@ class SteeringPlan:
     probes: tuple[Probe, ...] = ()
     conditions: tuple[Condition, ...] = ()
     kept: Kept = "none"
+    more: tuple["SteeringPlan", ...] = ()
+
+    @property
+    def parts(self) -> tuple["SteeringPlan", ...]:
+        """The plan as those that it consists of, each for tokens of its own."""
+        return (replace(self, more=()), *self.more) if self.more else (self,)
+
+    @property
+    def all_sites(self) -> tuple[Site, ...]:
+        """The sites of all parts."""
+        return self.sites + tuple(site for part in self.more for site in part.sites)
+
+    def find_positions(self, condition: int) -> tuple[Positions, ...]:
+        """Return where in a sequence operations wait for a condition."""
+        if not self.more:
+            return (self.positions,)
+        return tuple(
+            part.positions
+            for part in self.parts
+            if any(op.condition == condition for site in part.sites for op in site.ops)
+        )
+
+    def settle(self, prompt: npt.NDArray[np.int32]) -> "SteeringPlan":
+        """Return the plan for a sequence with this prompt, as `Positions.settle`."""
+        return replace(
+            self,
+            positions=self.positions.settle(prompt),
+            more=tuple(part.settle(prompt) for part in self.more),
+        )
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether it depends on a prompt's tokens, so that `settle` is called before it is used."""
+        return any(part.positions.knows_tokens for part in self.parts)
+
+    def first_changed(self, prompt_len: int) -> int:
+        """Return the position of the first token that may be changed."""
+        return min(part.positions.bounds(prompt_len)[0] for part in self.parts)
 
     def first_kept(self, prompt_len: int) -> int | None:
         """Return the position of the first token whose readings are kept; None where none is."""
@@ -211,21 +294,22 @@ class SteeringPlan:
         """SHA-256 of all that makes a sequence with this prompt length different."""
         asks_prompt = any(condition.of == "prompt" for condition in self.conditions)
         prompt = prompt_len if self.positions.knows_prompt or asks_prompt else 0
-        where = repr((self.positions.kind, self.positions.slices, prompt)).encode()
-        return hashlib.sha256(self.sites_digest + where).digest()
+        others = b"".join(part.digest(prompt_len) for part in self.more)
+        where = repr((self.positions, prompt)).encode()
+        return hashlib.sha256(self.sites_digest + where + others).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringTrace:
     """What an engine measured while it steered one job.
 
-    `tokens`: input tokens read under steering, those of a steered prefix cache included.
-    `sites`: by `Site.name`, the tokens whose activation changed there and the mean of |change| /
-    |activation| over them. `passed`: by condition, the tokens at the plan's positions where it
-    held, without those from the prefix cache.
+    `tokens`: input tokens read under steering, by part of the plan, those of a steered prefix cache
+    included. `sites`: by `Site.name`, the tokens whose activation changed there and the mean of
+    |change| / |activation| over them. `passed`: by condition, the tokens at the positions of what
+    waits for it where it held, without those from the prefix cache.
     """
 
-    tokens: int
+    tokens: tuple[int, ...]
     sites: Mapping[str, tuple[int, float]]
     passed: tuple[int, ...] = ()
 

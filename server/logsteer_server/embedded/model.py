@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from logsteer.errors import APIError
-from logsteer.schemas import SteeringLike
+from logsteer.schemas import Steering, SteeringLike
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -29,9 +29,8 @@ from logsteer_server.embedded.rows import (
     DifferentiableRows,
     baseline_features,
 )
-from logsteer_server.embedded.steering import SteeringResolver
 from logsteer_server.engines.tlens.batch import accept_row, read_batch
-from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.causal import CausalModel, describe_model
 from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
 from logsteer_server.engines.tlens.live import LiveModel
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -40,7 +39,14 @@ from logsteer_server.engines.tlens.queue import Entry
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.receipt import check_reach
+from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import NEUTRAL
+from logsteer_server.stores.contents import ContentFiles
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.saes import SaeStore
+from logsteer_server.stores.store import SAES, VECTORS, Store
+from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]
@@ -100,7 +106,8 @@ class LocalModel:
             wanted, place = dtype or "float32", device or "auto"
             spec = EngineSpec("local", "transformer_lens", str(model), dtype=wanted, devices=place)
             self._model = BridgeModel(spec, locate_model(str(model)))
-        self._steering = SteeringResolver(self._model, vectors)
+        self._info = describe_model(self._model)
+        self._vectors = _NoVectors() if vectors is None else _open_vectors(Path(vectors))
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -232,9 +239,13 @@ class LocalModel:
 
     def _steer(self, jobs: Sequence[J], changes: Changes) -> list[tuple[J, SteeredRow | None]]:
         """Return each job with its plan, and how its row is steered, once all changes fit."""
-        steering = self._steering.resolve(changes.get("steering"))
-        if steering is not None:
-            jobs = [replace(job, plan=steering.plan) for job in jobs]
+        if (given := changes.get("steering")) is not None:
+            asked = Steering.model_validate(given)
+            steering = resolve_steering(asked, self._vectors, self._info)
+            jobs = [
+                replace(job, plan=steering.plan.settle(job.tokens[: job.prompt_len]))
+                for job in jobs
+            ]
             check_reach(steering, jobs)
         rows = [accept_row(self._model, job) for job in jobs]
         hooked = [point for point, _ in self._find_hooks(changes)]
@@ -303,6 +314,30 @@ class LocalModel:
         count, limit = len(context) + len(target) - 1, self._model.context_length
         if count > limit:
             raise ValueError(f"{count} tokens are to be read, the model reads {limit}")
+
+
+class _NoVectors:
+    """The source of vectors of a model that was given no store."""
+
+    def find(self, name: str) -> StoredVectors:
+        """Refuse a name."""
+        raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
+
+    find_content = find
+
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:  # noqa: ARG002
+        """Refuse an autoencoder."""
+        return self.find(name)
+
+
+def _open_vectors(directory: Path) -> VectorStore:
+    """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
+    if not (directory / VECTORS.plural).is_dir():
+        raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
+    objects = Objects(directory)
+    saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
+    vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads
+    return VectorStore(vectors, features=saes)
 
 
 @contextmanager

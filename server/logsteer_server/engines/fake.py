@@ -39,6 +39,7 @@ LACKS: dict[Feature, str] = {
     "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
     "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
     "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
+    "structure": f"the engine fake forces no form on a reply; {ELSEWHERE}",
 }
 
 
@@ -54,8 +55,9 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Return activations [L, T, D] in [-1, 1], fixed by layer, hook and the sum of the tokens read so
-    far: a sine a dimension.
+    """Return activations [L, T, D] in [-1, 1], a sine a dimension.
+
+    They are fixed by layer, hook and the sum of the tokens read so far.
 
     T is the job's `num_rows`.
     """
@@ -208,7 +210,7 @@ class FakeEngine:
             eos_ids=(2,),
             num_layers=int(args.get("num_layers", 4)),
             hidden_size=int(args.get("hidden_size", 16)),
-            hooks=("resid_post",),
+            hooks=spec.hooks,
             room=EngineRoom(int(args.get("ahead_tokens", 65_536))),
             lacks=LACKS if not args.get("reads_files") else {"gradient": LACKS["gradient"]},
         )

@@ -18,21 +18,22 @@ Values = npt.NDArray[np.float32]
 class ReadRequest:
     """What is read of one sequence, as plain data that goes to workers.
 
-    `first_kept`: the position from which on readings are kept; None: none are. `positions` and
-    `conditions` are its plan's, for counting the tokens where they hold.
+    `first_kept`: the position from which on readings are kept; None: none are. `positions` are, by
+    condition of its plan, where that is waited for, for counting the tokens where it holds.
     """
 
     prompt_len: int
     num_probes: int
     first_kept: int | None
-    positions: Positions
+    positions: tuple[tuple[Positions, ...], ...]
     conditions: tuple[Condition, ...]
 
     @classmethod
     def of(cls, plan: SteeringPlan, prompt_len: int) -> "ReadRequest":
         """Return what a plan reads of a sequence with a prompt of this length."""
         first_kept = plan.first_kept(prompt_len)
-        return cls(prompt_len, len(plan.probes), first_kept, plan.positions, plan.conditions)
+        positions = tuple(map(plan.find_positions, range(len(plan.conditions))))
+        return cls(prompt_len, len(plan.probes), first_kept, positions, plan.conditions)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,7 @@ class SequenceReadings:
 
     @property
     def passed(self) -> tuple[int, ...]:
-        """By condition, the tokens at the plan's positions where it held."""
+        """By condition, the tokens at its positions where it held."""
         return tuple(self._passed_C.tolist())
 
     def add(self, begin: int, values_TGR: Values) -> None:
@@ -72,8 +73,10 @@ class SequenceReadings:
                 if condition.of == "prompt":
                     holds_TC[:, c] = behind_T & bool((self.decided or 0) >> c & 1)
             new = max(0, self.counted - begin)
-            steered_T = asked.positions.mask(begin + new, end, asked.prompt_len)
-            self._passed_C += (holds_TC[new:] & steered_T[:, None]).sum(0)
+            for c, positions in enumerate(asked.positions):
+                for where in positions:
+                    steered_T = where.mask(begin + new, end, asked.prompt_len)
+                    self._passed_C[c] += (holds_TC[new:, c] & steered_T).sum()
             self.counted = end
         if asked.first_kept is not None and end > asked.first_kept:
             first = max(begin, asked.first_kept)

@@ -14,6 +14,8 @@ from logsteer.schemas import (
     InterventionFields,
     OverrideCard,
     ParameterFields,
+    SaeCard,
+    VectorCard,
 )
 from logsteer_server.contract.batches import change_all
 from logsteer_server.contract.engine import EngineInfo
@@ -35,11 +37,14 @@ from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import Settings
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, C, Kind, Store
+from logsteer_server.stores.saes import SaeStore
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VECTORS, C, Kind, Store
 from logsteer_server.stores.upkeep import SHARED_BYTES
 from logsteer_server.stores.vectors import ParsedVectors, VectorStore
+from logsteer_server.text.tokenizer import TextCodec
 
 J = TypeVar("J", bound=Job)
 
@@ -56,6 +61,7 @@ class Stores:
     vectors: VectorStore
     overrides: Namespace[OverrideCard]
     adapters: Namespace[AdapterCard]
+    saes: SaeStore
     may_steer: bool = True
 
     def check_use(self, asked: ParameterFields) -> None:
@@ -71,19 +77,30 @@ class Stores:
 class NamespaceRegistry:
     """Gives each caller the stores that it sees. It is used from one event loop.
 
-    vectors, overrides, adapters              everybody's; with keys: `shared/NAME`
-    keys/<name>/vectors, overrides, adapters  those of the key of that name
+    vectors, overrides, adapters, saes              everybody's; with keys: `shared/NAME`
+    keys/<name>/vectors, overrides, adapters, saes  those of the key of that name
     """
 
-    def __init__(self, settings: Settings, objects: Objects) -> None:
+    def __init__(self, settings: Settings, objects: Objects, files: ContentFiles) -> None:
         self._settings = settings
         self._objects = objects
+        self._files = files
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
-        self._shared = (self._open(VECTORS), self._open(OVERRIDES), self._open(ADAPTERS))
+        self._shared = self._open_all()
 
     def _open(self, kind: Kind[C], prefix: str = "", max_bytes: int = SHARED_BYTES) -> Store[C]:
         return Store(kind, self._objects, max_bytes, prefix, self._settings.store_grace_s)
+
+    def _open_all(
+        self, prefix: str = "", max_bytes: int = SHARED_BYTES
+    ) -> tuple[Store[VectorCard], Store[OverrideCard], Store[AdapterCard], Store[SaeCard]]:
+        return (
+            self._open(VECTORS, prefix, max_bytes),
+            self._open(OVERRIDES, prefix, max_bytes),
+            self._open(ADAPTERS, prefix, max_bytes),
+            self._open(SAES, prefix, max_bytes),
+        )
 
     async def find(self, caller: Requester) -> Stores:
         """Return a caller's stores."""
@@ -91,20 +108,18 @@ class NamespaceRegistry:
         place = caller.namespace, quota, caller.scopes
         if (known := self._opened.get(place)) is not None:
             return known
-        vectors, overrides, adapters = shared = self._shared
+        vectors, overrides, adapters, autoencoders = shared = self._shared
         if caller.namespace is not None:
             prefix = f"{KEYS_DIRECTORY}/{caller.namespace}/"
             max_bytes = self._settings.max_key_bytes if quota is None else quota
-            vectors, overrides, adapters = (
-                self._open(VECTORS, prefix, max_bytes),
-                self._open(OVERRIDES, prefix, max_bytes),
-                self._open(ADAPTERS, prefix, max_bytes),
-            )
+            vectors, overrides, adapters, autoencoders = self._open_all(prefix, max_bytes)
         may_share = "admin" in caller.scopes
+        saes = SaeStore(Namespace(autoencoders, shared[3], may_share=may_share), self._files)
         stores = self._opened[place] = Stores(
-            VectorStore(Namespace(vectors, shared[0], may_share=may_share), self._parsed),
+            VectorStore(Namespace(vectors, shared[0], may_share=may_share), self._parsed, saes),
             Namespace(overrides, shared[1], may_share=may_share),
             Namespace(adapters, shared[2], may_share=may_share),
+            saes,
             may_steer="steer" in caller.scopes,
         )
         return stores
@@ -120,7 +135,9 @@ class Interventions:
     probes: tuple[ResolvedProbe, ...] = ()
 
     @classmethod
-    def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
+    def resolve(
+        cls, asked: ParameterFields, stores: Stores, info: EngineInfo, codec: TextCodec
+    ) -> "Interventions":
         """Find what the fields of a request mean for a model; it blocks.
 
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
@@ -131,8 +148,9 @@ class Interventions:
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
         probes = asked.probes if isinstance(asked, ActivationFields) else None
+        decode = codec.decode
         found = cls(
-            None if steering is None else resolve_steering(steering, stores.vectors, info),
+            None if steering is None else resolve_steering(steering, stores.vectors, info, decode),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
             resolve_probes(probes, stores.vectors, info),
@@ -152,14 +170,18 @@ class Interventions:
         if plan is None:
             return SteeringPlan((), probes=own, kept=kept)
         shifted = tuple(replace(c, probe=c.probe + shift) for c in plan.conditions)
-        return replace(plan, probes=own + plan.probes, conditions=shifted, kept=kept)
+        first, *more = (
+            replace(part, probes=own + plan.probes, conditions=shifted, kept=kept)
+            for part in plan.parts
+        )
+        return replace(first, more=tuple(more))
 
     def show_readings(
-        self, readings: Readings | None, first_row: int, *, is_steered: bool = True
+        self, readings: Readings | None, first: int, *, is_steered: bool = True
     ) -> dict[str, Any]:
         """Return what an answer shows of readings: as `probes.show_readings`."""
         is_steered = is_steered and self.steering is not None
-        return show_readings(self.probes, readings, first_row, is_steered)
+        return show_readings(self.probes, readings, first, is_steered)
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
         """Count the numbers that an answer shows of tokens, and of those in front of them."""
@@ -185,13 +207,18 @@ class Interventions:
         if self is UNCHANGED:
             return jobs
         self.check_reach(jobs)
+        if self.plan is not None and self.plan.knows_tokens:
+            return list(map(self.change, jobs))
         return change_all(jobs, self.change)
 
     def change(self, job: J) -> J:
         """Return the job on the changed model."""
+        plan = self.plan
+        if plan is not None and plan.knows_tokens:
+            plan = plan.settle(job.tokens[: job.prompt_len])
         return replace(
             job,
-            plan=self.plan,
+            plan=plan,
             override=self.override.override if self.override else None,
             adapter=self.adapter.adapter if self.adapter else None,
         )

@@ -199,19 +199,19 @@ def _out_of_reach(reason: str) -> Exception:
 
 
 def show_readings(
-    probes: Sequence[ResolvedProbe], readings: Readings | None, first_row: int, is_steered: bool
+    probes: Sequence[ResolvedProbe], readings: Readings | None, first: int, is_steered: bool
 ) -> dict[str, Any]:
     """Return what an answer shows of readings as the field `probes`; nothing without probes.
 
-    `first_row`: the position of the token that the first token shown was predicted from. A reading
-    that is no number is flagged.
+    `first`: the position of the first token shown; the context's are those in front of it. A
+    reading that is no number is flagged.
     """
     if not probes:
         return {}
     values_TGR = np.zeros((0, len(probes), 4), np.float32)
     split = 0
     if readings is not None:
-        values_TGR, split = readings.values_TGR, max(0, first_row - readings.first)
+        values_TGR, split = readings.values_TGR, max(0, first - readings.first)
     shown = []
     for g, probe in enumerate(probes):
         entry = probe.describe()

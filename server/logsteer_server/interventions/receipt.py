@@ -13,16 +13,20 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
 
     Errors: APIError `invalid_request` where no token of any job would be steered.
     """
-    where = steering.plan.positions
-    reached = any(where.count(job.num_read, job.prompt_len) for job in jobs)
+    reached = any(
+        part.positions.settle(job.tokens[: job.prompt_len]).count(job.num_read, job.prompt_len)
+        for job in jobs
+        for part in steering.plan.parts
+    )
     if not jobs:
         detail = "steering reaches no token: the model reads none for this request; leave it out."
         raise api_error("invalid_request", detail, param="steering")
     if not reached:
         raise api_error(
             "invalid_request",
-            f"steering reaches no token: positions {where.kind} selects none of the tokens that "
-            "the model reads here (the last token is only predicted). Choose other positions.",
+            f"steering reaches no token: positions {steering.where} selects none of the tokens "
+            "that the model reads here (the last token is only predicted). Choose other "
+            "positions.",
             param="steering.positions",
         )
 
@@ -32,10 +36,13 @@ class Receipt:
 
     def __init__(self, steering: ResolvedSteering) -> None:
         self._steering = steering
-        self._steered = 0
+        self._steered = [0] * len(steering.plan.parts)
         # By site: tokens, and the sum of their relative changes.
-        self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
+        self._sites = {site.name: (0, 0.0) for site in steering.plan.all_sites}
         self._passed = [0] * len(steering.plan.conditions)
+        kinds = {part.positions.kind for part in steering.plan.parts}
+        self._may_have_cached = not kinds <= {"completion", "predicting", "last_prompt", "every"}
+        self._may_end_before = bool(kinds & {"completion", "slices", "every"})
         self._had_cached = False
         self._had_output = False
 
@@ -43,11 +50,12 @@ class Receipt:
         """Count the (last) output of a job in."""
         self._had_output = True
         # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
-        if self._steering.plan.positions.kind in ("all", "prompt", "slices"):
+        if self._may_have_cached:
             self._had_cached = self._had_cached or bool(output.cached_tokens)
         if output.trace is None:
             return
-        self._steered += output.trace.tokens
+        for number, tokens in enumerate(output.trace.tokens):
+            self._steered[number] += tokens
         for number, passed in enumerate(output.trace.passed):
             self._passed[number] += passed
         for name, (count, mean) in output.trace.sites.items():
@@ -59,12 +67,11 @@ class Receipt:
 
         Errors: APIError `internal` where vectors were to be added and no activation changed.
         """
-        sites = self._steering.plan.sites
+        sites = self._steering.plan.all_sites
         adds = any(site.offset is not None and site.offset.any() for site in sites)
         changed = any(tokens for tokens, _ in self._sites.values())
         # A continuation may end before it has a token at positions that it might have come to.
-        may_end_before = self._steering.plan.positions.kind in ("completion", "slices")
-        reached = self._had_output and (self._steered or not may_end_before)
+        reached = self._had_output and (any(self._steered) or not self._may_end_before)
         if adds and reached and not changed and not self._had_cached:
             detail = "The engine did not apply the steering; report this model and engine as a bug."
             raise api_error("internal", detail)
@@ -77,8 +84,9 @@ class Receipt:
                 "name": used.name,
                 "sha256": used.sha256,
                 "scale": used.scale,
+                "tokens": sum(self._steered[part] for part in used.parts),
                 "passed": None if used.condition is None else self._passed[used.condition],
             }
             for used in self._steering.vectors
         ]
-        return {"tokens_steered": self._steered, "layers": layers, "vectors": vectors}
+        return {"tokens_steered": sum(self._steered), "layers": layers, "vectors": vectors}

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.steering import RECOMMENDED, VectorReference
-from logsteer_server.contract.engine import EngineInfo
+from logsteer.schemas.steering import RECOMMENDED, ProbedVector, VectorReference
+from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.plan import Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
@@ -26,12 +26,19 @@ class VectorSource(Protocol):
         """Return the vectors with a SHA-256."""
         ...
 
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        """Return what a feature of an autoencoder writes, or what it reads."""
+        ...
+
 
 def fetch(given: VectorReference, source: VectorSource) -> StoredVectors:
     """Return the vectors that a request refers to.
 
-    Errors: APIError `unknown_vector`, `invalid_vector`.
+    A feature of an autoencoder is what it writes, and for a probe what it reads. Errors: APIError
+    `unknown_vector`, `invalid_vector`, `unknown_sae`, `invalid_sae`.
     """
+    if given.sae is not None and given.feature is not None:
+        return source.find_feature(given.sae, given.feature, reads=isinstance(given, ProbedVector))
     if given.name is not None:
         return source.find(given.name)
     if given.sha256 is not None:
@@ -68,10 +75,10 @@ def place_vectors(
             detail = f"is used at layer {layer}, the model's are 0 to {info.num_layers - 1}"
             raise refuse_vector(stored, detail, param)
         if hook not in info.hooks and not _has_other_name(hook, layer, info):
-            known = f"This engine reads and steers {', '.join(info.hooks)}, not {hook}"
-            hint = "; transformer_lens has more." if len(info.hooks) == 1 else "."
-            raise api_error("unsupported_by_engine", known + hint, param=param)
-        if hook.startswith("resid_") and len(vector_D) != info.hidden_size:
+            detail = info.explain_hook(hook)
+            detail = f"{detail[0].upper()}{detail[1:]}."
+            raise api_error("unsupported_by_engine", detail, param=param)
+        if hook in HOOKS and len(vector_D) != info.hidden_size:
             detail = f"has {len(vector_D)} numbers a layer, the model's activations "
             raise refuse_vector(stored, f"{detail}{info.hidden_size}", param)
         yield own, (layer, hook), vector_D

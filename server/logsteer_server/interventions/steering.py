@@ -1,17 +1,16 @@
 """A steering object as the plan that engines carry out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
-from logsteer.schemas.steering import FLOAT32_MAX, PositionName, SlicePositions
+from logsteer.schemas.steering import FLOAT32_MAX
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import (
     MAX_CONDITIONS,
     Condition,
-    Positions,
     Probe,
     ResidualOp,
     Site,
@@ -19,6 +18,7 @@ from logsteer_server.contract.plan import (
     Vector,
 )
 from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.positions import Decode, place_vectors_positions
 from logsteer_server.interventions.probes import resolve_condition
 from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
 from logsteer_server.stores.layer_vectors import RESID_POST, invalid_vector
@@ -40,12 +40,16 @@ MAX_NORM = FLOAT32_MAX**0.5
 
 @dataclass(frozen=True, slots=True)
 class UsedSteering:
-    """A vector as a receipt names it, and the number of its condition, if it has one."""
+    """A vector as a receipt names it, and the number of its condition, if it has one.
+
+    `parts`: the numbers of the plan's parts that it acts in.
+    """
 
     name: str | None
     sha256: str
     scale: float
     condition: int | None
+    parts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,26 @@ class ResolvedSteering:
 
     plan: SteeringPlan
     vectors: list[UsedSteering]
+    where: str = "all"
+    """The positions, in the words of the request."""
 
 
 def resolve_steering(
-    steering: Steering, source: VectorSource, info: EngineInfo
+    steering: Steering, source: VectorSource, info: EngineInfo, decode: Decode | None = None
 ) -> ResolvedSteering:
-    """Resolve what a steering object means for a model.
+    """Resolve what a steering object means for a model; `decode` gives the text of tokens, which
+    positions after a text need.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`; `invalid_request`
     for a condition that cannot be met.
     """
     check_feature("steering", info, "steering")
-    sites: dict[tuple[int, str], _SiteDraft] = {}
+    placed = place_vectors_positions(steering, decode)
+    drafts: list[dict[tuple[int, str], _SiteDraft]] = [{} for _ in placed.parts]
     used: list[UsedSteering] = []
     probes: list[Probe] = []
     conditions: list[Condition] = []
-    for use in steering.vectors:
+    for use, own in zip(steering.vectors, placed.parts_of, strict=True):
         stored = fetch(use, source)
         number = None
         if use.when is not None:
@@ -80,19 +88,28 @@ def resolve_steering(
             probe, condition = resolve_condition(use.when, number, source, info)
             probes.append(probe)
             conditions.append(condition)
-        scale = use.choose_scale(stored.recommendation)
-        used.append(UsedSteering(stored.name, stored.sha256, scale, number))
+        advice = stored.recommendation
+        scale = use.choose_scale(advice.scales if advice else ())
+        used.append(UsedSteering(stored.name, stored.sha256, scale, number, own))
         for _, (layer, hook), vector_D in place_vectors(use, stored, info, PARAM):
             if number is not None:
                 _check_order(probes[number], layer, hook)
             place = (layer, hook)
             if hook not in info.hooks:  # the same stream, by the name that the engine has
                 place = (layer - 1, RESID_POST)
-            sites.setdefault(place, _SiteDraft()).take(use, scale, vector_D, layer, number)
-    finished = [draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())]
-    positions = place_positions(steering.positions)
-    plan = SteeringPlan(tuple(finished), positions, tuple(probes), tuple(conditions))
-    return ResolvedSteering(plan, used)
+            for part in own:
+                draft = drafts[part].setdefault(place, _SiteDraft())
+                draft.take(use, scale, vector_D, layer, number)
+    parts = [
+        SteeringPlan(
+            tuple(draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())),
+            positions,
+            tuple(probes),
+            tuple(conditions),
+        )
+        for sites, positions in zip(drafts, placed.parts, strict=True)
+    ]
+    return ResolvedSteering(replace(parts[0], more=tuple(parts[1:])), used, placed.names)
 
 
 def _check_order(probe: Probe, layer: int, hook: str) -> None:
@@ -107,13 +124,6 @@ def _check_order(probe: Probe, layer: int, hook: str) -> None:
             f"{probe.layer}, {probe.hook}, behind it: read it there or before."
         )
         raise api_error("invalid_request", detail, param=PARAM)
-
-
-def place_positions(given: PositionName | SlicePositions) -> Positions:
-    """Return the positions that a request names."""
-    if isinstance(given, str):
-        return Positions(given)
-    return Positions("slices", tuple(given.slices))
 
 
 class _SiteDraft:

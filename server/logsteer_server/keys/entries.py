@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkstemp
-from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -27,7 +26,6 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
-    model_validator,
 )
 
 from logsteer.schemas import KeyScope
@@ -48,20 +46,11 @@ class KeyEntry(BaseModel):
 
     name: str = Field(pattern=NAME)
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$|^$", description="Of the secret.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the secret.")
     scopes: tuple[KeyScope, ...] = Field(min_length=1)
     limits: KeyLimits = KeyLimits()
     priority: Priority = "interactive"
     created: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_scrypt(cls, entry: Any) -> Any:
-        """Read an entry as older versions wrote it: one whose secret has to be replaced."""
-        if isinstance(entry, dict) and {"salt", "hash"} <= entry.keys():
-            kept = {name: value for name, value in entry.items() if name not in ("salt", "hash")}
-            return kept | {"sha256": ""}
-        return entry
 
     def verify(self, secret: str) -> bool:
         """Return whether this is the key's secret, in the same time whatever it is."""
@@ -121,19 +110,8 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     """Return the keys of a file, and what the file was when they were read.
 
     Errors: ConfigurationError for one that cannot be read, is no key file, or that anybody may
-    write to, or that has secrets as scrypt hashes. No secret is in the message.
+    write to. No secret is in the message.
     """
-    keys, found = _parse_keys(path)
-    if old := [key.name for key in keys if not key.sha256]:
-        raise ConfigurationError(
-            f"key_file: {path} has scrypt hashes, which are not read, for {', '.join(old)}: "
-            "`logsteer-server keys replace NAME --file FILE` makes each of these keys anew, with "
-            "its scopes and limits"
-        )
-    return keys, found
-
-
-def _parse_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -164,13 +142,12 @@ def is_open_to_others(found: os.stat_result) -> bool:
 def change_keys(path: Path) -> Iterator[list[KeyEntry]]:
     """Give the keys of a file, to be changed in place, and write them, mode 0600, in one rename.
 
-    Two commands that change one file take turns. Errors: OSError; as `read_keys`, but
-    keys with scrypt hashes are given, too, so that `replace_secret` can make them anew.
+    Two commands that change one file take turns. Errors: OSError; as `read_keys`.
     """
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        keys = _parse_keys(path)[0] if path.exists() else []
+        keys = read_keys(path)[0] if path.exists() else []
         yield keys
         handle, draft = mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
         try:

@@ -20,6 +20,7 @@ from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
+WRONG_KEY = "The key that was sent is none of this server's: it is mistyped, or was removed."
 UNAUTHORIZED = "This server asks for a key: send the header Authorization: Bearer <key>."
 
 
@@ -35,6 +36,8 @@ class KeyRing:
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._shares_caches = settings.share_caches
         self._path = locate_keys(settings)
+        self.needs_key = self._api_key is not None or self._path is not None
+        """Whether callers must show a key."""
         self._counts = TokenCounts(settings.limits_url)
         self._everybody = Allowance()
         self._keys: dict[str, KeyEntry] = {}
@@ -42,11 +45,6 @@ class KeyRing:
         self._version: tuple[int, ...] = ()
         if self._path is not None:
             self._load(self._path)
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether callers must show a key."""
-        return self._api_key is not None or self._path is not None
 
     async def close(self) -> None:
         """Close what counts tokens."""
@@ -59,13 +57,12 @@ class KeyRing:
 
         `priority` is what the request asks for: it may lower its key's, not raise it.
         """
-        scheme, _, token = authorization.partition(" ")
-        token = token.strip()
-        if self.needs_key and (scheme.lower() != "bearer" or not token):
+        token = _read_bearer(authorization) if self.needs_key else ""
+        if self.needs_key and not token:
             raise api_error("unauthorized", UNAUTHORIZED)
         if self._path is None:
             if self._api_key and not hmac.compare_digest(token.encode(), self._api_key):
-                raise api_error("unauthorized", UNAUTHORIZED)
+                raise api_error("unauthorized", WRONG_KEY)
             lane = Lane(priority=priority, request_id=request_id)
             return Requester(lane=lane, allowance=self._everybody)
         self._reload_if_changed(self._path)
@@ -83,7 +80,7 @@ class KeyRing:
         found = TOKEN.fullmatch(token)
         key = None if found is None else self._keys.get(found[1])
         if found is None or key is None or not key.verify(found[2]):
-            raise api_error("unauthorized", "No key of this server is the one that was sent.")
+            raise api_error("unauthorized", WRONG_KEY)
         return key
 
     def _reload_if_changed(self, path: Path) -> None:
@@ -123,6 +120,20 @@ class KeyRing:
             allowance.limits = key.limits
             self._allowances[key.id] = allowance
         log.info("%d keys are in force", len(keys))
+
+
+def check_metrics_key(key: str | None, authorization: str) -> None:
+    """Refuse a request for metrics without their key. Errors: APIError `unauthorized`."""
+    token = _read_bearer(authorization)
+    if key is not None and not hmac.compare_digest(token.encode(), key.encode()):
+        detail = "Metrics ask for a key: send the header Authorization: Bearer <metrics_key>."
+        raise api_error("unauthorized", detail)
+
+
+def _read_bearer(authorization: str) -> str:
+    """Return the token of a header; empty where it has none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _read_version(found: os.stat_result) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgpack
@@ -95,7 +96,7 @@ def pack_outputs(outputs: ScoreOutputs, columns: Iterable[str]) -> list[bytes]:
 
 def _write_trace(trace: SteeringTrace) -> list[Any]:
     sites = {name: list(measured) for name, measured in trace.sites.items()}
-    return [trace.tokens, sites, list(trace.passed)]
+    return [list(trace.tokens), sites, list(trace.passed)]
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
@@ -115,7 +116,7 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     if trace is not None:
         tokens, sites, passed = trace
         found = {name: (count, mean) for name, (count, mean) in sites.items()}
-        trace = SteeringTrace(tokens, found, tuple(passed))
+        trace = SteeringTrace(tuple(tokens), found, tuple(passed))
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)
@@ -128,6 +129,7 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
 
 
+@lru_cache(64)
 def _check_dtype(name: object) -> str:
     """Return the name of a dtype of numbers: numpy would evaluate others as Python."""
     if not isinstance(name, str) or not re.fullmatch(r"[<>|][iuf][1248]", name):
@@ -245,7 +247,7 @@ class ResultCache:
             found.hits.extend(hits)
 
     def _remember(self, key: bytes, value: bytes) -> None:
-        if _measure(value) <= self._values.maxsize:
+        with suppress(ValueError):  # it is larger than the memory
             self._values[key] = value
 
     def keep(self, computed: Sequence[Computed]) -> None:

@@ -25,8 +25,6 @@ CREATE TABLE IF NOT EXISTS results (
 
 MAX_BYTES = 4 * 2**30
 """Of the file: some hundred thousand results. A disk that has less keeps what fits."""
-KEYS_AT_ONCE = 30_000
-"""Parameters of one statement; SQLite takes 32,766."""
 ROWS_AT_ONCE = 1024
 """Rows of one transaction, which is in the write-ahead log as a whole."""
 EVICTED_AT_ONCE = 8
@@ -78,9 +76,8 @@ class CacheFile:
     Oldest by when they were written: what is used often is in memory, and not read here.
 
     One thread at a time may use it, and its owner alone may read the file. A fault of the disk
-    costs the results, never the request: it is logged, and a file that turns out to be damaged is
-    set aside for a new one. Errors: ConfigurationError where the file is none of ours or cannot be
-    opened, DamagedCacheError of it where it is damaged.
+    costs the results, never the request: it is logged. Errors: ConfigurationError where the file is
+    none of ours or cannot be opened, DamagedCacheError of it where it is damaged.
     """
 
     @classmethod
@@ -154,24 +151,18 @@ class CacheFile:
         return number
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the values of the keys that are there."""
-        found: dict[bytes, bytes] = {}
+        """Return the values of the keys that are there, of at most 32,766."""
         if not self._is_sound:
-            return found
+            return {}
+        marks = ",".join("?" * len(keys))
+        select = f"SELECT key, value FROM results WHERE key IN ({marks})"  # noqa: S608
         try:
-            for start in range(0, len(keys), KEYS_AT_ONCE):
-                part = keys[start : start + KEYS_AT_ONCE]
-                marks = ",".join("?" * len(part))
-                rows = self._db.execute(
-                    f"SELECT key, value FROM results WHERE key IN ({marks})",  # noqa: S608
-                    part,
-                )
-                for key, stored in rows:
-                    if (value := _verify(key, stored)) is not None:
-                        found[key] = value
+            rows = self._db.execute(select, keys).fetchall()
+            values = {key: _verify(key, stored) for key, stored in rows}
         except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
-        return found
+            return {}
+        return {key: value for key, value in values.items() if value is not None}
 
     def write(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
         """Store values; leave out one that would take half of the file."""
@@ -208,20 +199,11 @@ class CacheFile:
         return pages * PAGE_BYTES
 
     def _bear(self, error: Exception) -> None:
-        """Go on without the disk where it is full or busy, with a new file where it is broken."""
-        if not is_damage(error):
-            log.warning("cache_file %s: %s; results are not kept there now", self._path, error)
-            return
-        self._is_sound = False
-        with suppress(sqlite3.Error):
-            self._db.close()
-        try:
-            aside = set_aside(self._path)
-            log.error("cache_file %s is damaged (%s): set aside as %s", self._path, error, aside)
-            self._db = self._connect()
-            self._is_sound = True
-        except (OSError, ConfigurationError) as fault:
-            log.error("cache_file %s is not used any more: %s", self._path, fault)
+        """Go on without the disk: for now where it is full or busy, to the end where the file is
+        broken, which the next start sets aside.
+        """
+        self._is_sound = not is_damage(error)
+        log.error("cache_file %s: %s; results are not kept there now", self._path, error)
 
     def close(self) -> None:
         """Close the file."""

@@ -65,9 +65,10 @@ class PreparedJobs:
 def _repeat(entries: Sequence[MissingJob], part: OutputPart) -> Iterator[OutputPart]:
     """Yield outputs of jobs that were missing, for every index at which the call has them."""
     yield part._replace(indices=[entry.indices[0] for entry in entries])
-    for entry, output in zip(entries, part.outputs, strict=True):
+    for n, entry in enumerate(entries):
         if others := entry.indices[1:]:
-            yield OutputPart(others, [replace(output, cached_tokens=0)] * len(others))
+            output = replace(part.outputs[n], cached_tokens=0)
+            yield OutputPart(others, [output] * len(others))
 
 
 class ResidentModel:
@@ -92,6 +93,8 @@ class ResidentModel:
         self._fault: str | None = None
         self._described: tuple[tuple[object, ...], Provenance] | None = None
         """What the latest provenance is of, and itself: most requests ask for the same."""
+        self._scope: tuple[EngineInfo, ModelSettings, bytes] | None = None
+        """The same of what the keys of results begin with."""
         self.gate: tuple[ModelState, str] | None = None
         """State and detail of a model that does not answer although its engine is ready."""
         self.closed: tuple[ModelState, str] | None = None
@@ -170,14 +173,20 @@ class ResidentModel:
             jobs = change_all(jobs, partial(replace, salt=lane.salt))
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs, sum_expected(jobs))
-        scope = digest_scope(self.handle.check_ready(), self.settings)
-        found = await self._results.find(scope, jobs)
+        found = await self._results.find(self._find_scope(), jobs)
         missing = found.missing
         unknown = select_jobs(jobs, np.array([entry.indices[0] for entry in missing], np.int64))
         num_known = len(jobs) - len(missing)
         self.metrics.cache_hits.inc(num_known)
         self.metrics.cache_misses.inc(sum(entry.key is not None for entry in missing))
         return PreparedJobs(unknown, sum_expected(unknown), found.hits, missing, num_known)
+
+    def _find_scope(self) -> bytes:
+        """Return `digest_scope` of what answers now. Errors: APIError where nothing does."""
+        info, settings, known = self.handle.check_ready(), self.settings, self._scope
+        if known is None or known[0] is not info or known[1] is not settings:
+            known = self._scope = info, settings, digest_scope(info, settings)
+        return known[2]
 
     async def run(
         self, prepared: PreparedJobs, lane: Lane | None = None
@@ -248,6 +257,7 @@ class ResidentModel:
             card.vocab_size = info.vocab_size
             card.num_layers = info.num_layers
             card.hidden_size = info.hidden_size
+            card.hooks = list(info.hooks)
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
             card.lacks = {str(feature): reason for feature, reason in info.lacks.items()}

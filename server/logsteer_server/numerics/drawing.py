@@ -60,6 +60,16 @@ def draw_rows(q_RV: Tensor, uniform_R: Tensor) -> Tensor:
     return ids_R.clamp(max=q_RV.shape[-1] - 1)
 
 
+def unpack_bits(words_RN: Tensor, size: int) -> Tensor:
+    """Return the first `size` bits of each row of 32-bit words, the lowest first: bool [R, V].
+
+    Of the word 5 the first four are True, False, True, False.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=words_RN.device)
+    bits_RN32 = (words_RN[..., None] >> places) & 1
+    return bits_RN32.flatten(1)[:, :size].bool()
+
+
 def find_best(logits_RV: Tensor) -> Tensor:
     """Return the most probable token of each row [R], of equal ones the first."""
     return logits_RV.argmax(-1)
@@ -126,14 +136,18 @@ class RowSampler:
         is_double = any(spec.double for spec in wanted)
         self._dtype = torch.float64 if is_double else torch.float32
 
-    def draw(self, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
+    def draw(
+        self, logits_RV: Tensor, index_R: np.ndarray, allowed_RV: Tensor | None = None
+    ) -> Drawn:
         """Draw the token of each row; `index_R` counts those that it had before.
 
-        The logits of all steps have one vocabulary and are on one device.
+        Where `allowed_RV` is given, from the tokens that it has True for; of these are the policy
+        columns, and all others of the logits as they are. The logits of all steps have one
+        vocabulary and are on one device.
         """
         if self._parts is None:
             self._parts = self._make_parts(logits_RV.shape[-1], logits_RV.device)
-        found = [self._draw_part(part, logits_RV, index_R) for part in self._parts]
+        found = [self._draw_part(part, logits_RV, index_R, allowed_RV) for part in self._parts]
         if len(found) == 1 and len(found[0].ids_R) == self._num_rows:
             return found[0]
         device = logits_RV.device
@@ -148,11 +162,20 @@ class RowSampler:
             drawn.values_RW[part.rows, : part.spec.width] = own.values_RW.to(self._dtype)
         return drawn
 
-    def _draw_part(self, part: _DrawnRows, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
+    def _draw_part(
+        self,
+        part: _DrawnRows,
+        logits_RV: Tensor,
+        index_R: np.ndarray,
+        allowed_RV: Tensor | None,
+    ) -> Drawn:
         spec, own_rV = part.spec, logits_RV[part.rows].to(part.spec.dtype)
-        shaped = part.policies.shape(own_rV) if part.policies else None
+        drawn_rV = own_rV
+        if allowed_RV is not None:
+            drawn_rV = own_rV.masked_fill(~allowed_RV[part.rows], -torch.inf)
+        shaped = part.policies.shape(drawn_rV) if part.policies else None
         if shaped is None:
-            ids_r = self._argmax(own_rV)
+            ids_r = self._argmax(drawn_rV)
             finite_r = own_rV.gather(-1, ids_r[:, None]).squeeze(-1).isfinite()
         else:
             uniform = find_uniform(part.seeds, index_R[part.places].astype(np.uint64))

@@ -1,6 +1,6 @@
 """Log lines: as text or as JSON, of this process and of engines; requests, and what was changed.
 
-A line of JSON is one object with the fields that `docs/logs.md` lists. No line has a prompt, a
+A line of JSON is one object with the fields that `docs/operating.md` lists. No line has a prompt, a
 vector's numbers or a key: what is logged of a request is what `RequestRecord` has.
 """
 

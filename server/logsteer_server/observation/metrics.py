@@ -33,8 +33,12 @@ from prometheus_client.utils import floatToGoString
 
 from logsteer_server import __version__
 from logsteer_server.contract.engine import TIME_BOUNDS_S
-from logsteer_server.observation.processes import read_family
-from logsteer_server.observation.readings import DiskReading, EngineStatus, ModelReading
+from logsteer_server.observation.readings import (
+    DiskReading,
+    EngineStatus,
+    ModelReading,
+    read_family,
+)
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "logsteer_"
@@ -128,7 +132,7 @@ OF_DEVICES = (
 
 OF_DISK = (
     _gauge("result_cache_file_bytes", (), lambda d: d.cache_file_bytes,
-           "Bytes of cache_file; absent where there is none."),
+           "Bytes of cache_file; absent without one."),
     _gauge("store_disk_free_bytes", (), lambda d: d.free_bytes,
            "Free bytes of the disk that the stores lie on."),
     _gauge("store_disk_bytes", (), lambda d: d.size_bytes, "Size of that disk."),
@@ -214,7 +218,7 @@ class Metrics:
         build.labels(__version__, platform.python_version()).set(1)
         text = "Requests that have come and are not answered to the end."
         self.in_flight: Gauge = gauge("requests_in_flight", (), text)
-        text = "Memory expected for requests and answers at work."
+        text = "Memory expected for running requests and answers."
         self.pending_bytes: Gauge = gauge("pending_bytes", (), text)
         text = "Limit of logsteer_pending_bytes: max_pending_bytes."
         self.pending_bytes_limit: Gauge = gauge("pending_bytes_limit", (), text)
@@ -231,7 +235,7 @@ class Metrics:
         requests = self._counter("requests", ("path", "status"), text)
         text = "Time from a request's arrival to the end of its answer."
         seconds = self._seconds("request_seconds", ("path",), text)
-        text = "Requests that ended with a problem, by its code; in a stream, too."
+        text = "Requests that ended with a problem, and its code; in a stream, too."
         errors = self._counter("errors", ("path", "code"), text)
 
         @cache
@@ -265,7 +269,7 @@ class Metrics:
 
     def _define_keys(self) -> Any:
         """Return what finds the counters of a key: requests, errors, three kinds of tokens."""
-        text = f"Requests of a key, by its name; beyond {MAX_KEYS} names: key {OTHER_KEYS}."
+        text = f"Requests of a key, by name; beyond {MAX_KEYS} names: key {OTHER_KEYS}."
         requests = self._counter("key_requests", ("key",), text)
         text = "Requests of a key that ended with a problem."
         errors = self._counter("key_errors", ("key",), text)

@@ -116,15 +116,16 @@ class RequestObserver:
                 status = message["status"]
             else:
                 sent += len(message.get("body", b""))
-                if not message.get("more_body"):
-                    trace()  # because the middleware around this ends the span with this message
+                if self._tracer is not None and not message.get("more_body"):
+                    # Because the middleware around this ends the span with this message.
+                    trace(self._tracer)
             await send(message)
 
-        def trace() -> None:
-            if self._tracer is not None and record.phases is not None:
+        def trace(tracer: RequestTracer) -> None:
+            if record.phases is not None:
                 line = _describe(scope, record, find_route(scope), status)
                 line |= _describe_work(scope, record, time.monotonic() - started, sent)
-                self._tracer.describe(line, record.phases)
+                tracer.describe(line, record.phases)
                 record.phases = None
 
         metrics, record = self._metrics, RequestRecord()
@@ -153,7 +154,8 @@ class RequestObserver:
                 line = _describe(scope, record, route, status)
                 line |= _describe_change(scope, record)
                 self._audit.info("change", extra={FIELDS: line})
-            trace()
+            if self._tracer is not None:
+                trace(self._tracer)
 
 
 def _describe(scope: Scope, record: RequestRecord, route: str, status: int) -> dict[str, Any]:

@@ -274,10 +274,12 @@ class ReplicaLoad:
 
     def add(self, call: EngineCall, ids: Sequence[int]) -> None:
         """Count jobs of a call as its own."""
+        reads = call.only_reads
         for job_id in ids:
-            size = self._ahead_of[job_id] = self.measure(call, job_id)
+            size = call.sizes[job_id - call.first_id] if reads else self.measure(call, job_id)
+            self._ahead_of[job_id] = size
             self.ahead_tokens += size
-            if not call.only_reads and isinstance(job := call.job(job_id), GenerateJob):
+            if not reads and isinstance(job := call.job(job_id), GenerateJob):
                 self._to_generate[job_id] = job.num_expected - len(job.tokens)
                 self._generated_ahead += self._to_generate[job_id]
                 self._unread_prompts += size

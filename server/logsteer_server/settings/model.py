@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from logsteer.schemas import EngineKind
 from logsteer_server.contract.engine import EngineSpec
 
-NOT_OF_ENGINES = {"required", "default", "devices", "path", "max_replicas", "group"}
+Hook = Literal["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
+
+NOT_OF_ENGINES = {"required", "default", "devices", "path", "max_replicas", "group", "hooks"}
 """What an engine is not told, or not as it is set."""
 
 
@@ -106,6 +108,13 @@ class ModelSettings(BaseModel):
         ge=2**10,
         description="Room for the activations that vLLM captures at once, in float32.",
     )
+    hooks: list[Hook] = Field(
+        ["resid_post"],
+        min_length=1,
+        description="Activations of every layer that vLLM can steer and read: resid_pre, attn_out, "
+        "resid_mid, mlp_out, resid_post. Each is compiled in, and costs a call a layer and room "
+        "for steering_slots; transformer_lens has all without.",
+    )
     adapter_slots: int = Field(
         0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
     )
@@ -149,4 +158,4 @@ class ModelSettings(BaseModel):
         fields = self.model_dump(exclude=NOT_OF_ENGINES)
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
         path = str(local.resolve()) if local.exists() else self.path
-        return EngineSpec(**fields, devices=devices, path=path)
+        return EngineSpec(**fields, devices=devices, path=path, hooks=tuple(self.hooks))

@@ -39,12 +39,12 @@ class Settings(BaseSettings):
         None, description="Unix domain socket to listen on, in place of host and port."
     )
     insecure: bool = Field(
-        False, description="Listen on other than loopback addresses although no key is asked for."
+        False, description="Listen on other than loopback addresses without keys."
     )
     allowed_hosts: list[str] | None = Field(
         None,
         description="Names under which the server is asked (Host), beside addresses, localhost, "
-        "`host` and the machine's name; `*`: any. null: those alone, any where keys are asked for.",
+        "`host` and the machine's name; `*`: any. null: those alone, any where keys are set.",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(False, description="Log every request: who, what, how long, how much.")
     access_log_file: Path | None = Field(
-        None, description="File of those lines, opened anew once moved; null: standard error."
+        None, description="File of those lines, opened again once moved; null: standard error."
     )
     audit_log_file: Path | None = Field(
         None,
@@ -88,12 +88,6 @@ class Settings(BaseSettings):
         False,
         description="Send a trace of each request as the standard OTEL_… variables say; takes "
         "logsteer-server[otel].",
-    )
-    metrics_address: str | None = Field(
-        None,
-        pattern=r"^.+:[0-9]{1,5}$",
-        description="HOST:PORT for /metrics alone, such as 127.0.0.1:9100, which the service's own "
-        "address then does not answer; null: on the service's.",
     )
     metrics_key: str | None = Field(
         None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
@@ -120,7 +114,7 @@ class Settings(BaseSettings):
     max_pending_bytes: int = Field(
         768 * 2**20,
         ge=2**20,
-        description="Memory for requests and answers at work, estimated; all models.",
+        description="Memory for running requests and answers, estimated; all models.",
     )
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_pending_tokens: int = Field(
@@ -194,7 +188,9 @@ class Settings(BaseSettings):
         "after ten times as long without progress.",
     )
     max_step_s: float | None = Field(
-        600.0, gt=0, description="The longest step of an engine that is no hang; null: any."
+        600.0,
+        gt=0,
+        description="The longest step of an engine before it counts as hung; null: any.",
     )
     max_load_s: float | None = Field(
         7200.0, gt=0, description="For loading a model, download included; null: any time."
@@ -208,7 +204,7 @@ class Settings(BaseSettings):
     exit_when_given_up: bool = Field(
         True,
         description="End the server, with status 3, when a required model is given up. A model "
-        "whose first load fails for a reason that stays is not restarted, and the server goes on.",
+        "whose first load fails for a reason that stays is not restarted, and the server stays up.",
     )
     model_drain_s: float = Field(
         600.0,
@@ -320,7 +316,7 @@ def load_settings(
 ) -> Settings:
     """Load the settings of a YAML file, the environment, and the arguments that are not None.
 
-    `named` stands for the file where there is none. Errors: ConfigurationError, for a file that
+    `named` replaces a missing file. Errors: ConfigurationError, for a file that
     cannot be read or values that do not fit.
     """
     document: dict[str, Any] = dict(named)

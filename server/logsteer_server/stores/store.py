@@ -23,7 +23,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
 from logsteer.schemas.problem import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
@@ -55,7 +55,7 @@ RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
 
-C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard)
+C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class Kind(Generic[C]):
 VECTORS = Kind("vector", VectorCard, "unknown_vector", "PUT or train one")
 OVERRIDES = Kind("override", OverrideCard, "unknown_override", "PUT one")
 ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter", "PUT one")
-KINDS = (VECTORS, OVERRIDES, ADAPTERS)
+SAES = Kind("sae", SaeCard, "unknown_sae", "PUT one")
+KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,27 +280,16 @@ class Store(Generic[C]):
 
     def read(self, found: StoredContent) -> bytes:
         """Return a content's bytes. Errors: APIError `internal` where they are damaged."""
-        pieces: list[bytes] = []
-        self.check(found, pieces.append)
-        return b"".join(pieces)
-
-    def check(self, found: StoredContent, write: Callable[[bytes], object] | None = None) -> None:
-        """Read a content against its SHA-256, and pass its bytes on. Errors: as `read`."""
-        place, digest = found.source, new_sha256()
+        place = found.source
         if self.objects.is_local:
             place = str(Path(place).relative_to(self.objects.root))
-
-        def take(piece: bytes) -> None:
-            digest.update(piece)
-            if write is not None:
-                write(piece)
-
         try:
-            self.objects.download(place, take)
+            content = self.objects.read(place)
         except FileNotFoundError as error:
             raise self.report_damage(found) from error
-        if digest.hexdigest() != found.sha256:
+        if new_sha256(content).hexdigest() != found.sha256:
             raise self.report_damage(found)
+        return content
 
     def list_all(self) -> StoreListing[C]:
         """Return every name's card, and which names are damaged."""

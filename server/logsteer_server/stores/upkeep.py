@@ -4,9 +4,8 @@ import asyncio
 import logging
 import random
 import shutil
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +23,6 @@ PROBE_EVERY_S = 5.0
 READ_EVERY_S = 60.0
 LIST_EVERY_S = 600.0
 """A bucket is listed for its bytes, which costs calls."""
-WAIT_S = 0.5
-"""What whoever asks waits for a disk or a bucket; what comes later is there for the next one."""
 SHARED_BYTES = 2**40
 """What everybody's store of a kind may hold: who writes there owns the machine or has the scope
 admin, so the disk is the bound."""
@@ -44,8 +41,8 @@ def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
 
 
 class StoreUpkeep:
-    """Sweeps the stores about every half `store_grace_s`; says what they hold, and whether they
-    answer. It is used from one event loop.
+    """Sweeps the stores about every half `store_grace_s`; keeps up with what they hold, and with
+    whether a bucket answers.
     """
 
     def __init__(self, settings: Settings, objects: Objects, threads: StoreThreads) -> None:
@@ -53,64 +50,48 @@ class StoreUpkeep:
         self._objects = objects
         self._threads = threads
         self.reading = DiskReading()
-        self._read_at = self._probed_at = float("-inf")
-        self._every_s = READ_EVERY_S if objects.is_local else LIST_EVERY_S
-        self._sweeping: asyncio.Task[None] | None = None
-        self._work: dict[str, asyncio.Task[None]] = {}
+        """What was there when the disk last answered."""
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to sweep."""
-        self._sweeping = asyncio.create_task(self._sweep())
+        """Begin; call it from the event loop."""
+        work: list[tuple[Callable[[], object], float]] = [
+            (self._sweep, self._settings.store_grace_s / 2),
+            (self._read, READ_EVERY_S if self.is_local else LIST_EVERY_S),
+        ]
+        if not self.is_local:
+            work.append((self._objects.probe, PROBE_EVERY_S))
+        self._tasks = [asyncio.create_task(self._repeat(*each)) for each in work]
 
     def close(self) -> None:
-        """Sweep and ask no more."""
-        for task in (self._sweeping, *self._work.values()):
-            if task is not None:
-                task.cancel()
+        """Do no more."""
+        for task in self._tasks:
+            task.cancel()
 
-    async def _sweep(self) -> None:
+    async def _repeat(self, work: Callable[[], object], every_s: float) -> None:
         while True:
             try:
-                await self._threads.run(sweep, self._objects, self._settings.store_grace_s)
+                await self._threads.run(work)
             except APIError as error:
-                log.warning("the stores were not swept: %s", error.detail)
+                log.warning("the stores do not answer: %s", error.detail)
             # Servers that were started together do not sweep together.
-            await asyncio.sleep(self._settings.store_grace_s * random.uniform(0.4, 0.6))  # noqa: S311
+            await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311
+
+    def _sweep(self) -> None:
+        sweep(self._objects, self._settings.store_grace_s)
+
+    def _read(self) -> None:
+        self.reading = read_disk(self._settings, self._objects)
 
     @property
     def is_local(self) -> bool:
         """Whether the stores are in a directory, which no bucket's outage concerns."""
         return self._objects.is_local
 
-    async def find_trouble(self) -> str | None:
-        """Return why a bucket did not answer when it was last asked; None where it did."""
-        if not self._objects.is_local and time.monotonic() - self._probed_at >= PROBE_EVERY_S:
-            await self._wait("probe", self._probe)
+    @property
+    def trouble(self) -> str | None:
+        """Why a bucket did not answer when it was last asked; None where it did."""
         return self._objects.trouble
-
-    async def refresh(self) -> None:
-        """Read what the stores hold where that was long ago, and wait for it a little."""
-        if time.monotonic() - self._read_at >= self._every_s:
-            await self._wait("read", self._read)
-
-    async def _wait(self, name: str, begin: Any) -> None:
-        """Begin a work that is not at work, and wait for it a little."""
-        if name not in self._work:
-            self._work[name] = asyncio.create_task(begin())
-            self._work[name].add_done_callback(lambda _: self._work.pop(name, None))
-        await asyncio.wait({self._work[name]}, timeout=WAIT_S)
-
-    async def _probe(self) -> None:
-        with suppress(APIError):
-            await self._threads.run(self._objects.probe)
-        self._probed_at = time.monotonic()
-
-    async def _read(self) -> None:
-        try:
-            self.reading = await self._threads.run(read_disk, self._settings, self._objects)
-        except APIError:
-            log.warning("what the stores hold is not known: they do not answer")
-        self._read_at = time.monotonic()
 
 
 def sweep(objects: Objects, grace_s: float) -> list[str]:

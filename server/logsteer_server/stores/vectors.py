@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from cachetools import LRUCache
 
@@ -54,14 +55,28 @@ def _measure(vectors: LayerVectors) -> int:
     return vectors.num_bytes + ENTRY_BYTES + further
 
 
+class FeatureSource(Protocol):
+    """What finds features of autoencoders: a `SaeStore`."""
+
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        """Return the vectors of a feature of the autoencoder of a name."""
+        ...
+
+
 class VectorStore:
     """Vectors in a store, those used lately in memory; threads may share it.
 
     Its methods block, and raise what those of `Store` raise.
     """
 
-    def __init__(self, files: Namespace[VectorCard], parsed: ParsedVectors | None = None) -> None:
+    def __init__(
+        self,
+        files: Namespace[VectorCard],
+        parsed: ParsedVectors | None = None,
+        features: FeatureSource | None = None,
+    ) -> None:
         self.files = files
+        self._features = features
         self._parsed = parsed or ParsedVectors()
 
     def put(
@@ -103,6 +118,11 @@ class VectorStore:
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
         return StoredVectors(None, sha256, self._load(self.files.find_content(sha256)))
+
+    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
+        """Return the vectors of a feature: see `SaeStore.find_feature`."""
+        assert self._features is not None, "what resolves requests has autoencoders"
+        return self._features.find_feature(name, feature, reads=reads)
 
     def _load(self, found: StoredContent) -> LayerVectors:
         """Return a content's vectors. Errors: APIError `internal` for damaged ones."""

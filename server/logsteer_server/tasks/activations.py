@@ -1,16 +1,20 @@
 """`/activations`: the activations of a model over texts, as arrays or as a file."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from logsteer.schemas import ActivationsRequest
+from logsteer.errors import api_error
+from logsteer.schemas import ActivationsRequest, SaeCard
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.steering import place_positions
+from logsteer_server.interventions.positions import place_positions
+from logsteer_server.numerics.sae import Floats, Ids
 from logsteer_server.settings import Settings
+from logsteer_server.stores.store import StoredContent
 from logsteer_server.tasks.captures import (
     CaptureSite,
     PlannedCapture,
@@ -20,8 +24,39 @@ from logsteer_server.tasks.captures import (
 )
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
+from logsteer_server.text.chat import ChatForm, count_chars
 
 Array = npt.NDArray[Any]
+
+ENCODED_AT_ONCE = 8192
+"""Tokens whose features are found before other requests may use the thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSae:
+    """The autoencoder of a request: its card under the name that was asked for, its content."""
+
+    card: SaeCard
+    content: StoredContent
+
+    def find_site(self, request: ActivationsRequest) -> CaptureSite:
+        """Return the activations that it encodes."""
+        where = place_positions(request.positions)
+        return CaptureSite(self.card.hook, [self.card.layer], request.read, where)
+
+    def check_width(self, width: int) -> None:
+        """Make sure that the model's activations are so wide. Errors: APIError `invalid_sae`."""
+        if width != self.card.width:
+            detail = (
+                f"The sparse autoencoder {self.card.name!r} encodes activations of "
+                f"{self.card.width} numbers, this model's have {width}: serve the model that it "
+                "was trained on."
+            )
+            raise api_error("invalid_sae", detail, param="sae")
+
+    def count(self, top: int) -> int:
+        """Return the features of a token that are given."""
+        return min(top, self.card.features, self.card.k or top)
 
 
 class ActivationsTask(BodyTask[ActivationsRequest]):
@@ -32,31 +67,60 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
 
     _planned: list[PlannedCapture]
     _outputs: Sequence[CaptureOutput]
+    _sae: ChosenSae | None = None
+    _features: list[tuple[Ids, Floats]]
+    _labels: dict[str, str]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of items. Errors: APIError `payload_too_large`."""
         check_count("items", len(self._body.items), settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Capture all activations in one batch."""
-        planner.cover_text(max(map(_count_chars, self._body.items)))
-        site = CaptureSite(
-            self._body.hook,
-            self._body.layers,
-            self._body.read,
-            place_positions(self._body.positions),
-        )
+        """Capture all activations in one batch, and find their features where these are wanted."""
+        body, info = self._body, self.info
+        planner.cover_text(max(map(_count_chars, body.items)))
+        site = CaptureSite(body.hook, body.layers, body.read, place_positions(body.positions))
+        if body.sae is not None:
+            look_up = self._stores.saes.names.look_up
+            self._sae = ChosenSae(*await planner.capacity.call_long(look_up, body.sae))
+            site = self._sae.find_site(body)
         self._planned = await planner.advance(self._plan(site))
         jobs = [capture.job for capture in self._planned]
-        planner.expect_arrays(count_numbers(jobs, site.find_width(self.info)) + _count_ids(jobs))
+        held = count_numbers(jobs, site.find_width(info))
+        if self._sae is None:
+            planner.expect_arrays(held + _count_ids(jobs))
+        else:
+            self._sae.check_width(site.find_width(info))
+            planner.hold_activations(held)
+            numbers = 2 * sum(job.num_rows for job in jobs) * self._sae.count(body.top)
+            planner.expect_arrays(numbers + _count_ids(jobs))
         collector = Collector()
         yield Batch(jobs, collector.take)
         self._outputs = collector.outputs
+        if self._sae is not None:
+            self._features = []
+            for part in _cut_outputs(self._outputs):
+                self._features += await planner.capacity.call_long(self._encode, part, self._sae)
+            shown = {str(i) for ids_TK, _ in self._features for i in np.unique(ids_TK)}
+            self._labels = await planner.capacity.call_long(self._read_labels, shown, self._sae)
+
+    def _encode(self, outputs: Sequence[CaptureOutput], sae: ChosenSae) -> list[tuple[Ids, Floats]]:
+        """Return the strongest features of each output's tokens, ids and activations [T, K]."""
+        x_ND = np.concatenate([output.activations_LTD[0] for output in outputs])
+        with self._stores.saes.open(sae.content) as file:
+            ids_NK, found_NK = file.encoder.encode(x_ND, self._body.top)
+        ends = np.cumsum([output.activations_LTD.shape[1] for output in outputs])[:-1]
+        return list(zip(np.split(ids_NK, ends), np.split(found_NK, ends), strict=True))
+
+    def _read_labels(self, shown: set[str], sae: ChosenSae) -> dict[str, str]:
+        with self._stores.saes.open(sae.content) as file:
+            return {feature: file.labels[feature] for feature in shown & file.labels.keys()}
 
     def _plan(self, site: CaptureSite) -> Steps[list[PlannedCapture]]:
         body, info = self._body, self.info
-        self.interventions = Interventions.resolve(body, self._stores, info)
-        sequences = read_items(body.items, body.bos, self.codec, info.vocab_size)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
+        form = ChatForm.of(body, is_whole=True)
+        sequences = read_items(body.items, body.bos, self.codec, info.vocab_size, form)
         places = [f"items[{index}]" for index in range(len(body.items))]
         planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
         jobs = self.interventions.apply([capture.job for capture in planned])
@@ -69,24 +133,38 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         """Return the activations of each item, by layer."""
         pairs = zip(self._planned, self._outputs, strict=True)
         results = [_describe(capture, output) for capture, output in pairs]
-        return {"hook": self._body.hook, "read": self._body.read, "results": results}
+        found = {"hook": self._body.hook, "read": self._body.read, "results": results}
+        if self._sae is None:
+            return found
+        for result, (ids_TK, found_TK) in zip(results, self._features, strict=True):
+            del result["activations"]
+            result["features"] = {"ids": ids_TK, "activations": found_TK}
+        card = self._sae.card
+        used = {"name": card.name, "sha256": card.sha256, "layer": card.layer}
+        return found | {"hook": card.hook, "sae": used | {"labels": self._labels}}
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:
         """Return the answer as the tensors of a file, as `ActivationsAnswer` says."""
         results = document["results"]
         hook, is_mean = document["hook"], self._body.read == "mean"
         rows = [capture.job.num_rows for capture in self._planned]
-        tensors = {
-            f"{hook}.{layer}": [result["activations"][layer] for result in results]
-            for layer in results[0]["activations"]
-        }
+        if self._sae is not None:
+            tensors = {
+                f"feature_{name}": [result["features"][name] for result in results]
+                for name in ("ids", "activations")
+            }
+        else:
+            tensors = {
+                f"{hook}.{layer}": [result["activations"][layer] for result in results]
+                for layer in results[0]["activations"]
+            }
         read = [result["token_ids"] for result in results]
         tensors["row_starts"] = [_find_starts(rows)]
         tensors["token_ids"] = read
         tensors["token_starts"] = [_find_starts([len(ids) for ids in read])]
         if not is_mean:
             tensors["positions"] = [result["positions"] for result in results]
-        arrays = ("activations", "token_ids", *(() if is_mean else ("positions",)))
+        arrays = ("activations", "features", "token_ids", *(() if is_mean else ("positions",)))
         described = [
             {name: value for name, value in result.items() if name not in arrays}
             for result in results
@@ -97,7 +175,19 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
 def _count_chars(item: Any) -> int:
     if isinstance(item, str):
         return len(item)
-    return sum(len(message.content) for message in item.messages or ())
+    return count_chars(item.messages or ())
+
+
+def _cut_outputs(outputs: Sequence[CaptureOutput]) -> Iterator[list[CaptureOutput]]:
+    """Yield outputs in parts of about `ENCODED_AT_ONCE` tokens."""
+    part: list[CaptureOutput] = []
+    for output in outputs:
+        part.append(output)
+        if sum(one.activations_LTD.shape[1] for one in part) >= ENCODED_AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _count_ids(jobs: Sequence[CaptureJob]) -> int:

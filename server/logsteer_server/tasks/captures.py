@@ -11,7 +11,11 @@ from logsteer_server.contract.captures import CaptureJob, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Positions
 from logsteer_server.tasks.planning import Steps
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
+
+WHOLE = ChatForm(is_whole=True)
+"""Conversations as they are read, and not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,9 @@ class CaptureSite:
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
         """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
         if self.hook not in info.hooks:
-            none = info.lacks.get("steering", "it gives none")
-            known = f"it has {', '.join(info.hooks)}" if info.hooks else none
-            detail = f"This model's engine does not give the activations of {self.hook}: {known}."
+            detail = (
+                f"There are no activations of {self.hook} here: {info.explain_hook(self.hook)}."
+            )
             raise api_error("unsupported_by_engine", detail, param="hook")
         layers = tuple(sorted(self.layers)) if self.layers else tuple(range(info.num_layers))
         if layers[-1] >= info.num_layers:
@@ -42,21 +46,23 @@ class CaptureSite:
 
 
 def read_items(
-    items: Sequence[str | ActivationItem], bos: BosPolicy, codec: TextCodec, vocab_size: int
+    items: Sequence[str | ActivationItem],
+    bos: BosPolicy,
+    codec: TextCodec,
+    vocab_size: int,
+    form: ChatForm = WHOLE,
 ) -> Iterator[list[int]]:
     """Yield the tokens of a request's items, BOS included; ids are taken as they are.
 
-    Errors: APIError `invalid_request`.
+    A conversation has the BOS of its template. Errors: APIError `invalid_request`.
     """
-    rendered = [
-        item if isinstance(item, str) else codec.render_chat(item.messages or [])
-        for item in items
-        if isinstance(item, str) or item.messages is not None
-    ]
-    encoded = codec.encode_prompts(rendered, bos)
+    encoded = codec.encode_prompts([item for item in items if isinstance(item, str)], bos)
     for index, item in enumerate(items):
-        if isinstance(item, str) or item.token_ids is None:
+        if isinstance(item, str):
             yield next(encoded)
+            continue
+        if item.token_ids is None:
+            yield codec.encode_ids([codec.render_chat(item.messages or [], form)])[0]
             continue
         if max(item.token_ids) >= vocab_size:
             place = f"items[{index}]"

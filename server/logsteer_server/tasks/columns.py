@@ -20,12 +20,16 @@ ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
 
 @dataclass(frozen=True, slots=True)
 class ColumnOptions:
-    """What is read from each scored row, as score jobs take it; `logprob` always."""
+    """What is read from each scored row, as score jobs take it; `logprob` always.
+
+    `reads_end`: the last token is read, too, which probes are to read there.
+    """
 
     columns: tuple[str, ...] = ("logprob",)
     top: int = 0
     policy: Policy = field(default_factory=Policy)
     double: bool = False
+    reads_end: bool = False
 
     @classmethod
     def of(
@@ -34,11 +38,13 @@ class ColumnOptions:
         policy: SamplingPolicy | None = None,
         precision: Precision = "float32",
         top: int = 0,
+        *,
+        reads_end: bool = False,
     ) -> "ColumnOptions":
         """Return the options of a request's fields."""
         wanted = tuple(dict.fromkeys(["logprob", *columns]))
         cut = Policy(**policy.model_dump()) if policy else Policy()
-        return cls(wanted, top, cut, precision == "float64")
+        return cls(wanted, top, cut, precision == "float64", reads_end)
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:

@@ -126,10 +126,10 @@ class Comparison:
         self._divergences: list[npt.NDArray[np.float32]] = []
         self._agreements: list[npt.NDArray[np.float32]] = []
 
-    def add(self, output: ScoreOutput) -> None:
-        """Count the output of a compared job in."""
-        self._divergences.append(output.columns["kl"])
-        self._agreements.append(output.columns["top1_agrees"])
+    def add(self, output: ScoreOutput, num_scored: int) -> None:
+        """Count the output of a compared job in, which has scored so many tokens."""
+        self._divergences.append(output.columns["kl"][:num_scored])
+        self._agreements.append(output.columns["top1_agrees"][:num_scored])
 
     def split(self, jobs: Sequence[ScoreJob], max_bytes: int) -> Iterator[range]:
         """Yield runs of jobs whose log-probabilities fit on disk together (or one job alone).

@@ -6,11 +6,12 @@ nothing is generated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from logsteer.errors import api_error
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -25,6 +26,8 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -62,7 +65,9 @@ def plan_completions(
     for index, (text, ids) in enumerate(read_prompts(request.prompt, codec)):
         scores_echo = request.echo and top is not None
         is_greedy = request.temperature == 0 and request.n == 1
-        reads_next = scores_echo and request.max_tokens == 1 and is_greedy
+        # Probes are read at the token that is generated, too.
+        may_read = is_greedy and not request.probes
+        reads_next = scores_echo and request.max_tokens == 1 and may_read
         generates = request.max_tokens > 0 and not reads_next
         with problems.catch(index):
             check_prompt(text, ids, info.vocab_size)
@@ -81,14 +86,31 @@ def plan_chat(
     request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo
 ) -> CompletionPrompt:
     """Plan a conversation. Errors: APIError `invalid_request`, `context_too_long`."""
-    text = codec.render_chat(request.messages)
+    text = codec.render_chat(request.messages, ChatForm.of(request))
     ids = codec.encode_ids([text])[0]
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
     top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
-    return CompletionPrompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
+    schema = find_schema(request)
+    if schema is None and request.tools and request.tool_choice == "auto":
+        _check_calls_are_read(codec)
+    samples = _plan_samples(request, ids, max_tokens, top)
+    samples = [replace(sample, json_schema=schema) for sample in samples]
+    if schema is not None and (failure := info.refuse(samples[0])):
+        param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
+        raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
+    return CompletionPrompt(text, ids, None, False, samples)
+
+
+def _check_calls_are_read(codec: TextCodec) -> None:
+    if CALL_BEGINS not in (codec.describe()["chat_template"] or ""):
+        detail = (
+            f"tool_choice: auto looks for calls in the form {CALL_BEGINS}, which this model's chat "
+            "template does not use: send required, a function's name, or none."
+        )
+        raise api_error("invalid_request", detail, param="tool_choice")
 
 
 def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:

@@ -7,43 +7,46 @@ from typing import Any
 
 import numpy as np
 
+from logsteer.errors import APIError
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.prompts import check_prompt, fit_prompt, read_prompts
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import ANSWERED, TextCodec
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is to be continued: texts or ids, or one conversation for the chat template."""
+    """What is to be continued: texts or ids, or conversations for the chat template."""
 
     given: Sequence[str] | Sequence[list[int]] = ()
-    messages: Sequence[Message] | None = None
+    conversations: Sequence[Sequence[Message]] = ()
+    chat: ChatForm = ANSWERED
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
 
-    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]]]:
-        """Yield the text, None where ids were given, and the tokens of each prompt.
+    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]] | APIError]:
+        """Yield the text, None where ids were given, and the tokens of each prompt; or its error.
 
         Errors: APIError `invalid_request`.
         """
-        if self.messages is not None:
-            text = codec.render_chat(self.messages)
-            yield text, codec.encode_ids([text])[0]
-            return
-        yield from read_prompts(self.given, codec, self.bos)
+        for text in codec.render_each(self.conversations, self.chat):
+            yield text if isinstance(text, APIError) else (text, codec.encode_ids([text])[0])
+        if self.given:
+            yield from read_prompts(self.given, codec, self.bos)
 
 
-def find_longest_prompt(prompts: Sequence[str], messages: Sequence[Message]) -> int:
-    """Return the characters of the longest prompt, or those of a conversation."""
-    turns = sum(len(message.content) for message in messages)
-    return max(turns, max(map(len, prompts), default=0))
+def find_longest_prompt(
+    prompts: Sequence[str], conversations: Sequence[Sequence[Message]] = ()
+) -> int:
+    """Return the characters of the longest prompt or conversation."""
+    return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
 
 
 def plan_continuations(
@@ -66,8 +69,11 @@ def plan_continuations(
     truncated: list[int] = []
     num_planned = 0
     limit, policy = info.context_length, prompts.on_overflow
-    for index, (text, given) in enumerate(prompts.encode(codec)):
+    for index, found in enumerate(prompts.encode(codec)):
         with problems.catch(index):
+            if isinstance(found, APIError):
+                raise found
+            text, given = found
             check_prompt(text, given, info.vocab_size)
             ids, dropped = fit_prompt(given, first.max_tokens, limit, policy)
         if index in problems:
@@ -107,6 +113,11 @@ class Continuation:
         return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended; None: it has not."""
+        return next((p.finish_reason for p in self.pieces if p.finish_reason is not None), None)
+
+    @property
     def columns(self) -> dict[str, np.ndarray]:
         """What was read with all its tokens, log-probabilities included."""
         parts = [_read_columns(piece) for piece in self.pieces]
@@ -127,10 +138,10 @@ class Continuation:
             "logprobs": logprobs,
             "logprob": total if math.isfinite(total) else None,
             "num_tokens": len(ids),
-            "finish_reason": self.pieces[-1].finish_reason,
+            "finish_reason": self.finish_reason,
             "seed": self.job.seed,
             **interventions.show_readings(
-                self.readings, len(self.job.tokens) - 1, is_steered=self.is_steered
+                self.readings, len(self.job.tokens), is_steered=self.is_steered
             ),
             **show_columns(columns, self.job.columns),
             **aggregates,
@@ -139,6 +150,51 @@ class Continuation:
 
 def _read_columns(piece: GenerateOutput) -> dict[str, np.ndarray]:
     return {"logprob": piece.logprobs, **piece.columns}
+
+
+def read_end(job: GenerateJob, token_ids: Sequence[int]) -> ScoreJob:
+    """Return the job by which probes read the last token of a job's continuation.
+
+    Generation has ended with that token, so that the model has not read it.
+    """
+    tokens = np.concatenate([job.tokens, np.array(token_ids, dtype=np.int32)])
+    targets = np.array([*token_ids, 0], dtype=np.int32)
+    return ScoreJob(
+        tokens,
+        targets,
+        reads_end=True,
+        plan=job.plan,
+        override=job.override,
+        adapter=job.adapter,
+        salt=job.salt,
+    )
+
+
+def add_end(output: GenerateOutput, end: ScoreOutput) -> GenerateOutput:
+    """Return a whole continuation with what was read of its last token."""
+    assert output.readings is not None
+    assert end.readings is not None
+    parts = [output.readings.values_TGR, end.readings.values_TGR[-1:]]
+    return replace(output, readings=Readings(output.readings.first, np.concatenate(parts)))
+
+
+def make_end(last: GenerateOutput, output: ScoreOutput) -> GenerateOutput:
+    """Return a piece without tokens, which has what was read of the last one."""
+    assert output.readings is not None
+    first, values_TGR = output.readings.first, output.readings.values_TGR
+    return replace(
+        last,
+        token_ids=last.token_ids[:0],
+        text="",
+        logprobs=last.logprobs[:0],
+        top_ids=last.top_ids[:0],
+        top_logprobs=last.top_logprobs[:0],
+        columns={name: values[:0] for name, values in last.columns.items()},
+        finish_reason=None,
+        readings=Readings(first + len(values_TGR) - 1, values_TGR[-1:]),
+        cached_tokens=0,
+        trace=None,
+    )
 
 
 class Continuations:
@@ -173,10 +229,18 @@ class Continuations:
             "logprobs": piece.logprobs,
             "finish_reason": piece.finish_reason,
             **interventions.show_readings(
-                piece.readings, len(entry.job.tokens) - 1, is_steered=entry.is_steered
+                piece.readings, len(entry.job.tokens), is_steered=entry.is_steered
             ),
             **show_columns(_read_columns(piece), entry.job.columns),
         }
+
+    def read_ends(self) -> list[ScoreJob]:
+        """Return the jobs by which probes read the last token of each."""
+        return [read_end(entry.job, entry.token_ids) for entry in self.entries]
+
+    def end(self, index: int, output: ScoreOutput, interventions: Interventions) -> dict[str, Any]:
+        """Take what was read of a job's last token in; return it as a `SteerPiece`."""
+        return self.add(index, make_end(self.entries[index].pieces[-1], output), interventions)
 
     def write(
         self,

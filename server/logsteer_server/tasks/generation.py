@@ -5,8 +5,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
+from logsteer.schemas import (
+    ALL_COLUMNS,
+    GenerateRequest,
+    Message,
+    PromptRequest,
+    SteerRequest,
+    list_conversations,
+)
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    Policy,
+    ScoreOutput,
+    draw_seed,
+)
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.continuations import (
@@ -18,6 +31,7 @@ from logsteer_server.tasks.continuations import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
+from logsteer_server.text.chat import ChatForm
 
 P = TypeVar("P", bound=PromptRequest)
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -47,13 +61,18 @@ class GenerationTask(BodyTask[P]):
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
-        given = self._body.prompts or self._body.prompt_ids or [self._body.messages]
+        given = self._body.prompts or self._body.prompt_ids or self._conversations
         check_count("prompts x n", len(given) * self._body.n, settings.max_items)
 
+    @property
+    def _conversations(self) -> list[list[Message]]:
+        """The conversations to continue, where there are some."""
+        return list_conversations(self._body.messages) if self._body.messages else []
+
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Generate everything in one batch."""
+        """Generate everything in one batch; in another, probes read the last tokens."""
         body = self._body
-        planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
+        planner.cover_text(find_longest_prompt(body.prompts or [], self._conversations))
         self._continuations = await planner.advance(self._plan())
         if not self._continuations.jobs:  # each prompt has a problem
             return
@@ -62,14 +81,18 @@ class GenerationTask(BodyTask[P]):
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, take_each(self._take))
+        if self.interventions.probes:
+            ends = self._continuations.read_ends()
+            yield Batch(ends, take_each(self._take_end), purpose="reference", silent=True)
 
     def _plan(self) -> Steps[Continuations]:
         body = self._body
-        interventions = Interventions.resolve(body, self._stores, self.info)
+        interventions = Interventions.resolve(body, self._stores, self.info, self.codec)
         given = body.prompts or body.prompt_ids or []
         field = "prompts" if body.prompts else "prompt_ids" if body.prompt_ids else "messages"
-        self._problems = ItemProblems(field, body.on_error, is_one=field == "messages")
-        prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
+        is_one = bool(body.messages) and isinstance((body.messages or [])[0], Message)
+        self._problems = ItemProblems(field, body.on_error, is_one=is_one)
+        prompts = Prompts(given, self._conversations, ChatForm.of(body), body.bos, body.on_overflow)
         first = GenerateJob(
             NO_TOKENS,
             body.max_tokens,
@@ -91,6 +114,10 @@ class GenerationTask(BodyTask[P]):
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:
         document = self._continuations.add(index, piece, self.interventions)
+        return Event("piece", document) if self.streams else None
+
+    def _take_end(self, index: int, output: ScoreOutput) -> Event | None:
+        document = self._continuations.end(index, output, self.interventions)
         return Event("piece", document) if self.streams else None
 
     def report(self) -> dict[str, Any]:

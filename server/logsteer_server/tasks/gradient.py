@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids, InputPoint
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
@@ -18,10 +19,13 @@ from logsteer_server.interventions.parameters import (
     check_feature,
     resolve_direction,
 )
-from logsteer_server.interventions.steering import place_positions
+from logsteer_server.interventions.positions import place_positions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.tasks.targets import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -29,9 +33,8 @@ from logsteer_server.tasks.logprob import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.text.chat import ChatForm
+from logsteer_server.text.tokenizer import TextCodec
 
 MAX_NUMBERS = 2**22
 """That the gradients of one request may come to: some 50 MB of JSON. Who wants more asks for other
@@ -54,6 +57,67 @@ def plan_gradients(
         return [GradientJob(*each, along=along) for each in _lay_out(targets)]
     jobs = [GradientJob(*each, sites, positions) for each in _lay_out(targets)]
     return _bound_width(jobs, max_numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class AttributionPath:
+    """Points of the line from a baseline to the input, the input last, and their weights.
+
+    The weighted sum of each token's gradient times e - e' is its attribution. With a `baseline` the
+    first point, of weight 0, is there.
+    """
+
+    points: tuple[InputPoint, ...]
+    weights_S: npt.NDArray[np.float64]
+
+    @classmethod
+    def choose(cls, request: GradientRequest) -> "AttributionPath | None":
+        """Return the path that a request asks for; None without an attribution.
+
+        The integral is by Gauss and Legendre, as captum's default.
+        """
+        if request.attribution is None:
+            return None
+        if request.attribution == "gradient_x_input":
+            return cls((InputPoint(1.0),), np.ones(1))
+        nodes_S, weights_S = np.polynomial.legendre.leggauss(request.steps)
+        alphas = (0.0, *((nodes_S + 1) / 2).tolist(), 1.0)
+        points = tuple(InputPoint(alpha, request.baseline) for alpha in alphas)
+        return cls(points, np.array([0.0, *(weights_S / 2), 0.0]))
+
+    def plan(self, targets: TargetPlan, max_numbers: int) -> list[GradientJob]:
+        """Plan the jobs of each target, a job a point.
+
+        Errors: APIError `payload_too_large` where they would read more than `max_numbers` tokens.
+        """
+        laid = list(_lay_out(targets))
+        num_tokens, steps = sum(len(tokens) for tokens, _ in laid), len(self.points)
+        if num_tokens * steps > max_numbers:
+            detail = (
+                f"{steps} points of {num_tokens} tokens are {steps * num_tokens} to read, at most "
+                f"{max_numbers} are: send fewer targets, or ask for fewer steps."
+            )
+            raise api_error("payload_too_large", detail, param="steps")
+        return [GradientJob(*each, input_point=point) for each in laid for point in self.points]
+
+    def describe(
+        self, job: GradientJob, outputs: Sequence[GradientOutput], codec: TextCodec
+    ) -> dict[str, Any]:
+        """Return what an answer says of a target's attribution."""
+        found_ST = np.array([output.attributions for output in outputs], np.float64)
+        attributions_T = self.weights_S @ found_ST
+        ids: list[int] = job.tokens.tolist()
+        found: dict[str, Any] = {
+            "input_ids": ids,
+            "input_tokens": list(map(codec.piece, ids)),
+            "attributions": attributions_T,
+        }
+        if len(outputs) == 1:
+            return found
+        start, end = (float(outputs[i].logprobs.sum(dtype=np.float64)) for i in (0, -1))
+        delta = float(attributions_T.sum()) - (end - start)
+        numbers = {"baseline_logprob": start, "convergence_delta": delta}
+        return found | {name: n if math.isfinite(n) else None for name, n in numbers.items()}
 
 
 def _lay_out(plan: TargetPlan) -> Iterator[tuple[Ids, Ids]]:
@@ -100,7 +164,9 @@ def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -
         "truncated_tokens": target.truncated,
     }
     numbers = [output.logprobs, *output.gradients]
-    if output.directional is not None:
+    if output.attributions is not None:
+        numbers.append(output.attributions)
+    elif output.directional is not None:
         numbers.append(output.directional)
         slope = float(output.directional.sum(dtype=np.float64))
         found["directional"] = slope if math.isfinite(slope) else None
@@ -123,6 +189,7 @@ class GradientTask(BodyTask[GradientRequest]):
     kind = "gradient"
 
     _along: ResolvedOverride | None
+    _path: AttributionPath | None
     _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
@@ -137,25 +204,48 @@ class GradientTask(BodyTask[GradientRequest]):
         collector = Collector()
         if jobs:
             yield Batch(jobs, collector.take)
-        found = collector.outputs
-        described = [_describe(*each) for each in zip(targets.planned, jobs, found, strict=True)]
+        described = self._describe(targets, jobs, collector.outputs)
         results = [{"targets": [described[i] for i in item.targets]} for item in targets.items]
         self._results = problems.fill(results, self.request_id)
 
+    def _describe(
+        self, targets: TargetPlan, jobs: Sequence[GradientJob], outputs: Sequence[GradientOutput]
+    ) -> list[dict[str, Any]]:
+        """Return the fields of every target, which has as many jobs as the path has points."""
+        steps = len(self._path.points) if self._path else 1
+        described = []
+        for number, target in enumerate(targets.planned):
+            own = slice(number * steps, (number + 1) * steps)
+            job, output = jobs[own][-1], outputs[own][-1]
+            found = _describe(target, job, output)
+            if self._path is not None:
+                found |= self._path.describe(job, outputs[own], self.codec)
+            described.append(found)
+        return described
+
     def _plan(self, problems: ItemProblems) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
         body, wrt, info = self._body, self._body.wrt, self.info
+        self._path = AttributionPath.choose(body)
         check_feature("gradient", info, None)
-        self.interventions = Interventions.resolve(body, self._stores, info)
-        self._along = resolve_direction(wrt.override, self._stores.overrides)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
+        self._along = resolve_direction(wrt.override if wrt else None, self._stores.overrides)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         targets = yield from plan_targets(
             body.items, self.codec, info, options, ColumnOptions(), problems
         )
+        if not targets.planned:
+            return targets, ()
+        if wrt is None:
+            assert self._path is not None, "a request has wrt or attribution"
+            return targets, self.interventions.apply(self._path.plan(targets, MAX_NUMBERS))
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
-        if not targets.planned:
-            return targets, ()
         plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
         return targets, self.interventions.apply(plain)
 

@@ -14,9 +14,11 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.logprob import MAX_TARGETS
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, Facts, check_count
+from logsteer_server.tasks.targets import (
+    MAX_TARGETS,
+)
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -117,7 +119,7 @@ class LabelTask(BodyTask[ScoreRequest]):
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
     def _plan(self) -> Steps[Sequence[ScoreJob]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         jobs = yield from plan_labels(self._body, self.codec, self.info)
         return self.interventions.apply(jobs)
 

@@ -27,18 +27,19 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
-from logsteer_server.tasks.logprob import (
-    TargetOptions,
-    TargetPlan,
-    check_items,
-    find_longest,
-    list_top,
-    plan_targets,
-)
+from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.tasks.targets import (
+    TargetOptions,
+    TargetPlan,
+    check_items,
+    find_longest,
+    plan_targets,
+)
+from logsteer_server.text.chat import ChatForm
 
 HELD = 2
 """Copies of a captured stream: as it came, and as its plan carries it."""
@@ -106,8 +107,10 @@ class LensTask(BodyTask[LensRequest]):
         body, info = self._body, self.info
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
-        self.interventions = Interventions.resolve(body, self._stores, info)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
+        options = TargetOptions(
+            body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=ChatForm.of(body)
+        )
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
         plan = yield from plan_targets(items, self.codec, info, options, read, problems)

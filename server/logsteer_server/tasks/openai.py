@@ -2,11 +2,16 @@
 
 import time
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, TypeVar
 
-from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from logsteer.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    NamedChoice,
+    SamplingRequest,
+)
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -28,7 +33,12 @@ from logsteer_server.tasks.completions import (
     read_next,
     render_chat_logprobs,
 )
-from logsteer_server.tasks.continuations import find_longest_prompt
+from logsteer_server.tasks.continuations import (
+    add_end,
+    find_longest_prompt,
+    make_end,
+    read_end,
+)
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import (
     Batch,
@@ -39,6 +49,7 @@ from logsteer_server.tasks.run import (
     check_count,
     take_each,
 )
+from logsteer_server.tasks.tool_calls import find_plain, read_calls
 from logsteer_server.text.prompts import is_one_prompt
 
 S = TypeVar("S", bound=SamplingRequest)
@@ -61,6 +72,9 @@ class OpenAITask(BodyTask[S]):
         super().__init__(body, models, stores)
         self._created = int(time.time())
         self._num_generated = 0
+        self._drawn: defaultdict[int, list[int]] = defaultdict(list)
+        """Of each completion, where probes will read its end."""
+        self._latest: GenerateOutput
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
@@ -71,6 +85,16 @@ class OpenAITask(BodyTask[S]):
             collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
+            if self.interventions.probes:
+                ends = {
+                    n: read_end(job, self._found[n].token_ids.tolist())
+                    for n, job in enumerate(jobs)
+                    if isinstance(job, GenerateJob)
+                }
+                collector = Collector()
+                yield Batch(list(ends.values()), collector.take, purpose="reference")
+                for n, end in zip(ends, collector.outputs, strict=True):
+                    self._found[n] = add_end(self._found[n], end)
             return
         samples = [job for job in jobs if isinstance(job, GenerateJob)]
         if self.echoes:
@@ -82,6 +106,9 @@ class OpenAITask(BodyTask[S]):
                 yield event
         if samples:
             yield Batch(samples, take_each(self._show))
+            if self.interventions.probes:
+                last = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
+                yield Batch(last, take_each(self._show_end), purpose="reference", silent=True)
         if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
@@ -91,7 +118,7 @@ class OpenAITask(BodyTask[S]):
         return False
 
     def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         prompts = yield from self._plan_prompts()
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
 
@@ -125,16 +152,24 @@ class OpenAITask(BodyTask[S]):
     def _show(self, index: int, output: Output) -> Event:
         """Return a piece as a chunk."""
         assert isinstance(output, GenerateOutput)
+        if self.interventions.probes:
+            self._drawn[index] += output.token_ids.tolist()
+            self._latest = output
         self._num_generated += len(output.token_ids)
         choice = self._render(index, output) | self._show_readings(index, output)
         return self._write_chunk(choice, output if output.is_last else None)
+
+    def _show_end(self, index: int, output: Output) -> Event:
+        """Return what was read of a completion's last token as a chunk."""
+        assert isinstance(output, ScoreOutput)
+        return self._show(index, make_end(self._latest, output))
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return what probes have read of (a piece of) the completion of that number."""
         if not self.interventions.probes:
             return {}
         prompt = self._prompts[index // self._body.n]
-        return self.interventions.show_readings(output.readings, len(prompt.ids) - 1)
+        return self.interventions.show_readings(output.readings, len(prompt.ids))
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
@@ -297,6 +332,8 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._started: set[int] = set()
+        self._said: dict[int, str] = {}
+        self._num_shown: dict[int, int] = {}
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
     def check_limits(self, settings: Settings) -> None:
@@ -305,7 +342,7 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
     @property
     def _longest(self) -> int:
-        return find_longest_prompt([], self._body.messages)
+        return find_longest_prompt([], [self._body.messages])
 
     def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
         prompt = plan_chat(self._body, self.codec, self.info)
@@ -318,12 +355,35 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             logprobs = render_chat_logprobs(read_generated(output), self.codec)
         role = {} if index in self._started else {"role": "assistant"}
         self._started.add(index)
+        said, calls = self._read_said(index, output)
+        reason = output.finish_reason
+        if calls and reason == "stop" and not isinstance(self._body.tool_choice, NamedChoice):
+            reason = "tool_calls"
         return {
             "index": index,
-            "delta" if self._body.stream else "message": role | {"content": output.text},
+            "delta" if self._body.stream else "message": role | {"content": said} | calls,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": reason,
         }
+
+    def _read_said(
+        self, index: int, output: GenerateOutput
+    ) -> tuple[str | None, dict[str, list[dict[str, Any]]]]:
+        """Return what (a piece of) a reply says, and with its last one the calls that it makes.
+
+        Of a stream, text that may be a call is held back until that is known.
+        """
+        text = self._said.get(index, "") + output.text
+        shown = self._num_shown.get(index, 0)
+        if not output.is_last:
+            plain = max(shown, find_plain(text, self._body))
+            self._said[index], self._num_shown[index] = text, plain
+            return text[shown:plain], {}
+        said, calls = read_calls(text, self._body)
+        if self._body.stream:
+            calls = [{"index": place, **call} for place, call in enumerate(calls)]
+            said = (said or "")[shown:]
+        return said, {"tool_calls": calls} if calls else {}
 
     def report(self) -> dict[str, Any]:
         """Return the choices."""

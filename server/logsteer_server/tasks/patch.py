@@ -30,16 +30,17 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.tasks.targets import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
     find_longest,
     plan_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.text.chat import ChatForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,13 @@ class PatchTask(BodyTask[PatchRequest]):
     def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
         body, codec, info = self._body, self.codec, self.info
         check_feature("steering", info, "hook")
-        self.interventions = Interventions.resolve(body, self._stores, info)
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         read = ColumnOptions.of((), precision=body.precision)
         plan = yield from plan_targets(
             _list_items(body.pairs), codec, info, options, read, PairProblems("pairs")

@@ -5,8 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from logsteer.errors import api_error
-from logsteer.schemas import InterventionFields, PerplexityRequest, PerplexityStreamQuery
+from logsteer.errors import APIError, api_error
+from logsteer.schemas import (
+    InterventionFields,
+    PerplexityRequest,
+    PerplexityStreamQuery,
+    list_conversations,
+)
 from logsteer_server.contract.jobs import ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.model import ResidentModel
@@ -20,6 +25,7 @@ from logsteer_server.tasks.comparison import (
     export_files,
     export_jobs,
 )
+from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
@@ -31,6 +37,7 @@ from logsteer_server.tasks.texts import (
     sum_tallies,
     summarize_progress,
 )
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.windows import Windowing
 
 BYTES_PER_WINDOW = 256
@@ -90,7 +97,10 @@ class PerplexityTask(WindowTask):
     """
 
     def __init__(self, body: PerplexityRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model), len(body.texts), streams=body.stream)
+        conversations = list_conversations(body.messages) if body.messages else []
+        count = len(body.texts or conversations)
+        super().__init__(models.find(body.model), count, streams=body.stream)
+        self._conversations = conversations
         self.precision = body.precision
         self._body = body
         self._stores = stores
@@ -98,11 +108,15 @@ class PerplexityTask(WindowTask):
         self._comparison: Comparison | None = None
         self._scratch = models.scratch
         self._windows: list[TextWindow] = []
-        self._problems = ItemProblems("texts", body.on_error)
+        self._problems = ItemProblems(
+            "texts" if body.texts else "messages",
+            body.on_error,
+            is_one=bool(body.messages) and conversations[0] is not (body.messages or [])[0],
+        )
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
-        check_count("texts", len(self._body.texts), settings.max_items)
+        check_count("texts", len(self._scores), settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all windows; with a reference, as many at a time as its files have room for.
@@ -112,13 +126,14 @@ class PerplexityTask(WindowTask):
         if self._reference is not None:
             self._comparison = Comparison(self.model, self._reference)
         settings, body = planner.settings, self._body
-        planner.cover_text(max(map(len, body.texts)))
+        planner.cover_text(find_longest_prompt(body.texts or [], self._conversations))
         windows = self._windows = await planner.advance(self._cut())
         self._windows_total = len(windows)
         if body.tokens:
             rows = sum(window.num_scored for window in windows)
             planner.expect_rows(rows, 1 + len(body.columns))
-            planner.expect_readings(self.interventions, len(body.texts), rows)
+            contexts = sum(window.job.prompt_len for window in windows if not window.start)
+            planner.expect_readings(self.interventions, len(self._scores), rows, contexts)
         if body.windows:
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         if not windows and self._problems:
@@ -146,10 +161,22 @@ class PerplexityTask(WindowTask):
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
-        self.interventions = Interventions.resolve(body, self._stores, info)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision)
+        self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
+        reads_end = bool(self.interventions.probes)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision, reads_end=reads_end)
         self.windowing = Windowing.of(body).fit(info.context_length)
-        steps = cut_texts(body.texts, self.windowing, read, self.codec, info, self._problems)
+        if reads_end and self.windowing.protocol == "rolling":
+            _check_room(self.windowing, info.context_length)
+        form = ChatForm.of(body, is_whole=True)
+        texts = list(body.texts or ())
+        for index, text in enumerate(self.codec.render_each(self._conversations, form)):
+            if isinstance(text, APIError):
+                self._problems.add(index, text)
+            texts.append("" if isinstance(text, APIError) else text)
+        windowing = self.windowing
+        if self._conversations and body.bos == "auto" and body.protocol in ("sliding", "disjoint"):
+            windowing = replace(windowing, bos="never")  # it stands in the template, or nowhere
+        steps = cut_texts(texts, windowing, read, self.codec, info, self._problems)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
             score.tally.num_tokens = length
@@ -157,7 +184,7 @@ class PerplexityTask(WindowTask):
 
     def _take_compared(self, first: int, index: int, output: ScoreOutput) -> Event | None:
         assert self._comparison is not None
-        self._comparison.add(output)
+        self._comparison.add(output, self._windows[first + index].num_scored)
         return self._take(first + index, output)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
@@ -178,6 +205,16 @@ class PerplexityTask(WindowTask):
         document["results"] = self._problems.fill(good, self.request_id)
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
+
+
+def _check_room(windowing: Windowing, limit: int) -> None:
+    """Make sure that a model can read the last token of a full window of `rolling`, too."""
+    if windowing.context_length == limit:
+        detail = (
+            f"Probes read a window's last token, too: with protocol rolling that is {limit + 1} "
+            f"tokens, and this model reads {limit}. Send context_length: {limit - 1}, or less."
+        )
+        raise api_error("context_too_long", detail, param="context_length")
 
 
 class PerplexityStreamTask(WindowTask):
@@ -211,7 +248,7 @@ class PerplexityStreamTask(WindowTask):
             steering=query.steering, override=query.override, adapter=query.adapter
         )
         self.interventions = await planner.capacity.call(
-            Interventions.resolve, given, self._stores, info
+            Interventions.resolve, given, self._stores, info, self.codec
         )
         read = ColumnOptions.of((), precision=query.precision)
         self.windowing = Windowing.of(query).fit(info.context_length)

@@ -184,8 +184,9 @@ class Planner:
         size, limit = 4 * numbers, self.settings.max_activation_bytes
         if size > limit:
             detail = (
-                f"The activations to put into place take {size} bytes, at most {limit} are held: "
-                "ask for fewer pairs, layers or positions at once, or raise max_activation_bytes."
+                f"The activations that the answer is made of take {size} bytes, at most {limit} "
+                "are held: ask for fewer items, layers or positions at once, or raise "
+                "max_activation_bytes."
             )
             raise api_error("payload_too_large", detail)
         self._memory.add(size)

@@ -46,7 +46,8 @@ from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "readout", "reference"]
 """What a batch counts for: `work` for usage and receipts, `readout` (of what was captured) for
-usage alone, `reference` (what others are compared with) for neither."""
+usage alone, `reference` (what others are compared with, or what is read of them once they have
+ended) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +366,7 @@ class Run:
         for output in find_steered(batch.jobs, part) if batch.purpose == "work" else ():
             self._applied.add(output)
             if output.trace is not None:
-                self.task.model.metrics.steered_tokens.inc(output.trace.tokens)
+                self.task.model.metrics.steered_tokens.inc(sum(output.trace.tokens))
         return work.generated_tokens
 
     @property

@@ -199,7 +199,7 @@ def zero_scale(trial: Trial) -> Steps:
     jobs = trial.jobs(trial.require_plans().nothing)
     found = yield from score_all(jobs)
     wanted = sum(len(job.tokens) for job in jobs)
-    steered = sum(output.trace.tokens for output in found if output.trace is not None)
+    steered = sum(sum(output.trace.tokens) for output in found if output.trace is not None)
     evidence = f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} "
     evidence += "layers"
     apart = Discrepancy.of(read_logprobs(found), trial.plain)

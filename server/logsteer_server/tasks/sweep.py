@@ -15,6 +15,7 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.positions import Decode
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -24,16 +25,17 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
     reserve_references,
 )
-from logsteer_server.tasks.logprob import (
+from logsteer_server.tasks.logprob import sum_targets
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+from logsteer_server.tasks.targets import (
     TargetOptions,
     TargetPlan,
     find_longest,
     plan_targets,
-    sum_targets,
 )
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.texts import TextWindow, cut_texts
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
@@ -70,6 +72,7 @@ def plan_settings(
     unsteered: Interventions,
     stores: Stores,
     info: EngineInfo,
+    decode: Decode | None = None,
 ) -> list[SweepSetting]:
     """Plan the settings of a sweep, the unsteered one first. Errors: as `resolve_steering`."""
     settings = [SweepSetting(None, 0.0, unsteered)]
@@ -79,7 +82,7 @@ def plan_settings(
             interventions = unsteered
             if scale:
                 scaled = _scale(steering, scale, layers)
-                resolved = resolve_steering(scaled, stores.vectors, info)
+                resolved = resolve_steering(scaled, stores.vectors, info, decode)
                 interventions = replace(unsteered, steering=resolved)
             settings.append(SweepSetting(layers, scale, interventions))
     return settings
@@ -123,7 +126,7 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
     """
     vectors = []
     for vector in steering.vectors:
-        changed: dict[str, Any] = {"scale": vector.choose_scale(None) * scale}
+        changed: dict[str, Any] = {"scale": vector.choose_scale(()) * scale}
         if layers is not None:
             changed["layers"] = layers
         vectors.append(vector.model_copy(update=changed))
@@ -177,11 +180,22 @@ class SweepTask(BodyTask[SweepRequest]):
 
     def _plan(self) -> Steps[SweepPlan]:
         body, codec, info = self._body, self.codec, self.info
-        self.interventions = Interventions.resolve(body, self._stores, info)
+        self.interventions = Interventions.resolve(body, self._stores, info, codec)
         self._settings = plan_settings(
-            body.steering, body.scales, body.layers, self.interventions, self._stores, info
+            body.steering,
+            body.scales,
+            body.layers,
+            self.interventions,
+            self._stores,
+            info,
+            codec.decode,
         )
-        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        options = TargetOptions(
+            body.boundary,
+            bos=body.bos,
+            on_overflow=body.on_overflow,
+            chat=ChatForm.of(body),
+        )
         read = ColumnOptions.of((), precision=body.precision)
         windowing = Windowing(bos=body.bos).fit(info.context_length)
         if body.texts:

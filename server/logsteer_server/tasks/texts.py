@@ -38,7 +38,7 @@ class TextWindow:
     @property
     def num_scored(self) -> int:
         """Tokens that this window scores."""
-        return len(self.job.targets)
+        return self.job.num_scored
 
 
 class TextWindows:
@@ -109,12 +109,17 @@ class TextWindows:
         for window in windows:
             first, end = window.first_scored - shift, window.end - shift
             counts = self._counts[first - self._counts_from : end - self._counts_from]
+            tokens, targets = list(window.tokens), list(window.targets)
+            if self._read.reads_end:
+                tokens.append(targets[-1])
+                targets.append(0)
             job = ScoreJob(
-                np.array(window.tokens, dtype=np.int32),
-                np.array(window.targets, dtype=np.int32),
+                np.array(tokens, dtype=np.int32),
+                np.array(targets, dtype=np.int32),
                 self._read.columns,
                 policy=self._read.policy,
                 double=self._read.double,
+                reads_end=self._read.reads_end,
             )
             jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
         keep_from = min(max(self._counts_from, self._cutter.begin - shift), self.num_tokens)
@@ -204,10 +209,13 @@ class TextScores:
     token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
     readings: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    front: tuple[int, npt.NDArray[np.float32]] | None = None
+    """The position of the first scored token, and what was read of the tokens in front of it."""
 
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
         """Count a scored window in; return its entry, as `WindowScore`."""
-        logprobs = output.columns["logprob"]
+        count = window.num_scored
+        logprobs = output.columns["logprob"][:count]
         own = Tally()
         own.add_scores(logprobs, window.counts_R3)
         self.tally.merge(own)
@@ -215,18 +223,21 @@ class TextScores:
             "text": window.text,
             "start": window.start,
             "end": window.end,
-            "num_scored": window.num_scored,
+            "num_scored": count,
             "sum_logprob": own.sum_logprob,
             "sum_squared_logprob": own.sum_squared_logprob,
         }
         if keep_tokens:
-            first = window.end - window.num_scored
+            first = window.end - count
             self.positions.append(np.arange(first, window.end, dtype=np.int32))
-            self.starts.append(np.full(window.num_scored, window.start, dtype=np.int32))
-            self.token_ids.append(window.job.targets)
-            self.columns.append(output.columns)
+            self.starts.append(np.full(count, window.start, dtype=np.int32))
+            self.token_ids.append(window.job.targets[:count])
+            self.columns.append({name: read[:count] for name, read in output.columns.items()})
             if output.readings is not None:
-                self.readings.append(output.readings.values_TGR)
+                in_front, values = np.split(output.readings.values_TGR, [-count])
+                self.readings.append(values)
+                if self.front is None or first < self.front[0]:
+                    self.front = first, in_front
         return entry
 
     def list_tokens(self, asked: Sequence[str], interventions: Interventions) -> dict[str, Any]:
@@ -237,14 +248,16 @@ class TextScores:
         names = list(dict.fromkeys(["logprob", *asked]))
         parts = self.columns or [dict.fromkeys(names, np.zeros(0, np.float32))]
         read = {name: np.concatenate([part[name] for part in parts])[order] for name in names}
-        readings = None
-        if self.readings:
-            readings = Readings(0, np.concatenate(self.readings)[order])
+        readings, num_front = None, 0
+        if self.front is not None:
+            _, in_front = self.front
+            read_order = np.concatenate(self.readings)[order]
+            readings, num_front = Readings(0, np.concatenate([in_front, read_order])), len(in_front)
         return {
             "positions": positions[order],
             "token_ids": np.concatenate([none, *self.token_ids])[order],
             **show_columns(read, names),
-            **interventions.show_readings(readings, 0),
+            **interventions.show_readings(readings, num_front),
         }
 
 

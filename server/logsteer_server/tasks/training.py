@@ -3,9 +3,9 @@
 Axis letters: N pairs, L layers, D width of an activation. Sums are float64, results float32.
 """
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from logsteer.schemas import (
     BosPolicy,
     ContrastPair,
     LayerQuality,
+    Message,
     SimilarVector,
     SimilarVectors,
     TrainMethod,
+    TrainRead,
     TrainRequest,
     VectorAbout,
     VectorCard,
@@ -38,6 +40,7 @@ from logsteer_server.tasks.vector_quality import (
     judge_direction,
     recommend,
 )
+from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec
 
 NEGLIGIBLE = 1e-6
@@ -72,34 +75,66 @@ class LayerShape(Protocol):
         ...
 
 
-def list_texts(pairs: Sequence[ContrastPair]) -> list[str]:
-    """Return the texts of the pairs in order, of each the positive text first."""
-    return [text for pair in pairs for text in (pair.positive, pair.negative)]
+Side: TypeAlias = str | list[Message]
+"""What stands on one side of a pair."""
+
+
+def list_sides(pairs: Sequence[ContrastPair]) -> list[Side]:
+    """Return the sides of the pairs in order, of each the positive one first."""
+    return [side for pair in pairs for side in (pair.positive, pair.negative)]
+
+
+def read_sides(
+    sides: Sequence[Side], read: TrainRead, form: ChatForm, bos: BosPolicy, codec: TextCodec
+) -> Iterator[list[int]]:
+    """Yield the tokens of each side, to be read up to the last one or over all.
+
+    With `answer` they end where the content of the assistant's last turn does. Errors: APIError
+    `invalid_request`.
+    """
+    texts = codec.encode_prompts([side for side in sides if isinstance(side, str)], bos)
+    for number, side in enumerate(sides):
+        answers = not isinstance(side, str) and side[-1].role == "assistant"
+        if read == "answer" and not answers:
+            place = name_side(number)
+            detail = (
+                f"read: answer is for conversations that end in a turn of the assistant, and "
+                f"{place} does not; send messages that do, or read last."
+            )
+            raise api_error("invalid_request", detail, param=place)
+        if isinstance(side, str):
+            yield next(texts)
+            continue
+        own = form.ends_in_answer() if read == "answer" else form
+        yield codec.encode_ids([codec.render_chat(side, own)])[0]
+
+
+def name_side(number: int) -> str:
+    """Return the place of a side in the request."""
+    return f"pairs[{number // 2}].{('positive', 'negative')[number % 2]}"
 
 
 def plan_pairs(
-    texts: Sequence[str],
+    sequences: Iterator[list[int]],
+    count: int,
     site: CaptureSite,
-    bos: BosPolicy,
-    codec: TextCodec,
     info: EngineInfo,
     max_bytes: int,
 ) -> Steps[list[CaptureJob]]:
-    """Plan one job for each of the texts of `list_texts`, in order.
+    """Plan one job for each of `count` sequences, those of `read_sides`, in order.
 
     Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
     `max_bytes`.
     """
-    needed = 4 * len(texts) * len(site.find_layers(info)) * site.find_width(info)
+    needed = 4 * count * len(site.find_layers(info)) * site.find_width(info)
     if needed > max_bytes:
         detail = (
             f"The activations would take {needed} bytes, at most {max_bytes} are held: train on "
             "fewer layers or pairs."
         )
         raise api_error("payload_too_large", detail)
-    sides = ("positive", "negative")
-    places = [f"pairs[{n // 2}].{sides[n % 2]}" for n in range(len(texts))]
-    planned = yield from plan_captures(codec.encode_prompts(texts, bos), places, site, info)
+    places = map(name_side, range(count))
+    planned = yield from plan_captures(sequences, places, site, info)
     return [capture.job for capture in planned]
 
 
@@ -241,10 +276,12 @@ class TrainTask(BodyTask[TrainRequest]):
             stored = await planner.capacity.call_long(store.find, body.name)
             await self._compare(stored.vectors, planner)
             return
-        site = CaptureSite(body.hook, body.layers, body.read)
-        texts = list_texts(body.pairs)
-        planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_pairs(texts, site, body.bos, self.codec, info, MAX_BYTES))
+        site = CaptureSite(body.hook, body.layers, "mean" if body.read == "mean" else "last")
+        sides = list_sides(body.pairs)
+        planner.cover_text(max(len(s) if isinstance(s, str) else count_chars(s) for s in sides))
+        form = ChatForm.of(body, is_whole=True)
+        sequences = read_sides(sides, body.read, form, body.bos, self.codec)
+        jobs = await planner.advance(plan_pairs(sequences, len(sides), site, info, MAX_BYTES))
         collector = Collector()
         yield Batch(jobs, collector.take)
         trained = await planner.capacity.call_long(

@@ -7,9 +7,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Message
 from logsteer_server.imports import hold_collector
+from logsteer_server.text.chat import ChatForm, render
 from logsteer_server.text.division import divides_at_spaces, may_divide
 
 Offsets = list[tuple[int, int]]
@@ -17,6 +18,8 @@ ENCODED_AT_ONCE = 65_536
 """Characters of the texts that are encoded by one call; one that is longer is encoded alone."""
 DECODED_AT_ONCE = 16_384
 """Tokens of the sequences that are decoded by one call."""
+ANSWERED = ChatForm()
+"""Conversations up to where the assistant's next turn begins."""
 _import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
@@ -121,25 +124,24 @@ class TextCodec:
             raise api_error("invalid_request", detail, param="protocol")
         return prefix
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Render a conversation as text, up to where the assistant's next turn begins.
+    def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
+        """Render a conversation as text. Errors: as `chat.render`."""
+        return render(self._tokenizer, messages, form)
 
-        Errors: APIError `invalid_request` without a chat template, or where it refuses.
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], form: ChatForm
+    ) -> Iterator[str | APIError]:
+        """Yield the text of each conversation, or what is wrong with that one.
+
+        Errors: as `chat.render`, where no conversation could be rendered so.
         """
-        from jinja2 import TemplateError
-
-        if not self.has_chat_template:
-            detail = "This model has no chat template; send context text instead of messages."
-            raise api_error("invalid_request", detail, param="messages")
-        turns = [message.model_dump() for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            detail = f"The model's chat template refuses these messages: {error}."
-            raise api_error("invalid_request", detail, param="messages") from error
-        return str(text)
+        for messages in conversations:
+            try:
+                yield self.render_chat(messages, form)
+            except APIError as error:
+                if error.param != "messages" or not self.has_chat_template:
+                    raise
+                yield api_error(error.code, error.detail)
 
     def describe(self) -> dict[str, str | None]:
         """Class, special tokens and chat template, under the names of `TokenizerInfo`."""

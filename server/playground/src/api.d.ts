@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 e9f1b1118f245358728a2cf76b3963b7eb501f0e9997ee88ccb908eb13f0d711
+// Written by build/types.mjs from openapi.json, sha256 26825f915d95e3700d3dbf5a66496031d4fc66aeba9a40076d3cf6b99716dfdd
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -390,6 +390,10 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        CalledFunction: {
+            arguments: string;
+            name: string;
+        };
         ClampBounds: {
             max?: number | null;
             min?: number | null;
@@ -421,8 +425,8 @@ export interface components {
             [key: string]: unknown;
         };
         ContrastPair: {
-            negative: string;
-            positive: string;
+            negative: string | components["schemas"]["Message"][];
+            positive: string | components["schemas"]["Message"][];
         };
         DeletedVector: {
             name: string;
@@ -444,12 +448,17 @@ export interface components {
         };
         DiagnosticsRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            continue_final_message?: boolean;
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
@@ -465,6 +474,7 @@ export interface components {
             /** @enum {string} */
             space?: "as_given" | "both" | "best";
             steering?: components["schemas"]["Steering"] | null;
+            tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             window?: number;
         };
@@ -504,15 +514,20 @@ export interface components {
         };
         GenerateRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
+            continue_final_message?: boolean;
             diagnostics?: boolean;
             ignore_eos?: boolean;
             include_stop?: boolean;
             max_tokens?: number;
-            messages?: components["schemas"]["Message"][] | null;
+            messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             min_p?: number;
             model?: string | null;
             n?: number;
@@ -531,6 +546,7 @@ export interface components {
             stop?: string[];
             stream?: boolean;
             temperature?: number;
+            tools?: components["schemas"]["Tool"][] | null;
             top_k?: number;
             top_p?: number;
             window?: number;
@@ -551,11 +567,18 @@ export interface components {
         };
         GradientRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
+            attribution?: ("gradient_x_input" | "integrated") | null;
+            baseline?: number | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
@@ -564,7 +587,9 @@ export interface components {
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             steering?: components["schemas"]["Steering"] | null;
-            wrt: components["schemas"]["GradientVariable"];
+            steps?: number;
+            tools?: components["schemas"]["Tool"][] | null;
+            wrt?: components["schemas"]["GradientVariable"] | null;
         };
         GradientVariable: {
             hook?: string;
@@ -619,12 +644,17 @@ export interface components {
         };
         LensRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            continue_final_message?: boolean;
             items: (string | components["schemas"]["LogprobItem"])[];
             layers?: number[] | null;
             model?: string | null;
@@ -637,6 +667,7 @@ export interface components {
             /** @enum {string} */
             precision?: "float32" | "float64";
             steering?: components["schemas"]["Steering"] | null;
+            tools?: components["schemas"]["Tool"][] | null;
             top?: number;
         };
         LensRows: {
@@ -691,12 +722,17 @@ export interface components {
         };
         LogprobRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            continue_final_message?: boolean;
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
@@ -712,12 +748,16 @@ export interface components {
             /** @enum {string} */
             space?: "as_given" | "both" | "best";
             steering?: components["schemas"]["Steering"] | null;
+            tools?: components["schemas"]["Tool"][] | null;
             top?: number;
         };
         Message: {
-            content: string;
+            content?: string;
+            name?: string | null;
             /** @enum {string} */
-            role: "system" | "user" | "assistant";
+            role: "system" | "developer" | "user" | "assistant" | "tool";
+            tool_call_id?: string | null;
+            tool_calls?: components["schemas"]["ToolCall"][] | null;
         };
         ModelCard: {
             columns?: string[] | null;
@@ -727,6 +767,7 @@ export interface components {
             engine: "vllm" | "transformer_lens" | "fake";
             has_chat_template?: boolean | null;
             hidden_size?: number | null;
+            hooks?: string[] | null;
             id: string;
             lacks?: {
                 [key: string]: string;
@@ -776,11 +817,16 @@ export interface components {
         };
         PatchRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
             /** @enum {string} */
             direction?: "denoise" | "noise";
             hook?: string;
@@ -795,6 +841,7 @@ export interface components {
             positions?: number[] | null;
             /** @enum {string} */
             precision?: "float32" | "float64";
+            tools?: components["schemas"]["Tool"][] | null;
         };
         PatchResult: {
             clean: number | null;
@@ -824,11 +871,17 @@ export interface components {
         };
         PerplexityRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             context_length?: number | null;
+            continue_final_message?: boolean;
+            messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             model?: string | null;
             /** @enum {string} */
             on_error?: "fail" | "report";
@@ -846,9 +899,20 @@ export interface components {
             steering?: components["schemas"]["Steering"] | null;
             stream?: boolean;
             stride?: number | null;
-            texts: string[];
+            texts?: string[] | null;
             tokens?: boolean;
+            tools?: components["schemas"]["Tool"][] | null;
             windows?: boolean;
+        };
+        PositionRule: {
+            after?: string | null;
+            every?: number | null;
+            last?: number | null;
+            slices?: [
+                number,
+                number
+            ][] | null;
+            token_ids?: number[] | null;
         };
         ProbeReadings: {
             after?: (number | null)[] | null;
@@ -870,27 +934,31 @@ export interface components {
             data?: {
                 [key: string]: number[] | string;
             } | null;
+            feature?: number | string | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
+            sae?: string | null;
             sha256?: string | null;
         };
         ProbedVector: {
             data?: {
                 [key: string]: number[] | string;
             } | null;
+            feature?: number | string | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
+            sae?: string | null;
             sha256?: string | null;
         };
         Problem: {
             /** @enum {string} */
-            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "method_not_allowed" | "exists" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
+            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "invalid_sae" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "unknown_sae" | "method_not_allowed" | "exists" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
             detail: string;
             param?: string | null;
             request_id: string;
@@ -1087,15 +1155,20 @@ export interface components {
         };
         SteerRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             baseline?: boolean;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
+            continue_final_message?: boolean;
             ignore_eos?: boolean;
             include_stop?: boolean;
             max_tokens?: number;
-            messages?: components["schemas"]["Message"][] | null;
+            messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             min_p?: number;
             model?: string | null;
             n?: number;
@@ -1114,6 +1187,7 @@ export interface components {
             stop?: string[];
             stream?: boolean;
             temperature?: number;
+            tools?: components["schemas"]["Tool"][] | null;
             top_k?: number;
             top_p?: number;
         };
@@ -1124,7 +1198,7 @@ export interface components {
             [key: string]: unknown;
         };
         Steering: {
-            positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["SlicePositions"];
+            positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["PositionRule"];
             vectors: components["schemas"]["SteeringVector"][];
         } | string | string[];
         SteeringCondition: {
@@ -1147,12 +1221,15 @@ export interface components {
             data?: {
                 [key: string]: number[] | string;
             } | null;
+            feature?: number | string | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
             /** @enum {string} */
             op?: "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
             params?: components["schemas"]["ClampBounds"] | null;
+            positions?: (("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["PositionRule"]) | null;
+            sae?: string | null;
             scale?: number | "recommended";
             sha256?: string | null;
             /** @enum {string} */
@@ -1183,11 +1260,16 @@ export interface components {
         };
         SweepRequest: {
             adapter?: string | null;
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
             items?: components["schemas"]["LogprobItem"][];
             layers?: number[][] | null;
             model?: string | null;
@@ -1199,6 +1281,7 @@ export interface components {
             scales: number[];
             steering: components["schemas"]["Steering"];
             texts?: string[];
+            tools?: components["schemas"]["Tool"][] | null;
         };
         SweptItem: {
             kl: number | null;
@@ -1221,14 +1304,19 @@ export interface components {
             [key: string]: unknown;
         };
         TargetGradient: {
+            attributions?: (number | null)[] | null;
+            baseline_logprob?: number | null;
             /** @enum {string} */
             boundary: "exact" | "merged";
+            convergence_delta?: number | null;
             directional?: number | null;
             directional_per_token?: (number | null)[] | null;
             flags?: string[];
             gradients?: {
                 [key: string]: (number | null)[][];
             } | null;
+            input_ids?: number[] | null;
+            input_tokens?: string[] | null;
             logprob: number | null;
             logprobs: (number | null)[];
             norms?: {
@@ -1339,12 +1427,38 @@ export interface components {
             [key: string]: unknown;
         };
         TokenizeRequest: {
+            add_generation_prompt?: boolean | null;
             add_special_tokens?: boolean;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
+            messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             model?: string | null;
             prompt?: string | null;
             texts?: string[] | null;
+            tools?: components["schemas"]["Tool"][] | null;
+        };
+        Tool: {
+            function: components["schemas"]["ToolFunction"];
+            /** @constant */
+            type: "function";
+        };
+        ToolCall: {
+            function: components["schemas"]["CalledFunction"];
+            id?: string | null;
+            /** @constant */
+            type?: "function";
+        };
+        ToolFunction: {
+            description?: string | null;
+            name: string;
+            parameters?: {
+                [key: string]: unknown;
+            } | null;
+            strict?: boolean | null;
         };
         TopAlternatives: {
             logprobs: (number | null)[][];
@@ -1366,8 +1480,13 @@ export interface components {
             [key: string]: unknown;
         };
         TrainRequest: {
+            add_generation_prompt?: boolean | null;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
             hook?: string;
             layers?: number[] | null;
             /** @enum {string} */
@@ -1377,7 +1496,8 @@ export interface components {
             overwrite?: boolean;
             pairs: components["schemas"]["ContrastPair"][];
             /** @enum {string} */
-            read?: "last" | "mean";
+            read?: "last" | "mean" | "answer";
+            tools?: components["schemas"]["Tool"][] | null;
             whiten?: boolean;
         };
         Usage: {
@@ -1408,6 +1528,7 @@ export interface components {
             passed?: number | null;
             scale: number;
             sha256: string;
+            tokens?: number | null;
         } & {
             [key: string]: unknown;
         };
@@ -1429,7 +1550,7 @@ export interface components {
             quality?: {
                 [key: string]: components["schemas"]["LayerQuality"];
             } | null;
-            read?: ("last" | "mean") | null;
+            read?: ("last" | "mean" | "answer") | null;
             recommendation?: components["schemas"]["Recommendation"] | null;
             /** @enum {string} */
             source: "upload" | "training" | "combination";

@@ -1,11 +1,12 @@
-"""`/models` and `/models/{id}`, its self-test and what changes it; probes, `/metrics`."""
+"""`/models` and `/models/{id}`, its self-test and what changes it; probes, `/metrics`; `/v1/models`
+and `/tokenizer_info`, in OpenAI's shape.
+"""
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from logsteer.errors import api_error
 from logsteer.schemas import (
     Health,
     ModelCard,
@@ -16,6 +17,7 @@ from logsteer.schemas import (
     SelftestRequest,
     Startup,
 )
+from logsteer.schemas.openai import TokenizerInfo
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.dependencies import (
@@ -24,9 +26,9 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     UpkeepDep,
 )
-from logsteer_server.api.metrics import render_metrics
 from logsteer_server.api.respond import respond
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.keys.keyring import check_metrics_key
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE
 from logsteer_server.tasks.selftest import SelftestTask
@@ -37,6 +39,8 @@ ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {
 WaitDep = Annotated[WaitQuery, Query()]
 
 router = APIRouter(route_class=KeyedRoute, tags=["operations"])
+openai_router = APIRouter(route_class=KeyedRoute, tags=["openai"])
+"""What OpenAI's clients and vLLM's ask about models."""
 
 
 @router.get("/models")
@@ -128,8 +132,7 @@ async def readyz(
     """Whether every required model answers now: a readiness probe. Status 503 where one does not,
     and at the end.
     """
-    trouble = await upkeep.find_trouble()
-    store = None if upkeep.is_local else ("away" if trouble else "answers")
+    store = None if upkeep.is_local else ("away" if upkeep.trouble else "answers")
     reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}
@@ -155,6 +158,30 @@ def _name_waiting(models: ModelRegistry) -> str | None:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
-    if request.app.state.settings.metrics_address is not None:
-        raise api_error("not_found", "Metrics have an address of their own here: metrics_address.")
-    return Response(await render_metrics(request), media_type=METRICS_TYPE)
+    state = request.app.state
+    check_metrics_key(state.settings.metrics_key, request.headers.get("authorization", ""))
+    return Response(state.metrics.render(), media_type=METRICS_TYPE)
+
+
+@openai_router.get("/v1/models", name="list_models")
+async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
+    """The models that answer now."""
+    ready = [model for model in models.by_id.values() if model.is_ready]
+    cards = [
+        {
+            "id": model.id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "logsteer",
+            "max_model_len": model.require()[1].context_length,
+        }
+        for model in ready
+    ]
+    return {"object": "list", "data": cards}
+
+
+@openai_router.get("/tokenizer_info")
+async def tokenizer_info(models: ModelsDep, model: str | None = None) -> TokenizerInfo:
+    """Special tokens and chat template of a model."""
+    codec, info = models.find(model).require()
+    return TokenizerInfo(model_max_length=info.context_length, **codec.describe())

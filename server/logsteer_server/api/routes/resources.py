@@ -1,4 +1,4 @@
-"""What `/vectors`, `/overrides` and `/adapters` have alike: cards, deletion, uploads of files."""
+"""What stored kinds have alike as endpoints: cards, deletion, uploads of files."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,9 +16,12 @@ from logsteer.schemas import (
     AdapterList,
     DeletedAdapter,
     DeletedOverride,
+    DeletedSae,
     DeletedVector,
     OverrideCard,
     OverrideList,
+    SaeCard,
+    SaeList,
     VectorCard,
     VectorList,
 )
@@ -27,6 +30,7 @@ from logsteer_server.api.dependencies import (
     StoreThreadsDep,
     get_adapters,
     get_overrides,
+    get_saes,
     get_vector_files,
 )
 from logsteer_server.api.respond import answer
@@ -35,6 +39,7 @@ from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,
     OVERRIDES,
+    SAES,
     VECTORS,
     C,
     Kind,
@@ -81,6 +86,7 @@ ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
     get_adapters,
     "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
 )
+SAE_RESOURCE: Resource[SaeCard] = Resource(SAES, SaeList, DeletedSae, get_saes)
 
 
 def make_router(resource: Resource[C]) -> APIRouter:

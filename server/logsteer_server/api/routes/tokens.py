@@ -9,8 +9,10 @@ from logsteer.schemas import (
     BosPolicy,
     DetokenizeAnswer,
     DetokenizeRequest,
+    Message,
     TokenizeAnswer,
     TokenizeRequest,
+    list_conversations,
 )
 from logsteer_server.api.dependencies import (
     CapacityDep,
@@ -18,8 +20,10 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
+from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
 T = TypeVar("T")
@@ -35,16 +39,22 @@ async def tokenize(
     body: TokenizeRequest, request: Request, models: ModelsDep, capacity: CapacityDep
 ) -> Response:
     """The tokens of each text."""
-    check_count("texts", len(body.texts or ()), capacity.settings.max_items)
+    conversations = list_conversations(body.messages) if body.messages else []
+    check_count("texts", len(body.texts or conversations), capacity.settings.max_items)
     model = models.find(body.model)
     codec, info = model.require()
     planner = Planner(capacity, request.state.memory, request.state.memory)
-    planner.cover_text(max(map(len, body.texts or [body.prompt or ""])))
-    if body.texts is not None:
-        results = await _run(request, planner, _encode(codec, body.texts, body.bos))
+    texts = body.texts or ([] if conversations else [body.prompt or ""])
+    planner.cover_text(find_longest_prompt(texts, conversations))
+    bos = body.bos
+    if conversations:
+        bos, form = "never", ChatForm.of(body)
+        texts = await _run(request, planner, _render(codec, conversations, form))
+    elif body.prompt is not None:
+        bos = "auto" if body.add_special_tokens else "never"
+    results = await _run(request, planner, _encode(codec, texts, bos))
+    if not body.is_single:
         return answer(request, {"model": model.id, "results": results})
-    bos: BosPolicy = "auto" if body.add_special_tokens else "never"
-    results = await _run(request, planner, _encode(codec, [body.prompt or ""], bos))
     ids = results[0]["token_ids"]
     document = {
         "model": model.id,
@@ -60,6 +70,16 @@ async def _run(request: Request, planner: Planner, steps: Steps[T]) -> T:
     """Return what the steps come to, within the deadline; they yield bytes of the answer."""
     work = planner.advance(steps)
     return await run_within(request, planner.settings.request_timeout_s, work)
+
+
+def _render(
+    codec: TextCodec, conversations: list[list[Message]], form: ChatForm
+) -> Steps[list[str]]:
+    texts = []
+    for messages in conversations:
+        texts.append(codec.render_chat(messages, form))
+        yield 0
+    return texts
 
 
 def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> Steps[list[dict[str, Any]]]:

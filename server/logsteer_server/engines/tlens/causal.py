@@ -6,7 +6,7 @@ V vocabulary, D hidden size.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -99,6 +99,21 @@ class CausalModel(ABC):
     @abstractmethod
     def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
         """Put functions where they act while this context lasts."""
+
+    @contextmanager
+    def embedding_changed(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let a function change the input embeddings [B, T, D] in every `read` of this context."""
+        embedding = self._choose_body().get_input_embeddings()
+        handle = embedding.register_forward_hook(lambda _, __, output: change(output))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the input embeddings [B, T, D] of tokens."""
+        found: Tensor = self._choose_body().get_input_embeddings()(tokens_BT.to(self.device))
+        return found
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -228,4 +243,8 @@ def describe_model(model: CausalModel) -> EngineInfo:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
+        lacks={
+            "structure": "the engine transformer_lens forces no form on a reply: leave out "
+            "response_format and tool_choice, or serve the model with engine vllm"
+        },
     )

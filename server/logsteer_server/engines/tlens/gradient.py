@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, Scores
 from logsteer_server.engines.tlens.batch import ModelQueue, accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -51,6 +51,8 @@ class GradientQueue(ModelQueue):
     def _accept(self, job_id: int, job: GradientJob) -> Entry:
         steered = accept_row(self._model, job)
         points = self._find_points(job)
+        if job.input_point and job.input_point.baseline is not None:
+            self._model.check_tokens(np.array([job.input_point.baseline]))
         if job.delta or job.along:
             hooked = [*(steered.points if steered else ()), *points]
             self._model.check_delta(hooked, job.delta.cast)
@@ -58,8 +60,8 @@ class GradientQueue(ModelQueue):
 
     def _find_points(self, job: GradientJob) -> tuple[Point, ...]:
         points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
-        if bool(points) == bool(job.along):
-            detail = "differentiate with respect to activations or a direction: give one of them"
+        if sum(map(bool, (points, job.along, job.input_point))) != 1:
+            detail = "differentiate with respect to activations, a direction or the input: give one"
             raise RefusedJobError("invalid_request", detail)
         widest = max((point.width for point in points), default=0)
         if job.max_width is not None and widest > job.max_width:
@@ -71,7 +73,8 @@ class GradientQueue(ModelQueue):
         return points
 
     def _group(self, entry: Entry) -> object:
-        return entry.job.delta, entry.job.along, tuple(point.key for point in entry.points)
+        keys = tuple(point.key for point in entry.points)
+        return entry.job.delta, entry.job.along, entry.job.input_point is None, keys
 
     def _run(self, batch: list[Entry]) -> Results:
         first = batch[0].job
@@ -108,6 +111,8 @@ class GradientQueue(ModelQueue):
         return duals
 
     def _compute(self, batch: Sequence[Entry]) -> Results:
+        if batch[0].job.input_point is not None:
+            return self._attribute(batch)
         leaves: dict[str, Tensor] = {}
 
         def add_zeros(activation: Tensor, hook: Any) -> Tensor:
@@ -118,18 +123,9 @@ class GradientQueue(ModelQueue):
         points = list(dict.fromkeys(batch[0].points))
         with torch.enable_grad():
             hidden_BTD, rows = self._read(batch, [(point, add_zeros) for point in points])
-            # The head in chunks, so that nothing of size rows x vocabulary waits for the backward
-            # pass of the body.
-            top_BTD = hidden_BTD.detach().requires_grad_()
-            logprobs = []
-            for part, logits_rV in self._project(top_BTD, rows):
-                log_p_rV = _widen(logits_rV).log_softmax(-1)
-                logprob_r = log_p_rV.gather(-1, rows.targets_R[part, None])[:, 0]
-                logprob_r.sum().backward()  # type: ignore[no-untyped-call]
-                logprobs.append(logprob_r.detach())
+            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, rows)
             wanted = [leaves[point.key] for point in batch[0].points]
-            found = torch.autograd.grad(hidden_BTD, wanted, top_BTD.grad)
-        logprob_R = torch.cat(logprobs).cpu().numpy()
+            found = torch.autograd.grad(hidden_BTD, wanted, pull_BTD)
         results: Results = []
         for b, (entry, own) in enumerate(zip(batch, rows.owners, strict=True)):
             length = len(entry.job.tokens)
@@ -141,6 +137,56 @@ class GradientQueue(ModelQueue):
             output = GradientOutput(logprob_R[own], gradients, trace=entry.trace)
             results.append(entry.conclude(output))
         return results
+
+    def _attribute(self, batch: Sequence[Entry]) -> Results:
+        points = [entry.job.input_point for entry in batch]
+        device = self._model.device
+        alphas_B11 = torch.tensor([point.alpha for point in points], device=device)[:, None, None]
+        own_B11 = torch.tensor([point.baseline is not None for point in points])[:, None, None]
+        tokens_B1 = torch.tensor([point.baseline or 0 for point in points])[:, None]
+        base_B1D = self._model.embed(tokens_B1).detach() * own_B11.to(device)
+        found: list[Tensor] = []
+
+        def move(embedding_BTD: Tensor) -> Tensor:
+            away_BTD = embedding_BTD.detach() - base_B1D
+            moved_BTD = base_B1D + alphas_B11.to(away_BTD.dtype) * away_BTD
+            found.extend((away_BTD, moved_BTD.requires_grad_()))
+            return moved_BTD
+
+        with torch.enable_grad(), self._model.embedding_changed(move):
+            hidden_BTD, rows = self._read(batch, [])
+            away_BTD, moved_BTD = found
+            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, rows)
+            (gradient_BTD,) = torch.autograd.grad(hidden_BTD, [moved_BTD], pull_BTD)
+        attributions_BT = (_widen(gradient_BTD) * _widen(away_BTD)).sum(-1).cpu().numpy()
+        return [
+            entry.conclude(
+                GradientOutput(
+                    logprob_R[own],
+                    attributions=attributions_BT[b, : len(entry.job.tokens)],
+                    trace=entry.trace,
+                )
+            )
+            for b, (entry, own) in enumerate(zip(batch, rows.owners, strict=True))
+        ]
+
+    def _differentiate_head(
+        self, hidden_BTD: Tensor, rows: _ScoredRows
+    ) -> tuple[Scores, Tensor | None]:
+        """Return the targets' log-probabilities [R], and the gradient of their sum with respect to
+        the hidden states.
+
+        In chunks, so that nothing of size rows x vocabulary waits for the backward pass of the
+        body.
+        """
+        top_BTD = hidden_BTD.detach().requires_grad_()
+        logprobs = []
+        for part, logits_rV in self._project(top_BTD, rows):
+            log_p_rV = _widen(logits_rV).log_softmax(-1)
+            logprob_r = log_p_rV.gather(-1, rows.targets_R[part, None])[:, 0]
+            logprob_r.sum().backward()  # type: ignore[no-untyped-call]
+            logprobs.append(logprob_r.detach())
+        return torch.cat(logprobs).cpu().numpy(), top_BTD.grad
 
     def _run_forward_mode(self, batch: Sequence[Entry]) -> Results:
         hidden_BTD, rows = self._read(batch, [])

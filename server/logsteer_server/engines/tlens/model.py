@@ -29,6 +29,7 @@ from logsteer_server.engines.tlens.points import (
     Point,
     PointMap,
     RefusedJobError,
+    act_on_stream,
     find_points,
 )
 from logsteer_server.engines.weights import find_eos, limit_context
@@ -130,7 +131,8 @@ class BridgeModel(CausalModel):
             self._plain_forward.bridge([point for point, _ in hooks])
         try:
             for point, function in hooks:
-                point.hook.add_hook(function, level=HOOK_LEVEL)
+                act = act_on_stream(function) if point.is_shared else function
+                point.hook.add_hook(act, level=HOOK_LEVEL)
             yield
         finally:
             for point, _ in hooks:

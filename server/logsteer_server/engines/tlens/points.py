@@ -47,7 +47,8 @@ class RefusedJobError(Exception):
 class Point:
     """One activation, [B, T, *shape]; `key` is the same for all names of the activation.
 
-    Activations with a smaller `order` come earlier in a forward pass.
+    Activations with a smaller `order` come earlier in a forward pass. `is_shared`: it is the
+    residual stream that also goes past the module before which the bridge hooks it.
     """
 
     layer: int
@@ -55,6 +56,7 @@ class Point:
     hook: Any
     shape: tuple[int, ...]
     order: int
+    is_shared: bool = False
 
     @property
     def width(self) -> int:
@@ -65,6 +67,20 @@ class Point:
     def is_edge(self) -> bool:
         """Whether this is the residual stream as it enters or leaves the layer."""
         return self.key in (f"blocks.{self.layer}.hook_in", f"blocks.{self.layer}.hook_out")
+
+
+def act_on_stream(function: HookFunction) -> HookFunction:
+    """Return a hook that changes in place what another would put in place of an activation.
+
+    The bridge's hook_resid_mid is what the MLP's norm is given: a new tensor would change what the
+    MLP reads, and leave the stream as it was.
+    """
+
+    def act(activation: Tensor, hook: Any) -> Tensor | None:
+        changed = function(activation, hook)
+        return None if changed is None else activation.copy_(changed)
+
+    return act
 
 
 class PointMap:
@@ -124,8 +140,9 @@ def find_points(
         for name, hook in hooks.items():
             if name.startswith(prefix) and id(hook) in shapes:
                 key = str(hook.name or name)
-                point = Point(layer, key, hook, shapes[id(hook)], order[id(hook)])
-                points[name.removeprefix(prefix)] = point
+                own = name.removeprefix(prefix)
+                is_shared = own == SHORT_NAMES["resid_mid"]
+                points[own] = Point(layer, key, hook, shapes[id(hook)], order[id(hook)], is_shared)
         points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
         layers.append(points)
     return PointMap(layers)

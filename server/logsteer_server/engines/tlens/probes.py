@@ -51,7 +51,7 @@ def place_probes(plan: SteeringPlan, points: PointMap) -> tuple[Point, ...]:
                 f"wide, and the vector {len(probe.direction)}",
             )
         placed.append(point)
-    for site in plan.sites:
+    for site in plan.all_sites:
         place = points.find(site.layer, site.hook)
         for op in site.ops:
             if op.condition is None:

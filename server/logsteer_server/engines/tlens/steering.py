@@ -1,8 +1,9 @@
 """Steering of a batch: each row by its own plan, in the hooks of the model's activations.
 
-Rows are steered together: their vectors stand in tables with a slot for each steered row, and the
-steered tokens of a forward pass are listed by their places in it. Two continuations whose prompts
-have 2 and 4 tokens, both steered at `last_prompt`, are padded on the left, and their first pass is
+Rows are steered together: their vectors stand in tables with a slot for each part of each steered
+row's plan (one, unless vectors have positions of their own), and the steered tokens of a forward
+pass are listed by their places in it. Two continuations whose prompts have 2 and 4 tokens, both
+steered at `last_prompt`, are padded on the left, and their first pass is
 
     column    0    1    2    3
     row 0     pad  pad  0    1     TokenRange(first=2, begin=0, end=2)
@@ -11,20 +12,21 @@ have 2 and 4 tokens, both steered at `last_prompt`, are padded on the left, and 
 Token 1 of row 0 and token 3 of row 1 are steered: places 0 * 4 + 3 = 3 and 1 * 4 + 3 = 7 of the
 2 x 4 tokens. The next pass has one column, token 2 of row 0 and token 4 of row 1, and no hooks.
 
-Axis letters: B rows, T tokens, N steered tokens of a batch, S slots (its steered rows), G parts of
-an activation that a vector acts on alike, M all of these, W the width of a vector, K operations,
-P parameters.
+Axis letters: B rows, Q parts of their plans, T tokens, N steered tokens of a batch, S slots (parts
+that steer an activation), G slices of an activation that a vector acts on alike, M all of these, W
+the width of a vector, K operations, P parameters.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from logsteer_server.contract.plan import Readings, Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import Positions, Readings, Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
@@ -95,12 +97,12 @@ def _invalid_plan(detail: str) -> RefusedJobError:
 
 @dataclass(slots=True)
 class SteeredRow:
-    """One job's steering and probes; `counts` holds, by site, tokens changed and the sum of their
-    changes.
+    """One job's steering and probes: the sites of each part of its plan; `counts` holds, by site,
+    tokens changed and the sum of their changes.
     """
 
     plan: SteeringPlan
-    sites: tuple[PlacedSite, ...]
+    parts: tuple[tuple[PlacedSite, ...], ...]
     probed: ProbedRow | None
     prompt_len: int
     counts: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -112,13 +114,14 @@ class SteeredRow:
         if plan.probes:
             sequence = SequenceReadings(ReadRequest.of(plan, prompt_len))
             probed = ProbedRow(plan, place_probes(plan, points), sequence)
-        return cls(plan, place_sites(plan, points), probed, prompt_len)
+        parts = tuple(place_sites(part, points) for part in plan.parts)
+        return cls(plan, parts, probed, prompt_len)
 
     @property
     def points(self) -> list[Point]:
         """The activations that are steered or read."""
         read = self.probed.points if self.probed else ()
-        return [*(placed.point for placed in self.sites), *read]
+        return [*(placed.point for placed in chain.from_iterable(self.parts)), *read]
 
     def take_readings(self) -> Readings | None:
         """Return what was read and not taken before; None where nothing is kept."""
@@ -128,35 +131,43 @@ class SteeredRow:
         """Return what was measured, for a sequence of which so many tokens were read."""
         sites = {
             placed.site.name: (count, total / count if count else 0.0)
-            for placed in self.sites
+            for placed in chain.from_iterable(self.parts)
             for count, total in [self.counts.get(placed.site.name, (0, 0.0))]
         }
-        tokens = self.plan.positions.count(num_tokens, self.prompt_len)
+        parts = self.plan.parts
+        tokens = tuple(part.positions.count(num_tokens, self.prompt_len) for part in parts)
         return SteeringTrace(tokens, sites, self.probed.sequence.passed if self.probed else ())
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenIndex:
-    """The places of steered tokens among a forward pass's B x T, and the row or slot of each."""
+    """The places of steered tokens among a forward pass's B x T, and the part or slot of each."""
 
     place_N: Tensor
-    row_N: Tensor
+    part_N: Tensor
 
     def to(self, device: torch.device) -> "_TokenIndex":
-        return _TokenIndex(self.place_N.to(device), self.row_N.to(device))
+        return _TokenIndex(self.place_N.to(device), self.part_N.to(device))
 
 
 class _SiteGroup:
-    """One activation's vectors and operations, in a slot for each row that is steered there."""
+    """One activation's vectors and operations, in a slot for each part that steers it.
 
-    def __init__(self, sites: dict[int, PlacedSite], num_rows: int, probes: BatchProbes) -> None:
+    `sites` are by part; `row_of_part` [Q] is the row of each.
+    """
+
+    def __init__(
+        self, sites: dict[int, PlacedSite], row_of_part: Sequence[int], probes: BatchProbes
+    ) -> None:
         first = next(iter(sites.values()))
         self._probes = probes
         self.point, self._width = first.point, first.width
-        self._names = {row: placed.site.name for row, placed in sites.items()}
-        self._rows = torch.tensor(list(sites))
-        self._slot_B = torch.full((num_rows,), -1)
-        self._slot_B[self._rows] = torch.arange(len(sites))
+        rows = [row_of_part[part] for part in sites]
+        names = [placed.site.name for placed in sites.values()]
+        self._counted = list(zip(rows, names, strict=True))
+        self._rows_S = torch.tensor(rows)
+        self._slot_Q = torch.full((len(row_of_part),), -1)
+        self._slot_Q[torch.tensor(list(sites))] = torch.arange(len(sites))
         offsets = [p.site.offset for p in sites.values()]
         self._offsets_SW: Tensor | None = None
         if any(offset is not None for offset in offsets):
@@ -180,12 +191,12 @@ class _SiteGroup:
         """Steer these tokens in the next forward pass; the same ones as before cost nothing."""
         if tokens is not self._source:
             self._source = tokens
-            slot_N = self._slot_B[tokens.row_N]
+            slot_N = self._slot_Q[tokens.part_N]
             own = slot_N >= 0
             self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
             # As where all rows of a batch that decodes are steered: nothing is picked, or put back.
-            count = len(self._slot_B)
-            places, slots = self._tokens.place_N.tolist(), self._tokens.row_N.tolist()
+            count = len(self._slot_Q)
+            places, slots = self._tokens.place_N.tolist(), self._tokens.part_N.tolist()
             self._is_whole = places == slots == list(range(count))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
@@ -193,7 +204,7 @@ class _SiteGroup:
         if self._tokens is None or not len(self._tokens.place_N):
             return None
         self._move_tables(activation)
-        slot_N = self._tokens.row_N
+        slot_N = self._tokens.part_N
         changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
         is_whole = self._is_whole and len(changed) == len(slot_N)
         before_NGW = changed if is_whole else changed[self._tokens.place_N]
@@ -229,7 +240,7 @@ class _SiteGroup:
         open_MK = None
         if self._has_conditions:
             assert self._tokens is not None
-            row_N = self._rows[slot_N.cpu()]
+            row_N = self._rows_S[slot_N.cpu()]
             conditions_NK = self._numbers_SKP[slot_N][..., -1]
             open_NK = self._probes.decide(self._tokens.place_N, row_N, conditions_NK)
             open_MK = open_NK.to(x_NGW.device).repeat_interleave(groups, dim=0)
@@ -249,7 +260,7 @@ class _SiteGroup:
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and reset it."""
         measured = zip(self._counts_S.tolist(), self._ratios_S.tolist(), strict=True)
-        for (index, name), (count, total) in zip(self._names.items(), measured, strict=True):
+        for (index, name), (count, total) in zip(self._counted, measured, strict=True):
             row = rows[index]
             assert row is not None
             before_count, before_total = row.counts.get(name, (0, 0.0))
@@ -264,11 +275,16 @@ class BatchSteering:
     def __init__(self, rows: Sequence[SteeredRow | None]) -> None:
         self._rows = rows
         sites: dict[tuple[str, int, int], dict[int, PlacedSite]] = {}
+        self._positions: list[list[tuple[int, Positions]]] = [[] for _ in rows]
+        row_of_part: list[int] = []
         for index, row in enumerate(rows):
-            for placed in row.sites if row else ():
-                sites.setdefault(placed.group, {})[index] = placed
+            for part, placed_sites in zip(row.plan.parts, row.parts, strict=True) if row else ():
+                self._positions[index].append((len(row_of_part), part.positions))
+                for placed in placed_sites:
+                    sites.setdefault(placed.group, {})[len(row_of_part)] = placed
+                row_of_part.append(index)
         self._probes = BatchProbes([row.probed if row else None for row in rows])
-        self._groups = [_SiteGroup(found, len(rows), self._probes) for found in sites.values()]
+        self._groups = [_SiteGroup(found, row_of_part, self._probes) for found in sites.values()]
         self._last: tuple[list[int], list[int]] = ([], [])
         self._tokens = _TokenIndex(
             torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
@@ -309,23 +325,24 @@ class BatchSteering:
 
     def _find_tokens(self, ranges: Sequence[TokenRange], num_columns: int) -> _TokenIndex:
         places: list[int] = []
-        row_of: list[int] = []
+        part_of: list[int] = []
         for b, (row, tokens) in enumerate(zip(self._rows, ranges, strict=True)):
             if row is None:
                 continue
-            positions, start = row.plan.positions, b * num_columns + tokens.first
-            if tokens.end - tokens.begin == 1:  # the newest token of a continuation
-                found = [start] if positions.holds(tokens.begin, row.prompt_len) else []
-            else:
-                mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
-                found = (np.nonzero(mask)[0] + start).tolist()
-            places += found
-            row_of += [b] * len(found)
+            for number, positions in self._positions[b]:
+                start = b * num_columns + tokens.first
+                if tokens.end - tokens.begin == 1:  # the newest token of a continuation
+                    found = [start] if positions.holds(tokens.begin, row.prompt_len) else []
+                else:
+                    mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
+                    found = (np.nonzero(mask)[0] + start).tolist()
+                places += found
+                part_of += [number] * len(found)
         # While a batch decodes, the steered tokens lie in the same places step after step.
-        if (places, row_of) != self._last:
-            self._last = (places, row_of)
+        if (places, part_of) != self._last:
+            self._last = (places, part_of)
             self._tokens = _TokenIndex(
-                torch.tensor(places, dtype=torch.int64), torch.tensor(row_of, dtype=torch.int64)
+                torch.tensor(places, dtype=torch.int64), torch.tensor(part_of, dtype=torch.int64)
             )
         return self._tokens
 

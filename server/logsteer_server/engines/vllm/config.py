@@ -3,13 +3,14 @@
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
+from logsteer_server.contract.engine import HOOKS, EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import (
     describe_machine,
@@ -212,13 +213,15 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
 @dataclass(frozen=True, slots=True)
 class SteeringSize:
     """Plans that a model holds at once; operations that a plan may have at a layer, and its probes
-    at all of them; room for captured activations, in bytes.
+    at all of them; room for captured activations, in bytes; the activations of a layer that the
+    tables are for.
     """
 
     slots: int
     depth: int
     probes: int
     capture_bytes: int
+    hooks: tuple[str, ...] = ("resid_post",)
 
     def count_rows(self, layers: int, width: int) -> int:
         """Return how many activations there is room for, in float32: one of each layer at least."""
@@ -228,7 +231,11 @@ class SteeringSize:
 def steering_size(spec: EngineSpec) -> SteeringSize:
     """Return the room of the steering tables; without slots there are no tables."""
     return SteeringSize(
-        spec.steering_slots, spec.steering_depth, spec.steering_probes, spec.capture_bytes
+        spec.steering_slots,
+        spec.steering_depth,
+        spec.steering_probes,
+        spec.capture_bytes,
+        tuple(hook for hook in HOOKS if hook in spec.hooks),
     )
 
 
@@ -283,10 +290,12 @@ def describe(
     config: Any,
     limit: int,
     unsteerable: str | None,
+    faults: Mapping[str, str],
     logits_dtype: str,
 ) -> EngineInfo:
     """Describe the engine; `config` is vLLM's; `unsteerable` says why it has no hooks.
 
+    `faults`: why it has not all of those that it was compiled with, as of `find_faults`.
     `logits_dtype`: what the workers say that the head is computed in.
     """
     import vllm
@@ -313,7 +322,8 @@ def describe(
         eos_ids=find_eos(path, model.tokenizer, int(model.get_vocab_size())),
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
-        hooks=() if unsteerable else ("resid_post",),
+        hooks=() if unsteerable else tuple(h for h in steering_size(spec).hooks if h not in faults),
+        missing_hooks=_find_missing_hooks(spec, faults),
         capture_rows=steering_size(spec).count_rows(
             int(model.hf_text_config.num_hidden_layers),
             int(model.get_hidden_size()),
@@ -351,6 +361,19 @@ def find_room(step_tokens: int, sequences: int, cache_tokens: int) -> EngineRoom
     """
     ahead = min(STEPS_AHEAD * step_tokens, cache_tokens // 2)
     return EngineRoom(ahead, cache_tokens, sequences - sequences // 8)
+
+
+def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str, str]:
+    """Return why the model has not each of the hooks that it has not, and what to do."""
+    missing = {
+        hook: f"set hooks: [{', '.join([*spec.hooks, hook])}] for the model {spec.id} in the "
+        "configuration"
+        for hook in HOOKS
+        if hook not in spec.hooks
+    }
+    return missing | {
+        hook: f"in vLLM this model has none, since {reason}" for hook, reason in faults.items()
+    }
 
 
 def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, str]:

@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -151,6 +151,8 @@ class VllmCore:
             extra_args=extra_args,
             skip_reading_prefix_cache=not use_cache,
         )
+        if job.json_schema is not None:
+            params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
         if job.salt:
             prompt["cache_salt"] = job.salt
@@ -178,9 +180,11 @@ class VllmCore:
         sample = partial(executor.sample_tokens, None)
         try:
             executed = executor.execute_model(scheduled, non_block=True)
+            allowed = scheduler.get_grammar_bitmask(scheduled)
+            sample = partial(executor.sample_tokens, allowed)
             if self._has_workers and scheduled.total_num_scheduled_tokens:
                 # They need not be told again once they have run the model.
-                sample = executor.sample_tokens(None, non_block=True).result
+                sample = executor.sample_tokens(allowed, non_block=True).result
         except Exception as error:  # of this step, and not of whoever reports the one before
             executed = Future()
             executed.set_exception(error)

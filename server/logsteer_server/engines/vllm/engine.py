@@ -34,7 +34,7 @@ from logsteer_server.engines.vllm.requests import (
     ScoreRequests,
 )
 from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
-from logsteer_server.engines.vllm.stream import UnknownStreamError, ask_stream_form
+from logsteer_server.engines.vllm.stream import UnknownStreamError, ask_points, ask_stream_form
 from logsteer_server.imports import hold_collector
 
 LOAD_PARTS = 64
@@ -55,18 +55,18 @@ class VllmEngine:
             import_module(WORKER.rpartition(".")[0])
 
         self._vllm = VllmCore(spec, path)
+        unsteerable, faults = self._ask_for_hooks(spec)
         info = describe(
             spec,
             path,
             self._vllm.config,
             self._vllm.context_length,
-            self._find_unsteerable(spec),
+            unsteerable,
+            faults,
             self._vllm.call_workers("find_logits_dtype")[-1],
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
-        self._slots = SteeringSlots(
-            self._vllm.call_workers, steering_size(spec), self._info.capture_rows or 0
-        )
+        self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec), self._info)
         self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank, path)
         self._generation = GenerationRequests(self._vllm, self._slots, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
@@ -83,18 +83,17 @@ class VllmEngine:
         self._by_request_id: dict[str, RunningJob] = {}
         self._known: list[tuple[int, JobResult]] = []
 
-    def _find_unsteerable(self, spec: EngineSpec) -> str | None:
-        """Return why the model is not steered, as an error's detail; None where it is."""
+    def _ask_for_hooks(self, spec: EngineSpec) -> tuple[str | None, dict[str, str]]:
+        """Return why the model is not steered, as an error's detail, or None; and `ask_points`."""
         if not spec.steering_slots:
-            return "this model takes no steering; configure it with steering_slots above 0"
+            return "this model takes no steering; configure it with steering_slots above 0", {}
         try:
-            ask_stream_form(self._vllm)
+            form = ask_stream_form(self._vllm)
         except UnknownStreamError as error:
-            return (
-                f"this model cannot be steered in vLLM: {error}; serve it with engine "
-                "transformer_lens"
-            )
-        return None
+            reason = f"this model cannot be steered in vLLM: {error}"
+            return f"{reason}; serve it with engine transformer_lens", {}
+        hooks = [hook for hook in spec.hooks if hook != "resid_post"]
+        return None, ask_points(self._vllm, form, hooks) if hooks else {}
 
     @property
     def info(self) -> EngineInfo:
@@ -110,8 +109,8 @@ class VllmEngine:
         """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
         for job_id, job in jobs:
             failure = self._info.refuse(job)
-            if failure is None and job.plan is not None:
-                failure = self._slots.refuse(job.plan)
+            if failure is None:
+                failure = self._slots.refuse(job)
             if failure is not None:
                 self._known.append((job_id, failure))
             elif job.features:
@@ -175,6 +174,10 @@ class VllmEngine:
             running.request_id = running.kind.submit(running)
         except Exception as error:  # whatever vLLM's checks raise, which have no common class
             self._release(running.slot, running.adapter)
+            if isinstance(error, ValueError) and "structure" in running.job.features:
+                detail = f"the form of the reply cannot be forced: {error!s:.400}"
+                self._known.append((running.job_id, JobFailure("invalid_request", detail)))
+                return
             self._known.append((running.job_id, describe_error(error)))
             return
         self._running[running.job_id] = self._by_request_id[running.request_id] = running

@@ -1,5 +1,6 @@
 """What a request tells vLLM's workers, in `SamplingParams.extra_args`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
@@ -10,7 +11,7 @@ from logsteer_server.numerics.rows import RowSpec
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
-"""How a request is steered: slot, kind of positions, slices, length of its prompt."""
+"""How a request is steered: slots, each with its positions; the length of its prompt."""
 SALT = "logsteer_salt"
 """From where on a request's keys and values are those of its plan, and what names that plan."""
 READ = "logsteer_read"
@@ -40,18 +41,19 @@ def describe_draw(job: GenerateJob, spec: RowSpec) -> dict[str, Any]:
     return {DRAW: (spec, job.seed % 2**64)}
 
 
-def describe_steering(job: Job, slot: int) -> dict[str, Any]:
-    """Return the extra arguments of a request that is steered or read.
+def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:
+    """Return the extra arguments of a request that is steered or read, each part by its slot.
 
     Errors: AssertionError without a plan.
     """
     assert job.plan is not None
-    plan, where, found = job.plan, job.plan.positions, dict[str, Any]()
+    plan, found = job.plan, dict[str, Any]()
     if plan.sites:
-        found[STEER] = (slot, where.kind, where.slices, job.prompt_len)
+        where = [part.positions for part in plan.parts]
+        found[STEER] = (tuple(zip(slots, where, strict=True)), job.prompt_len)
         found[SALT] = job.plan_salt
     if plan.probes:
-        found[READ] = (slot, ReadRequest.of(plan, job.prompt_len))
+        found[READ] = (slots[0], ReadRequest.of(plan, job.prompt_len))
     return found
 
 

@@ -1,4 +1,5 @@
-"""The custom operation `logsteer::steer`, which stands behind every decoder layer.
+"""The custom operation `logsteer::steer`, which stands at every activation that can be steered:
+behind every decoder layer, and at what else the model's `hooks` name.
 
 Compiled graphs and captured CUDA graphs contain it; the tables of the running model, which it finds
 in vLLM's forward context, say what it does.
@@ -19,6 +20,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
+from logsteer_server.engines.vllm.points import SiteNumbers, find_points
 from logsteer_server.engines.vllm.stream import split_output
 from logsteer_server.engines.vllm.tables import SteeringTables
 
@@ -27,10 +29,11 @@ TABLES = "logsteer.steering_tables"
 
 
 def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
-    """Steer the output of a decoder layer in place, as the tables of the running model say.
+    """Steer an activation in place, as the tables of the running model say.
 
-    `layer` is the layer's number, typed as vLLM types the names of its own layers: the compiler
-    then takes layers that differ in nothing else for the same, and compiles one.
+    `layer` is its number among the tables' (`points.SiteNumbers`), typed as vLLM types the names of
+    its own layers: the compiler then takes layers that differ in nothing else for the same, and
+    compiles one.
     """
     tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
     number = int(_resolve_layer_name(layer))
@@ -64,21 +67,25 @@ def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
     return []
 
 
-def append_operation(layers: list[nn.Module], tables: SteeringTables) -> None:
-    """Put the operation behind the layers that this pipeline stage has, before they are compiled.
-
-    It is left out behind a layer whose output is not understood; such a model is not steered.
-    """
-    for number, layer in enumerate(layers):
-        if not isinstance(layer, PPMissingLayer):
-            name = _encode_layer_name(str(number))
-            layer.register_forward_hook(partial(_steer_output, tables, name))
-
-
-def _steer_output(
-    tables: SteeringTables, layer: LayerNameType, _module: nn.Module, _args: Any, output: Any
+def append_operation(
+    layers: list[nn.Module], tables: SteeringTables, hooks: tuple[str, ...]
 ) -> None:
-    """Steer what a decoder layer returns, in place: a forward hook."""
+    """Put the operation at these activations of this pipeline stage's layers, not compiled yet.
+
+    It is left out where an activation is not found, or not understood; there nothing is steered.
+    """
+    numbers = SiteNumbers(hooks, len(layers))
+    for number, layer in enumerate(layers):
+        if isinstance(layer, PPMissingLayer):
+            continue
+        for hook, point in find_points(layer).items():
+            if hook in hooks:
+                name = _encode_layer_name(str(numbers.number(hook, number)))
+                point.attach(partial(_steer_output, tables, name))
+
+
+def _steer_output(tables: SteeringTables, layer: LayerNameType, output: Any) -> None:
+    """Steer an activation in place, in the form of a decoder layer's output."""
     parts = split_output(output)
     if parts is None:
         return

@@ -57,7 +57,7 @@ class RunningJob:
     @property
     def is_in_its_output(self) -> bool:
         """Whether vLLM's output has all of the result, and the job holds nothing in the workers."""
-        return isinstance(self.job, ScoreJob) and self.slot.pool is None and self.adapter is None
+        return isinstance(self.job, ScoreJob) and not self.slot.numbers and self.adapter is None
 
     @property
     def keeps_readings(self) -> bool:
@@ -282,6 +282,9 @@ class GenerationRequests:
         completion = output.outputs[0]
         if output.finished:
             del self._by_output_id[sample.output_id], self._samples[sample.running.request_id]
+        if completion.finish_reason == "error":
+            detail = "vLLM made no grammar of this form; simplify its JSON Schema"
+            return sample.running, JobFailure("invalid_request", detail)
         piece = GenerateOutput(
             np.array(completion.token_ids, dtype=np.int32),
             completion.text,

@@ -30,10 +30,11 @@ from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import DRAW
 from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
+from logsteer_server.engines.vllm.points import PointProbe
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
-from logsteer_server.numerics.drawing import Drawn, RowSampler
+from logsteer_server.numerics.drawing import Drawn, RowSampler, unpack_bits
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
 
@@ -48,6 +49,8 @@ class StepDraws:
         self.req_ids: list[str] = []
         self._row_sampler = _make_sampler([])
         self._index_R: np.ndarray | None = None
+        self.grammars: Any = None
+        """vLLM's `GrammarOutput` of a step: the tokens that requests of a given form may have."""
 
     def expect(
         self, req_ids: list[str], params_of: Callable[[str], Any], index_R: np.ndarray
@@ -62,7 +65,26 @@ class StepDraws:
     def draw(self, logits: Tensor) -> Drawn | None:
         """Return what is drawn of the rows that were expected, once; None where none were."""
         index_R, self._index_R = self._index_R, None
-        return None if index_R is None else self._row_sampler.draw(logits, index_R)
+        grammars, self.grammars = self.grammars, None
+        if index_R is None:
+            return None
+        return self._row_sampler.draw(logits, index_R, self._find_allowed(grammars, logits))
+
+    def _find_allowed(self, grammars: Any, logits: Tensor) -> Tensor | None:
+        if grammars is None:
+            return None
+        rows = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        pairs = enumerate(grammars.structured_output_request_ids)
+        places = [(rows[req_id], place) for place, req_id in pairs if req_id in rows]
+        if not places:
+            return None
+        own, words = zip(*places, strict=True)
+        masks = np.ascontiguousarray(grammars.grammar_bitmask[list(words)])
+        allowed_RV = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+        allowed_RV[list(own)] = unpack_bits(
+            torch.from_numpy(masks).to(logits.device), logits.shape[-1]
+        )
+        return allowed_RV
 
 
 def warm_up(logits: Tensor) -> Drawn:
@@ -108,7 +130,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
     device: torch.device
     row_reader: RowReader
     steering: StepSteering | None
-    stream_probe: StreamProbe | None
+    stream_probe: StreamProbe | PointProbe | None
     draws: StepDraws
 
     def prepare_scoring(self, bounds: RowBounds) -> None:
@@ -133,13 +155,13 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
             self._sync_device()
 
     def prepare_steering(self, size: SteeringSize) -> None:
-        """Put the steering operation behind the layers of the model, before it is compiled."""
+        """Put the steering operation at the layers' activations, before the model is compiled."""
         layers = self.find_layers()
         like = torch.empty(0, dtype=self.model_config.dtype, device=self.device)
         width = self.model_config.get_hidden_size()
         self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like)
         self.compilation_config.static_forward_context[TABLES] = self.steering.tables
-        append_operation(layers, self.steering.tables)
+        append_operation(layers, self.steering.tables, size.hooks)
 
     def find_layers(self) -> list[nn.Module]:
         """Return the decoder layers of the model, those of other pipeline stages included."""

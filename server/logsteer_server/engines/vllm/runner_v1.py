@@ -127,7 +127,9 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Return vLLM's output of the step, with the rows of requests whose prompt it finished."""
         self.row_reader.begin_step()
-        output = super().sample_tokens(grammar_output)
+        # Our draw looks at them: what is read of the model is not cut by them.
+        self.draws.grammars = grammar_output
+        output = super().sample_tokens(None)
         if finished := self.row_reader.take_finished():
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")

@@ -169,7 +169,9 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         prompt_R = self.req_states.prompt_len.np[batch.idx_mapping_np]
         index_R = np.maximum(batch.seq_lens_cpu_upper_bound.numpy()[:rows] - prompt_R, 0)
         self.draws.expect(batch.req_ids, self.params.__getitem__, index_R)
-        return super().sample(hidden_states, input_batch, grammar_output)
+        # Our draw looks at them: what is read of the model is not cut by them.
+        self.draws.grammars = grammar_output
+        return super().sample(hidden_states, input_batch, None)
 
     def read_prompts(
         self,

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.jobs import Job, JobFailure
-from logsteer_server.contract.plan import Readings, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import Probe, Readings, Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
+from logsteer_server.engines.vllm.points import SiteNumbers
 from logsteer_server.engines.vllm.steering import StageTrace
 
 
@@ -70,20 +72,24 @@ class SlotPool:
             self._idle[slot] = None
 
 
+def _comes_after(probe: Probe, site: Site) -> bool:
+    """Return whether an activation is read behind another, in the order of a forward pass."""
+    return (probe.layer, HOOKS.index(probe.hook)) > (site.layer, HOOKS.index(site.hook))
+
+
 CallWorkers = Callable[..., list[Any]]
 """Calls a method of every worker by name, with arguments; returns the results by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringSlot:
-    """A slot that one job has, its plan, and the extra arguments that tell the workers so.
+    """What one job has of the tables: a slot for each part of its plan, and the extra arguments
+    that tell the workers so.
 
-    Without a pool it is no slot, which is what a job has that is not steered. A capture has `rows`
-    of the capture buffer, too.
+    A job that is not steered has no plan. A capture has `rows` of the capture buffer, too.
     """
 
-    pool: SlotPool | None = None
-    number: int = 0
+    numbers: tuple[int, ...] = ()
     plan: SteeringPlan | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
     rows: range | None = None
@@ -95,25 +101,41 @@ class SteeringSlots:
     Jobs with equal plans share a slot; a capture has its rows, of so many, to itself.
     """
 
-    def __init__(self, call_workers: CallWorkers, size: SteeringSize, capture_rows: int) -> None:
+    def __init__(self, call_workers: CallWorkers, size: SteeringSize, info: EngineInfo) -> None:
         self._call_workers = call_workers
         self._size = size
+        self._info = info
+        self._numbers = SiteNumbers(size.hooks, info.num_layers)
         self._layers_of_rank: list[frozenset[int]] = call_workers("find_stage")
         self._plans = SlotPool(size.slots)
-        self._rows = RowPool(capture_rows)
+        self._rows = RowPool(info.capture_rows or 0)
 
     def count(self) -> tuple[int, int]:
         """Return how many slots there are for plans, and how many of them have a job."""
         return self._size.slots, self._plans.num_used
 
-    def refuse(self, plan: SteeringPlan) -> JobFailure | None:
-        """Return why a plan has no room in the tables; None where it has."""
-        deepest = max((len(site.ops) for site in plan.sites), default=0)
+    def refuse(self, job: Job) -> JobFailure | None:
+        """Return why a job has no such hooks, or its plan no room; None where it can run."""
+        plan, used = job.plan, [job.hook] if isinstance(job, CaptureJob) else []
+        if plan is not None:
+            used += [site.hook for site in plan.all_sites] + [probe.hook for probe in plan.probes]
+        for hook in used:
+            if hook not in self._info.hooks:
+                return JobFailure("unsupported_by_engine", self._info.explain_hook(hook))
+        return None if plan is None else self._refuse_plan(plan)
+
+    def _refuse_plan(self, plan: SteeringPlan) -> JobFailure | None:
+        deepest = max((len(site.ops) for site in plan.all_sites), default=0)
         detail = None
         if deepest > self._size.depth:
             detail = (
                 f"{deepest} operations at one layer, this model has room for {self._size.depth} "
                 "beside unconditional additions: use fewer, or raise steering_depth"
+            )
+        elif len(plan.parts) > self._size.slots:
+            detail = (
+                f"vectors at different positions take {len(plan.parts)} slots in this request, "
+                f"this model has {self._size.slots}: use fewer, or raise steering_slots"
             )
         elif max(len(plan.probes), len(plan.conditions)) > self._size.probes:
             detail = (
@@ -121,45 +143,76 @@ class SteeringSlots:
                 f"{len(plan.conditions)} conditions, this model has room for {self._size.probes} "
                 "of either in a request: use fewer, or raise steering_probes"
             )
-        elif (apart := self._find_apart(plan)) is not None:
+        elif (pair := self._find_pair(plan, self._are_apart)) is not None:
             detail = (
-                f"a condition at layer {apart[0]} cannot decide for layer {apart[1]}, which is in "
-                "another pipeline stage of this model: read and steer within one stage"
+                f"a condition at layer {pair[0].layer} cannot decide for layer {pair[1].layer}, "
+                "which is in another pipeline stage of this model: read and steer within one stage"
             )
+        elif (pair := self._find_pair(plan, _comes_after)) is not None:
+            probe, site = pair
+            detail = (
+                f"a condition that is read at layer {probe.layer}, {probe.hook}, cannot decide for "
+                f"layer {site.layer}, {site.hook}, which comes before it: read it there or before"
+            )
+            return JobFailure("invalid_request", detail)
         return JobFailure("unsupported_by_engine", detail) if detail else None
 
-    def _find_apart(self, plan: SteeringPlan) -> tuple[int, int] | None:
-        """Return the layers of a condition and of a site that are in different stages, if any."""
-        for site in plan.sites:
+    def _find_pair(
+        self, plan: SteeringPlan, is_wrong: Callable[[Probe, Site], bool]
+    ) -> tuple[Probe, Site] | None:
+        """Return what a condition reads and a site that it decides for, where both do not fit."""
+        for site in plan.all_sites:
             for op in site.ops:
                 if op.condition is not None:
-                    layer = plan.probes[plan.conditions[op.condition].probe].layer
-                    if self._find_rank(layer) != self._find_rank(site.layer):
-                        return layer, site.layer
+                    probe = plan.probes[plan.conditions[op.condition].probe]
+                    if is_wrong(probe, site):
+                        return probe, site
         return None
+
+    def _are_apart(self, probe: Probe, site: Site) -> bool:
+        return self._find_rank(probe.layer) != self._find_rank(site.layer)
 
     def _find_rank(self, layer: int) -> int:
         """Return the first rank that has a layer, which answers for it."""
         return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
 
     def take_plan(self, job: Job) -> SteeringSlot | None:
-        """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
+        """Return the slots of a job's plan, if it has one; None where the job has to wait for them.
 
         Errors: whatever a worker raises.
         """
         if job.plan is None:
             return SteeringSlot()
-        found = self._plans.take(job.plan.content_digest)
+        numbers: list[int] = []
+        for part in job.plan.parts:
+            try:
+                number = self._take_part(part)
+            except Exception:
+                self._release(numbers)
+                raise
+            if number is None:
+                self._release(numbers)
+                return None
+            numbers.append(number)
+        return SteeringSlot(tuple(numbers), job.plan, describe_steering(job, numbers))
+
+    def _take_part(self, part: SteeringPlan) -> int | None:
+        """Return a slot that has this part; None where none is free."""
+        found = self._plans.take(part.content_digest)
         if found is None:
             return None
         number, is_new = found
         if is_new:
             try:
-                self._call_workers("load_plan", number, job.plan)
+                self._call_workers("load_plan", number, self._numbers.rewrite(part))
             except Exception:
                 self._plans.forget(number)
                 raise
-        return SteeringSlot(self._plans, number, job.plan, describe_steering(job, number))
+        return number
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._plans.release(number)
 
     def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
         """Return the slot of the job's plan with rows to capture in; None where it has to wait.
@@ -173,15 +226,15 @@ class SteeringSlots:
         if rows is None:
             self.release(slot)
             return None
-        extra_args = slot.extra_args | describe_capture(job, rows)
+        numbers = tuple(self._numbers.number(job.hook, layer) for layer in job.layers)
+        extra_args = slot.extra_args | describe_capture(replace(job, layers=numbers), rows)
         return replace(slot, extra_args=extra_args, rows=rows)
 
     def release(self, slot: SteeringSlot) -> None:
         """Free a slot for other jobs."""
         if slot.rows is not None:
             self._rows.release(slot.rows)
-        if slot.pool is not None:
-            slot.pool.release(slot.number)
+        self._release(slot.numbers)
 
     def read_traces(self, plans: Mapping[str, SteeringPlan]) -> dict[str, SteeringTrace]:
         """Return what was measured of requests that have ended, of which these are the plans."""
@@ -204,8 +257,9 @@ class SteeringSlots:
             return trace
 
         sites = {}
-        for site in plan.sites:
-            tokens, ratios = measured(site.layer)[1].get(site.layer, (0, 0.0))
+        for site in plan.all_sites:
+            number = self._numbers.number(site.hook, site.layer)
+            tokens, ratios = measured(site.layer)[1].get(number, (0, 0.0))
             sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
         passed = tuple(
             measured(plan.probes[condition.probe].layer)[2][number]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from logsteer_server.contract.plan import Positions, Readings
+from logsteer_server.contract.plan import Readings
 from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
@@ -21,9 +21,9 @@ from logsteer_server.engines.vllm.traces import TraceRecorder
 
 Indices = npt.NDArray[np.int64]
 
-StageTrace = tuple[int, dict[int, tuple[int, float]], tuple[int, ...]]
-"""Of one request, at one pipeline stage: its steered tokens; by layer, those changed and their
-ratios' sum; by condition, those where it held."""
+StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float]], tuple[int, ...]]
+"""Of one request, at one pipeline stage: its steered tokens, by part of its plan; by layer, those
+changed and their ratios' sum; by condition, those where it held."""
 
 
 class StepSteering:
@@ -48,9 +48,8 @@ class StepSteering:
         if STEER in extra_args or READ in extra_args:
             entry = self._entry_of[req_id] = self.tables.sums.take()
         if STEER in extra_args:
-            slot, kind, slices, prompt_len = extra_args[STEER]
-            positions = Positions(kind, slices)
-            self._recorder.begin(req_id, entry, slot, positions, prompt_len, num_cached)
+            parts, prompt_len = extra_args[STEER]
+            self._recorder.begin(req_id, entry, parts, prompt_len, num_cached)
         if READ in extra_args:
             read_slot, request = extra_args[READ]
             self._readings.begin(req_id, entry, read_slot, request, num_cached)

@@ -173,8 +173,7 @@ def ask_stream_form(vllm: "VllmCore") -> StreamForm:
     """
     if reason := vllm.call_workers("find_scaled_stream")[0]:
         raise UnknownStreamError(reason)
-    model = vllm.config.model_config
-    ids = np.linspace(3, model.get_vocab_size() - 1, PROBE_TOKENS).astype(np.int32)
+    model, ids = vllm.config.model_config, _draw_text(vllm)
     outputs: set[str] = set()
 
     def score(change: Change | None) -> npt.NDArray[np.float32]:
@@ -191,6 +190,24 @@ def ask_stream_form(vllm: "VllmCore") -> StreamForm:
     form = find_stream_form(outputs, score, exact=exact)
     vllm.call_workers("set_stream_form", form)
     return form
+
+
+def ask_points(vllm: "VllmCore", form: StreamForm, hooks: Sequence[str]) -> dict[str, str]:
+    """Return why some of these activations are not what they are called, by hook.
+
+    It reads the text of `ask_stream_form` twice, the second time with what had no fault changed, so
+    that a change that does not go on as the model's own shows.
+    """
+    ids, faults = _draw_text(vllm), dict[str, str]()
+    for is_changed in (False, True):
+        changed = [hook for hook in hooks if hook not in faults] if is_changed else []
+        vllm.call_workers("begin_point_probe", form, changed)
+        try:
+            _score(vllm, ids)
+        finally:
+            for found in vllm.call_workers("end_point_probe"):
+                faults |= found
+    return {hook: reason for hook, reason in faults.items() if hook in hooks}
 
 
 GRAPH_LIMITS = {True: 0.01, False: 0.5}
@@ -212,6 +229,11 @@ def check_graphs(
             f"compile: this model's compiled graphs give log-probabilities that are {off:.2g} nats "
             "a token from those of its layers run one by one; set compile: false"
         )
+
+
+def _draw_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
+    vocab_size = vllm.config.model_config.get_vocab_size()
+    return np.linspace(3, vocab_size - 1, PROBE_TOKENS).astype(np.int32)
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

@@ -1,9 +1,11 @@
 """Steering tables: what each slot does at each layer, and the operation that does it.
 
-The operation `logsteer::steer` stands behind every decoder layer and always runs, so that compiled
-graphs and CUDA graphs contain it. What it does is data: each token of a step has a slot, and slot 0
-changes nothing. It also measures what it changed, reads what probes ask for (`probe_tables`), and
-captures activations that are wanted (`captures`).
+The operation `logsteer::steer` stands at every activation that the model's `hooks` name, and always
+runs, so that compiled graphs and CUDA graphs contain it. What is called a layer here is one such
+activation, by its number (`points.SiteNumbers`): with resid_post alone, the layer that it leaves.
+What the operation does is data: each token of a step has a slot, and slot 0 changes nothing. It
+also measures what it changed, reads what probes ask for (`probe_tables`), and captures activations
+that are wanted (`captures`).
 
 Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M marked tokens, F
 fields of a mark, W what a layer has of a plan.
@@ -126,7 +128,8 @@ class SteeringTables:
         self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
     ) -> None:
         new, float32 = like.new_zeros, torch.float32
-        slots = size.slots + 1
+        slots, rows = size.slots + 1, size.count_rows(layers, width)
+        layers *= len(size.hooks)
         self._shape = TableShape(layers, slots, size.depth, size.probes, width)
         self.offsets_LSD = new((layers, slots, width))
         self.offset_norms_LS = new((layers, slots), dtype=float32)
@@ -137,7 +140,6 @@ class SteeringTables:
         self.marks_MF = new((1 + tokens, len(Mark)), dtype=torch.int32)
         # A request has an entry from when it begins until it ends, while it is preempted, too.
         self.sums = TraceSums(2 * tokens, layers, like)
-        rows = size.count_rows(layers, width)
         self.captures = CaptureBuffer(rows, layers, tokens, width, like)
         self.probes = ProbeTables(slots, size.probes, tokens, width, self.sums.decided_E)
         self.layers = [

@@ -5,6 +5,7 @@ each request that is being decoded. So all of it is arithmetic on arrays over th
 Axis letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,9 @@ from logsteer_server.contract.plan import Positions
 from logsteer_server.engines.vllm.layout import NONE_STEERED, SteeredTokens
 
 Indices = npt.NDArray[np.int64]
+
+Parts = Sequence[tuple[int, Positions]]
+"""Slots and the tokens that each is for; no token is at two of these positions."""
 
 
 @dataclass(slots=True)
@@ -39,9 +43,7 @@ class LatestStep:
         )
 
 
-_ENTRY = np.dtype(
-    [("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8"), ("steered", "i8")]
-)
+_ENTRY = np.dtype([("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8")])
 _ENDLESS = 2**62
 
 
@@ -60,21 +62,21 @@ class TraceRecorder:
     """Find the steered tokens of each step, and count them by request.
 
     It serves one rank. Each steered request has an entry: the positions [first, end) around its
-    steered tokens, its slot in the steering tables, and how many tokens were steered. Tokens in
-    front of `recorded` were counted, and what was measured of them is in the tables' sums:
-    preemption makes the model read them again. Entry 0 is that of all requests that are not
-    steered.
+    steered tokens and its slot in the steering tables; where its tokens are scattered, or have
+    slots by part of its plan, its parts say which. What was measured of tokens in front of
+    `recorded` is in the tables' sums: preemption makes the model read them again. Entry 0 is that
+    of all requests that are not steered.
 
     Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere, with entry 1.
     A step reads tokens 5 and 6 of `b` and the first three of `a`:
 
-        begin("a", 1, 2, Positions("all"), prompt_len=4, num_cached=0)
+        begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
 
         tokens T         b5   b6   a0   a1   a2      starts_R = [0, 2, 5], computed_R = [5, 0]
         entry             0    0    1    1    1
         find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2],
                                                      is_new_t = [True, True, True]
-        count("a"):                                  3
+        count("a"):                                  (3,)
 
     Were `a` preempted here, the next step would read a0 to a3: `find` names all four, which are
     steered again, and of which a3 alone is new.
@@ -83,7 +85,8 @@ class TraceRecorder:
     def __init__(self) -> None:
         self._entries = np.zeros(1, _ENTRY)
         self._entry_of: dict[str, int] = {}
-        self._sliced: dict[int, Positions] = {}
+        self._parts: dict[int, tuple[Parts, int]] = {}
+        self._scattered: set[int] = set()
         self._latest: _LatestMarked | None = None
 
     def __len__(self) -> int:
@@ -93,8 +96,7 @@ class TraceRecorder:
         self,
         req_id: str,
         entry: int,
-        slot: int,
-        positions: Positions,
+        parts: Parts,
         prompt_len: int,
         num_cached: int,
     ) -> None:
@@ -105,19 +107,22 @@ class TraceRecorder:
         self._add_up()
         while entry >= len(self._entries):
             self._entries = np.resize(self._entries, 2 * len(self._entries))
-        first, end = positions.bounds(prompt_len)
-        steered = positions.count(num_cached, prompt_len)
-        self._entries[entry] = (first, _ENDLESS if end is None else end, slot, num_cached, steered)
+        bounds = [positions.bounds(prompt_len) for _, positions in parts]
+        ends = [_ENDLESS if end is None else end for _, end in bounds]
+        first = min(start for start, _ in bounds)
+        self._entries[entry] = (first, max(ends), parts[0][0], num_cached)
         self._entry_of[req_id] = entry
-        if len(positions.slices) > 1:
-            self._sliced[entry] = positions
+        self._parts[entry] = parts, prompt_len
+        if len(parts) > 1 or not parts[0][1].is_range:
+            self._scattered.add(entry)
 
     def end(self, req_id: str) -> None:
         """Remove the entry of a request that has ended, if it has one."""
         self._add_up()
         entry = self._entry_of.pop(req_id, None)
         if entry is not None:
-            self._sliced.pop(entry, None)
+            del self._parts[entry]
+            self._scattered.discard(entry)
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
         """Return the steered tokens of a step, which counts them.
@@ -142,17 +147,23 @@ class TraceRecorder:
         positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1] - computed_R, counts_R)
         fields_T = self._entries[entries_T]
         steered_T = (positions_T >= fields_T["first"]) & (positions_T < fields_T["end"])
-        for entry, positions in self._sliced.items():
+        slots_T = fields_T["slot"]
+        is_even_T = np.ones(len(positions_T), dtype=bool)
+        for entry in self._scattered:
             own_t = np.nonzero(entries_T == entry)[0]
-            steered_T[own_t] &= positions.contain(positions_T[own_t])
+            parts, prompt_len = self._parts[entry]
+            slots_T[own_t], is_even_T[own_t] = 0, False
+            for slot, positions in parts:
+                slots_T[own_t[positions.contain(positions_T[own_t], prompt_len)]] = slot
+            steered_T[own_t] = slots_T[own_t] > 0
         index_t = np.nonzero(steered_T)[0]
         entries_t = entries_T[index_t]
         positions_t = positions_T[index_t]
         is_new_t = positions_t >= self._entries["recorded"][entries_t]
         ends_T = fields_T["end"]
-        stays_T = (steered_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
+        stays_T = (steered_T & is_even_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
         repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
-        found = SteeredTokens(index_t, fields_T["slot"][index_t], entries_t, is_new_t)
+        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t)
         self._latest = _LatestMarked(
             list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
         )
@@ -164,9 +175,11 @@ class TraceRecorder:
         if latest is not None:
             tokens, steps = latest.tokens, latest.steps
             np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
-            np.add.at(self._entries["steered"], tokens.entries_t[tokens.is_new_t], steps)
 
-    def count(self, req_id: str) -> int:
-        """Return how many tokens of a request were steered, in the prefix cache ones included."""
+    def count(self, req_id: str) -> tuple[int, ...]:
+        """Return how many tokens of a request were steered, by part, cached ones included."""
         self._add_up()
-        return int(self._entries["steered"][self._entry_of[req_id]])
+        entry = self._entry_of[req_id]
+        parts, prompt_len = self._parts[entry]
+        num_read = int(self._entries["recorded"][entry])
+        return tuple(positions.count(num_read, prompt_len) for _, positions in parts)

@@ -30,6 +30,7 @@ from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize, widen_columns
+from logsteer_server.engines.vllm.points import PointProbe, find_faults
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 from logsteer_server.numerics.hidden_rows import RowBounds
@@ -125,6 +126,22 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         probe, self.model_runner.stream_probe = self.model_runner.stream_probe, None
         outputs: set[str] = probe.outputs
         return outputs
+
+    def begin_point_probe(self, form: StreamForm, changed: Sequence[str]) -> None:
+        """Run the next steps with changes of these activations, and read all of them."""
+        runner = self.model_runner
+        layers = {
+            number: layer
+            for number, layer in enumerate(runner.find_layers())
+            if not isinstance(layer, PPMissingLayer)
+        }
+        runner.stream_probe = PointProbe(layers, form, changed)
+
+    def end_point_probe(self) -> dict[str, str]:
+        """Run steps as they are again; return which activations are not what they are called."""
+        runner = self.model_runner
+        probe, runner.stream_probe = runner.stream_probe, None
+        return find_faults(probe.seen, exact=runner.model_config.dtype == torch.float32)
 
     def find_scaled_stream(self) -> str | None:
         """Return why the stream is not the model's own, where vLLM scales it; else None.

@@ -15,14 +15,11 @@ from logsteer_server.numerics.lora import (
     pair_factors,
 )
 from logsteer_server.stores.formats.tensor_file import (
-    LENGTH_BYTES,
     TensorFileError,
+    copy_with_metadata,
     read_content,
     read_header,
 )
-
-PIECE = 2**20
-"""Bytes that are copied at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +45,12 @@ def join_files(config: bytes, weights: IO[bytes], write: Callable[[bytes], None]
     """
     try:
         AdapterConfig.parse(config)
-        header, _ = read_header(weights)
+        own = json.dumps(json.loads(config), sort_keys=True)
+        copy_with_metadata(weights, {CONFIG_KEY: own}, write)
     except (AdapterLayoutError, TensorFileError) as error:
         raise invalid_adapter(str(error)) from error
-    try:
-        own = json.dumps(json.loads(config), sort_keys=True)
-        text = json.dumps({**header, "__metadata__": {CONFIG_KEY: own}}).encode()
     except RecursionError as error:  # writing goes less deep than reading
         raise invalid_adapter("its JSON is nested too deeply") from error
-    text += b" " * (-len(text) % LENGTH_BYTES)  # numbers start at a multiple of their size
-    write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    while piece := weights.read(PIECE):
-        write(piece)
 
 
 def read_adapter(path: Path) -> AdapterContent:

@@ -5,7 +5,7 @@ The file is mapped and read a piece at a time, because it can be as large as a m
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,8 @@ LENGTH_BYTES = 8
 MAX_TENSORS = 100_000
 PIECE = 2**22
 """Numbers that are looked at together."""
+COPIED = 2**20
+"""Bytes that are copied at once."""
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -98,6 +100,21 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise TensorFileError("it cannot be read as safetensors: its header is no object")
     return header, LENGTH_BYTES + size
+
+
+def copy_with_metadata(
+    file: IO[bytes], metadata: Mapping[str, str], write: Callable[[bytes], None]
+) -> None:
+    """Write a safetensors file again, with this metadata. Errors: TensorFileError."""
+    header, _ = read_header(file)
+    try:
+        text = json.dumps({**header, "__metadata__": metadata}).encode()
+    except RecursionError as error:  # writing goes less deep than reading
+        raise TensorFileError("its JSON is nested too deeply") from error
+    text += b" " * (-len(text) % LENGTH_BYTES)  # numbers start at a multiple of their size
+    write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    while piece := file.read(COPIED):
+        write(piece)
 
 
 def _read_numbers(

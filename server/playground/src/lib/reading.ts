@@ -51,7 +51,8 @@ export function toRequest(query: Query): Schemas["PerplexityRequest"] {
     windows: true,
     columns: ["logprob", "rank", "entropy"],
     steering: query.steering,
-    probes: query.probe && [query.probe],
+    // What stands in front of the first scored token has readings, too.
+    probes: query.probe && [{ ...query.probe, context: true }],
   };
 }
 
@@ -74,15 +75,20 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
   const first = encoded.offsets.findIndex((offset) => offset !== null);
   const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
   const ids = encoded.token_ids.slice(prefix.length);
-  const spread = <T,>(values: readonly T[] | null | undefined, shift = 0): (T | null)[] => {
+  const spread = <T,>(values: readonly T[] | null | undefined): (T | null)[] => {
     const all = new Array<T | null>(ids.length).fill(null);
-    scored.positions.forEach((position, at) => {
-      if (position + shift >= 0) all[position + shift] = values?.[at] ?? null;
+    scored.positions.forEach((position, at) => (all[position] = values?.[at] ?? null));
+    return all;
+  };
+  const readProbe = (one: Schemas["ProbeReadings"]): (number | null)[] => {
+    const all = spread(one.after ?? one.before);
+    const front = one.context_after ?? one.context_before ?? [];
+    const first = (scored.positions[0] ?? 0) - front.length;
+    front.forEach((value, at) => {
+      if (first + at >= 0) all[first + at] = value;
     });
     return all;
   };
-  // Entry i was read at the token that token i was predicted from, which is the one before it.
-  const readProbe = (one: Schemas["ProbeReadings"]): (number | null)[] => spread(one.after ?? one.before, -1);
   const probed = scored.probes?.find(({ layer }) => layer === query.bestLayer) ?? scored.probes?.[0];
   return {
     tokens: cutTokens(query.text, encoded.tokens.slice(prefix.length), encoded.offsets.slice(prefix.length)),

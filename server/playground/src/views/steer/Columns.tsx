@@ -23,18 +23,9 @@ interface ColumnsProps {
   onBranch?: OnBranch;
 }
 
-/**
- * A token's own reading: entry i was read at the token in front of token i, so it is the next one.
- *
- * The last token has none: the model has not read it.
- */
-function ownReadings(readings: readonly (number | null)[], count: number): (number | null)[] {
-  return Array.from({ length: count }, (_, index) => readings[index + 1] ?? null);
-}
-
 function valuesOf(text: Text, colouring: Colouring): (number | null)[] {
   if (colouring === "surprisal") return text.logprobs.map((value) => (value === null ? null : -value));
-  if (colouring === "probe") return ownReadings(text.after, text.tokens.length);
+  if (colouring === "probe") return text.tokens.map((_, index) => text.after[index] ?? null);
   return [];
 }
 
@@ -124,7 +115,7 @@ function All({ shown, row, onRow }: { shown: Steered; row: number; onRow: (row: 
       shown.texts.flatMap((column, at) =>
         column.map((text, index): Line => {
           const completion = text.completion as Schemas["Completion"];
-          const probe = mean(ownReadings(text.after, text.tokens.length));
+          const probe = mean(text.after);
           return { column: at, row: index, text, completion, score: mean(completion.logprobs), probe };
         }),
       ),
@@ -248,7 +239,7 @@ function TextCard({ shown, column, row, index, probe, onBranch }: TextCardProps)
       clearTimeout(timer);
     };
   }, [text.completion]);
-  const [before, after] = [text.before, text.after].map((list) => ownReadings(list, text.tokens.length)[index]);
+  const [before, after] = [text.before[index], text.after[index]];
   const isChanged = before !== after;
   const readings = [
     [isChanged ? "Probe, before steering" : "Probe", number(before)],

@@ -23,7 +23,7 @@ export interface Text {
   tokens: string[];
   ids: number[];
   logprobs: (number | null)[];
-  /** Of the token in front of each: as it came to be steered, and as it left. */
+  /** What the probe read at each: as it came to be steered, and as it left. In a stream one is behind. */
   before: (number | null)[];
   after: (number | null)[];
   /** The whole of it, once it has ended. */

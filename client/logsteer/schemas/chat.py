@@ -1,0 +1,169 @@
+"""Conversations, and what a model's chat template is given besides them.
+
+Wherever text is taken, a conversation is taken: `messages`, one or a list of them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter, WrapValidator, model_validator
+
+from logsteer.schemas.common import Request, name_refusal
+
+CHAT_FIELDS = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt", "tools")
+_ECHOED = (
+    "refusal", "audio", "annotations", "function_call", "reasoning", "reasoning_content", "name",
+    "tool_calls", "tool_call_id", "content",
+)  # fmt: skip
+"""What OpenAI's client has in a reply, and sends back as null in the next request."""
+
+
+class CalledFunction(Request):
+    """A function that the assistant calls."""
+
+    name: str = Field(min_length=1)
+    arguments: str = Field(description="A JSON object, as text.")
+
+    def read_arguments(self) -> Any:
+        """Return the arguments as an object; as text where they are no JSON."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+
+
+class ToolCall(Request):
+    """One call of a tool by the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Request):
+    """One turn of a conversation.
+
+    `content` may be sent as OpenAI's parts of type text. A `developer` is the `system` to a
+    template that knows no developer.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(
+        default=None, min_length=1, description="What the assistant calls in this turn."
+    )
+    tool_call_id: str | None = Field(default=None, description="Which call a tool answers.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_as_sent(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = {n: v for n, v in data.items() if not (n in _ECHOED and v in (None, []))}
+        if isinstance(given.get("content"), list):
+            given["content"] = "".join(map(_read_part, given["content"]))
+        if "content" not in given and "tool_calls" not in given:
+            raise name_refusal({"content": "a turn has content, or else tool_calls"})
+        return given
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the turn."""
+        called = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.content) + called
+
+
+def _read_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        reason = f"a part of type {kind!r:.60} is not read; send parts of type text"
+        raise name_refusal({"content": reason})
+    return text
+
+
+_CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+_CONVERSATIONS = TypeAdapter(list[Annotated[list[Message], Field(min_length=1)]])
+_TEXT = TypeAdapter(Annotated[str, Field(min_length=1, strict=True)])
+
+
+def _read_conversations(value: Any, _read: Any) -> Any:
+    """Check one conversation, or several; an error tells of the form that was meant alone."""
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    return (_CONVERSATIONS if several else _CONVERSATION).validate_python(value)
+
+
+def _read_text_or_turns(value: Any, _read: Any) -> Any:
+    return (_CONVERSATION if isinstance(value, list) else _TEXT).validate_python(value)
+
+
+Conversations = Annotated[list[Message] | list[list[Message]], WrapValidator(_read_conversations)]
+"""One conversation, or a list of them."""
+TextOrTurns = Annotated[str | list[Message], WrapValidator(_read_text_or_turns)]
+"""A text, or a conversation."""
+
+CONVERSATIONS = "One conversation or a list of them, through the model's chat template."
+
+
+def list_conversations(messages: Any) -> list[list[Message]]:
+    """Return one conversation, or a list of them, as a list of them."""
+    return messages if messages and isinstance(messages[0], list) else [messages]
+
+
+class ToolFunction(Request):
+    """A function that a model may call: its arguments are described by a JSON Schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Request):
+    """A tool, in OpenAI's shape."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatFields(Request):
+    """What the chat template is given besides the conversations of a request."""
+
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None,
+        description='Variables of the template, such as `{"enable_thinking": false}`; one that '
+        "the model's template does not read is refused.",
+    )
+    continue_final_message: bool = Field(
+        default=False,
+        description="Leave the last turn open: what is generated or scored continues it.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Whether the head of the assistant's next turn follows the last one. null: it "
+        "does, but not after an assistant's turn where whole conversations are read "
+        "(/perplexity, /activations, pairs).",
+    )
+    tools: list[Tool] | None = Field(
+        default=None, description="Functions that the template describes."
+    )
+
+    @model_validator(mode="after")
+    def _goes_with_conversations(self) -> "ChatFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            reason = "with continue_final_message no turn begins; leave out one of them"
+            raise name_refusal({"add_generation_prompt": reason})
+        asked = [name for name in CHAT_FIELDS if name in self.model_fields_set]
+        if asked and not _has_message(self):
+            raise name_refusal({asked[0]: "goes with messages; leave it out, or send messages"})
+        return self
+
+
+def _has_message(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_message, value))
+    if isinstance(value, BaseModel):
+        return isinstance(value, Message) or any(_has_message(part) for _, part in value)
+    return False

@@ -1,0 +1,247 @@
+"""Where a decoder layer has the activations of each hook, and whether they are those.
+
+Names and numbers are TransformerLens'. A block adds the output of its attention, and that of its
+MLP, to the residual stream; where a norm follows such an output, what leaves the norm is added:
+
+    resid_pre -> norm -> attention (-> norm) = attn_out      resid_mid = resid_pre + attn_out
+    resid_mid -> norm -> MLP (-> norm) = mlp_out             resid_post = resid_mid + mlp_out
+
+Parallel blocks have no resid_mid: resid_post = resid_pre + attn_out + mlp_out. `find_points` finds
+the modules by the names that families use. Whether they are the right ones is not assumed:
+`PointProbe` reads a text, plain and with every activation changed, and `find_faults` adds up.
+
+Axis letters: T tokens, D width of an activation.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from logsteer_server.contract.engine import HOOKS
+from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.engines.vllm.stream import StreamForm, read_stream, split_output
+
+ATTENTION = ("self_attn", "self_attention", "attn", "attention")
+MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "fc2")
+NORM_BETWEEN = ("post_attention_layernorm", "ln_2", "ffn_norm", "norm2", "final_layer_norm")
+"""What families call a layer's modules. `final_layer_norm` is OPT's, as is `fc2`."""
+
+HIDDEN, RESIDUAL = "hidden_states", "residual"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePoint:
+    """Where a layer has an activation: in what a module returns, or in what it is called with.
+
+    `parameters`: the module's, in order, where the activation is among them under the names HIDDEN
+    and RESIDUAL; empty where it is what the module returns.
+    """
+
+    module: nn.Module
+    parameters: tuple[str, ...] = ()
+
+    def attach(self, act: Callable[[Any], None]) -> RemovableHandle:
+        """Have `act` be called with the activation, in the form of a decoder layer's output."""
+        if self.parameters:
+            hook = partial(_act_on_input, act, self.parameters)
+            return self.module.register_forward_pre_hook(hook, with_kwargs=True)
+        return self.module.register_forward_hook(partial(_act_on_output, act))
+
+
+def _act_on_output(act: Callable[[Any], None], _module: nn.Module, _args: Any, output: Any) -> None:
+    act(output)
+
+
+def _act_on_input(
+    act: Callable[[Any], None],
+    parameters: tuple[str, ...],
+    _module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    act((given.get(HIDDEN), given.get(RESIDUAL)))
+
+
+def find_points(layer: nn.Module) -> dict[str, ModulePoint]:
+    """Return where a decoder layer seems to have each activation, by hook."""
+    children = dict(layer.named_children())
+
+    def first(names: Sequence[str]) -> nn.Module | None:
+        return next((children[name] for name in names if name in children), None)
+
+    attention, mlp, between = first(ATTENTION), first(MLP), first(NORM_BETWEEN)
+    if "post_feedforward_layernorm" in children:  # Gemma 2 and 3; OLMo 2 has no norm between
+        between = first(["pre_feedforward_layernorm"]) or mlp
+        attention, mlp = first(["post_attention_layernorm"]), first(["post_feedforward_layernorm"])
+    elif "post_mlp_layernorm" in children:  # GLM 4
+        attention, mlp = first(["post_self_attn_layernorm"]), first(["post_mlp_layernorm"])
+    parameters = tuple(inspect.signature(layer.forward).parameters)
+    found = {"resid_pre": ModulePoint(layer, parameters)} if HIDDEN in parameters else {}
+    if between is not None:
+        found["resid_mid"] = ModulePoint(between, (HIDDEN, RESIDUAL))
+    outputs = {"attn_out": attention, "mlp_out": mlp, "resid_post": layer}
+    return found | {hook: ModulePoint(each) for hook, each in outputs.items() if each is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class SiteNumbers:
+    """Numbers of a model's activations in its tables, which call them layers.
+
+    Those of a hook lie together, so that with one hook they are the layers themselves. Of hooks
+    ("attn_out", "resid_post") and 32 layers, number("resid_post", 3) is 35.
+    """
+
+    hooks: tuple[str, ...]
+    layers: int
+
+    def number(self, hook: str, layer: int) -> int:
+        """Return the number of an activation. Errors: ValueError for an unknown hook."""
+        return self.hooks.index(hook) * self.layers + layer
+
+    def rewrite(self, plan: SteeringPlan) -> SteeringPlan:
+        """Return a plan whose sites and probes have such numbers for layers."""
+        sites = tuple(replace(s, layer=self.number(s.hook, s.layer)) for s in plan.sites)
+        probes = tuple(replace(p, layer=self.number(p.hook, p.layer)) for p in plan.probes)
+        return replace(plan, sites=sites, probes=probes)
+
+
+class Seen(NamedTuple):
+    """An activation as it was passed on, and what had been added to it: float32 [T, D] each."""
+
+    value_TD: Tensor
+    added_TD: Tensor
+
+
+class PointProbe:
+    """Read the activations of one rank's layers in a pass, and change those of some hooks."""
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], form: StreamForm, changed: Sequence[str]
+    ) -> None:
+        self._layers = layers
+        self._form = form
+        self._changed = changed
+        self.seen: dict[int, dict[str, Seen]] = {}
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """Return a context in which activations are read and changed."""
+        stack = ExitStack()
+        for number, layer in self._layers.items():
+            for hook, point in find_points(layer).items():
+                stack.callback(point.attach(partial(self._read, number, hook)).remove)
+        return stack
+
+    def _read(self, layer: int, hook: str, output: Any) -> None:
+        parts = split_output(output)
+        if parts is None:
+            return
+        hidden_TD, residual_TD = parts
+        if self._form == "hidden":
+            residual_TD = None
+        before_TD = read_stream(hidden_TD, residual_TD, None).clone()
+        if hook in self._changed:
+            draw = torch.Generator().manual_seed(layer * len(HOOKS) + HOOKS.index(hook))
+            noise_D = torch.randn(hidden_TD.shape[-1], generator=draw).to(hidden_TD.device)
+            scale_T1 = 0.5 * before_TD.square().mean(-1, keepdim=True).sqrt()
+            hidden_TD += (scale_T1 * noise_D).to(hidden_TD.dtype)
+        after_TD = read_stream(hidden_TD, residual_TD, None).clone()
+        self.seen.setdefault(layer, {})[hook] = Seen(after_TD, after_TD - before_TD)
+
+
+NOISE = {True: 1e-4, False: 0.02}
+"""How much of the residual stream a sum may be off by rounding, by whether it is float32."""
+TELLING = 5
+"""What is added comes to so many times the noise at some token, or nothing can be told by it."""
+
+
+Activations = Mapping[str, Seen]
+"""Those of one layer, by hook."""
+
+
+def find_faults(seen: Mapping[int, Activations], *, exact: bool) -> dict[str, str]:
+    """Return, for each hook whose activations are not what they are called, why.
+
+    Args:
+        seen: the activations of a text by layer, plain or changed.
+        exact: whether they are float32.
+
+    """
+    layers, noise = list(seen.values()), NOISE[exact]
+    faults = {
+        hook: f"no such activation was found in layer {layer}"
+        for layer, found in reversed([*seen.items()])
+        for hook in HOOKS
+        if hook not in found
+    }
+    if not faults.keys().isdisjoint(("resid_pre", "resid_post")):
+        return dict.fromkeys(HOOKS, "there is nothing to hold it against") | faults
+    pairs = [(_arrived(two, "resid_pre"), one["resid_post"][0]) for one, two in pairwise(layers)]
+    if not _are_same(pairs, noise):
+        faults["resid_pre"] = "what enters a layer is not what left the one in front"
+    if not faults.keys().isdisjoint(("attn_out", "mlp_out")):
+        return dict.fromkeys(HOOKS[1:-1], "there is nothing to hold it against") | faults
+    if "resid_mid" not in faults:
+        faults |= _find_faults_between(layers, noise)
+    if "resid_mid" in faults:
+        sums = [each["resid_pre"][0] + each["attn_out"][0] + each["mlp_out"][0] for each in layers]
+        if not _are_same([*zip(sums, _arrive(layers, "resid_post"), strict=True)], noise):
+            reason = "what attention and MLP put out is not what the layer adds to the stream"
+            return dict.fromkeys(HOOKS[1:-1], reason) | faults
+    for hook in ("attn_out", "mlp_out"):
+        shares = [
+            each[hook][0].norm(dim=-1) / each["resid_post"][0].norm(dim=-1) for each in layers
+        ]
+        if not max(float(share_T.max()) for share_T in shares) > TELLING * noise:
+            faults[hook] = "it is too small beside the stream to be told from rounding"
+    return faults
+
+
+def _find_faults_between(layers: Sequence[Activations], noise: float) -> dict[str, str]:
+    """Return what is wrong with the stream between attention and MLP, or with what they add."""
+    faults = {}
+    for begin, hook, end in (HOOKS[:3], HOOKS[2:]):
+        ends = _arrive(layers, end)
+        added = [end_TD - each[begin][0] for each, end_TD in zip(layers, ends, strict=True)]
+        outputs = [each[hook][0] for each in layers]
+        scale = _find_scale(added, outputs)
+        for factor in (1.0, scale):
+            sums = [each[begin][0] + factor * each[hook][0] for each in layers]
+            if _are_same([*zip(sums, ends, strict=True)], noise):
+                break
+        else:
+            return {"resid_mid": "attention and MLP are not added one after the other"}
+        if factor != 1.0:
+            faults[hook] = f"what is put out is added to the stream times {factor:.3g}"
+    return faults
+
+
+def _arrived(layer: Activations, hook: str) -> Tensor:
+    """Return an activation as it came, before it was changed."""
+    return layer[hook].value_TD - layer[hook].added_TD
+
+
+def _arrive(layers: Sequence[Activations], hook: str) -> list[Tensor]:
+    return [_arrived(layer, hook) for layer in layers]
+
+
+def _find_scale(added: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Return by what outputs are multiplied to come to what was added: least squares."""
+    across = sum(float((a * b).sum()) for a, b in zip(added, outputs, strict=True))
+    return across / max(sum(float(b.square().sum()) for b in outputs), 1e-30)
+
+
+def _are_same(pairs: Sequence[tuple[Tensor, Tensor]], noise: float) -> bool:
+    """Return whether two streams [T, D] of each pair are the same at every token."""
+    return all(
+        bool(((one - other).norm(dim=-1) <= noise * other.norm(dim=-1)).all())
+        for one, other in pairs
+    )

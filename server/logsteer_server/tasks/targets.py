@@ -1,0 +1,448 @@
+"""Contexts and targets as score jobs: the plan of `/logprob` and of all that scores like it."""
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas import (
+    BosPolicy,
+    LogprobItem,
+    OverflowPolicy,
+)
+from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
+from logsteer_server.contract.batches import (
+    ScoreJobs,
+    Starts,
+    find_starts,
+)
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Ids, ScoreJob
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.planning import Steps
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.run import check_count
+from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
+from logsteer_server.text.chat import ChatForm, count_chars
+from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec
+
+TARGET_WORK = 64
+"""Tokens that take as long to look at as everything else of a target does."""
+PAUSE_AFTER = 4096
+"""Tokens of such work that a step takes, or a conversation, whose template may take long."""
+STEP_TEXTS = 256
+"""Texts that are compared, or put into their places, in a step."""
+
+MAX_TARGETS = 65_536
+"""Targets of one request, all items: four for each of as many items as a request may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How contexts and targets are cut into tokens."""
+
+    boundary: Boundary = "joint"
+    space: SpacePolicy = "as_given"
+    bos: BosPolicy = "auto"
+    on_overflow: OverflowPolicy = "error"
+    chat: ChatForm = ANSWERED
+
+
+def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
+    """Bound items and targets. Errors: APIError `payload_too_large`."""
+    check_count("items", len(items), settings.max_items)
+    count = 0
+    for item in items:
+        count += len(item.targets or item.target_ids or ())
+    check_count("items[].targets", count, MAX_TARGETS)
+
+
+def find_longest(items: Sequence[LogprobItem]) -> int:
+    """Return the characters of the longest context with its longest target."""
+    longest = 0
+    for item in items:
+        if item.targets is not None:
+            length = len(item.context or "") + max(map(len, item.targets))
+            if item.messages is not None:
+                length += count_chars(item.messages)
+            longest = max(longest, length)
+    return longest
+
+
+class PlannedTarget(NamedTuple):
+    """One string or id sequence to score: its tokens, and where its scores will be.
+
+    They are all of job `job`'s rows, or only entry `slot` where the job shares a row.
+    """
+
+    text: str
+    token_ids: list[int]
+    offsets: Offsets | None
+    finding: BoundaryFinding
+    truncated: int
+    job: int
+    slot: int | None
+
+
+class PlannedItem(NamedTuple):
+    """One item's targets as given; with `space: both` or `best`, the indices of each's variants."""
+
+    targets: list[int]
+    variants: list[tuple[int, ...]] | None
+    given: Sequence[str] = ()
+
+    def renumber(self, numbers: Sequence[int | None]) -> "PlannedItem":
+        """Return the item with the number of each target in place of the target.
+
+        A variant without a number is left out; the target that it is has that of the other.
+        """
+        if self.variants is None:
+            return PlannedItem([n for t in self.targets if (n := numbers[t]) is not None], None)
+        variants = [
+            tuple(n for variant in pair if (n := numbers[variant]) is not None)
+            for pair in self.variants
+        ]
+        targets = [numbers[t] for t in self.targets]
+        kept = [v[0] if n is None else n for n, v in zip(targets, variants, strict=True)]
+        return PlannedItem(kept, variants, self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """Everything to score; `items` point into `planned`, that into `jobs`."""
+
+    planned: list[PlannedTarget]
+    items: list[PlannedItem]
+    """Those that have no problem."""
+    jobs: ScoreJobs
+
+    def context(self, target: PlannedTarget) -> Ids:
+        """Return what the model reads in front of a target."""
+        starts = self.jobs.token_starts
+        end = starts[target.job + 1] - len(target.token_ids) + (not self.jobs.like.reads_end)
+        return self.jobs.tokens[starts[target.job] : end]
+
+    def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
+        """Return where each target's rows begin and end, among those of the jobs' outputs."""
+        found = [(t.job, t.slot or 0, len(t.token_ids)) for t in self.planned]
+        found_N3 = np.array(found, dtype=np.int64).reshape(-1, 3)
+        jobs, slots, counts = found_N3.T
+        begins = row_starts[jobs] + slots
+        return begins, begins + counts
+
+
+def plan_targets(
+    given: Sequence[LogprobItem],
+    codec: TextCodec,
+    info: EngineInfo,
+    options: TargetOptions,
+    read: ColumnOptions,
+    problems: ItemProblems | None = None,
+) -> Steps[TargetPlan]:
+    """Plan one job a target, but one for all single tokens after a context that are not read.
+
+    What is wrong with an item is added to `problems`; the first is raised where that is None.
+    Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
+    """
+    problems = ItemProblems("items") if problems is None else problems
+    laid = yield from _lay_out_items(given, codec, info, options, problems)
+    decoded = yield from _decode_targets(codec, list(laid.distinct.values()))
+    pairs = laid.pairs
+    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
+    builder = _JobBuilder(options.on_overflow, info, read)
+    planned: list[PlannedTarget] = []
+    numbers: list[int | None] = []
+    work = 0
+    for place, text in enumerate(laid.texts):
+        numbers.append(len(planned))
+        if place in laid.id_cuts:
+            cut = laid.id_cuts[place]
+            text = decoded[id(cut.target_ids)]
+        else:
+            found = next(text_cuts)
+            if isinstance(found, APIError):
+                numbers[place] = None
+                if options.space != "best" or found.param or not laid.has_twin(place, numbers):
+                    laid.add_problem(problems, place, found)
+                continue
+            cut = found
+        try:
+            planned.append(builder.place(text, cut))
+        except APIError as error:
+            laid.add_problem(problems, place, error)
+        work += TARGET_WORK + len(cut.target_ids)
+        if work >= PAUSE_AFTER:
+            work = 0
+            yield builder.num_tokens
+    items = laid.items
+    if problems or None in numbers:
+        items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
+    return TargetPlan(planned, items, builder.make_jobs())
+
+
+@dataclass(slots=True)
+class _LaidItems:
+    """What is scored of items, one entry of `texts` after the other; `firsts` of each item.
+
+    `pairs` are those that are text, in order; `id_cuts` those that are ids, by their place.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    items: list[PlannedItem] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    id_cuts: dict[int, Cut] = field(default_factory=dict)
+    distinct: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def has_twin(self, place: int, numbers: Sequence[int | None]) -> bool:
+        """Return whether the other variant of a target can be scored, or has still to be looked at.
+
+        Of two variants one is enough.
+        """
+        first = self.firsts[bisect_right(self.firsts, place) - 1]
+        twin = first + ((place - first) ^ 1)
+        return twin > place or numbers[twin] is not None
+
+    def add_problem(self, problems: ItemProblems, place: int, error: APIError) -> None:
+        """Add the error of the target at a place to the problems of its item."""
+        index = bisect_right(self.firsts, place) - 1
+        number = (place - self.firsts[index]) // (1 if self.items[index].variants is None else 2)
+        name = "target_ids" if place in self.id_cuts else "targets"
+        problems.add(index, error, None if error.param else f"{name}[{number}]")
+
+
+def _lay_out_items(
+    given: Sequence[LogprobItem],
+    codec: TextCodec,
+    info: EngineInfo,
+    options: TargetOptions,
+    problems: ItemProblems,
+) -> Steps[_LaidItems]:
+    """List what is scored of the items, which are checked and rendered."""
+    laid, work = _LaidItems(), 0
+    texts = laid.texts
+    for index, item in enumerate(given):
+        first = len(texts)
+        laid.firsts.append(first)
+        try:
+            if item.context_ids is not None:
+                for cut in _cut_ids(codec, info, options.bos, item, laid.distinct):
+                    laid.id_cuts[len(texts)] = cut
+                    texts.append("")
+                    work += len(cut.target_ids)
+                laid.items.append(PlannedItem(list(range(first, len(texts))), None))
+                work += TARGET_WORK + len(item.context_ids)
+            else:
+                context, rendered = item.context or "", False
+                if item.messages is not None:
+                    context, rendered = codec.render_chat(item.messages, options.chat), True
+                as_given, variants = _lay_out(
+                    item.targets or [], options.space != "as_given", texts
+                )
+                laid.pairs += [Pair(context, text, rendered) for text in texts[first:]]
+                laid.items.append(PlannedItem(as_given, variants, item.targets or ()))
+                work += PAUSE_AFTER if rendered else TARGET_WORK
+        except APIError as error:
+            problems.add(index, error)
+            del texts[first:]
+            laid.items.append(PlannedItem([], None))
+        if work >= PAUSE_AFTER:
+            work = 0
+            yield 0
+    return laid
+
+
+def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[int, str]]:
+    """Return the text of each list of ids, by the list's address."""
+    decoded: dict[int, str] = {}
+    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
+        decoded[id(target_ids)] = text
+        if not len(decoded) % STEP_TEXTS:
+            yield 0
+    return decoded
+
+
+def _lay_out(
+    targets: Sequence[str], both: bool, texts: list[str]
+) -> tuple[list[int], list[tuple[int, ...]] | None]:
+    """Append what is scored for these targets to `texts`; return where each is."""
+    if "" in targets:
+        raise _empty_target(f"targets[{targets.index('')}]")
+    if not both:
+        first = len(texts)
+        texts += targets
+        return list(range(first, len(texts))), None
+    given: list[int] = []
+    variants: list[tuple[int, ...]] = []
+    for number, target in enumerate(targets):
+        with_space, bare = space_variants(target)
+        if not bare:
+            detail = f"Target {target!r} is a space alone: without it nothing is left to score. "
+            detail += "Send space: as_given."
+            raise api_error("boundary_empty", detail, param=f"targets[{number}]")
+        first = len(texts)
+        texts += [with_space, bare]
+        variants.append((first, first + 1))
+        given.append(first if target == with_space else first + 1)
+    return given, variants
+
+
+def _cut_ids(
+    codec: TextCodec,
+    info: EngineInfo,
+    bos: BosPolicy,
+    item: LogprobItem,
+    distinct: dict[tuple[int, ...], list[int]],
+) -> list[Cut]:
+    """Return an item of ids as cuts, which have its context as the same list.
+
+    Equal targets are the same list, too: the first of them, which `distinct` has.
+    """
+    context_ids = item.context_ids or []
+    _check_ids(context_ids, "context_ids", info)
+    cuts = []
+    for number, target_ids in enumerate(item.target_ids or []):
+        name = f"target_ids[{number}]"
+        if not target_ids:
+            raise _empty_target(name)
+        _check_ids(target_ids, name, info)
+        if len(target_ids) > info.context_length + 1:  # before millions of ids are decoded
+            detail = f"The target has {len(target_ids)} tokens, this model reads "
+            detail += f"{info.context_length}: split it."
+            raise api_error("context_too_long", detail, param=name)
+        front = context_ids or codec.bos_ids(bos, target_ids)
+        if not front:
+            detail = "The context has no token: nothing precedes the target; give one."
+            raise api_error("boundary_empty", detail, param="context_ids")
+        cuts.append(Cut(front, distinct.setdefault(tuple(target_ids), target_ids), None))
+    return cuts
+
+
+def _empty_target(name: str) -> APIError:
+    detail = "A target needs at least one token, and this one is empty; leave it out."
+    return api_error("invalid_request", detail, param=name)
+
+
+def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
+    if ids and max(ids) >= info.vocab_size:
+        detail = f"There is no token {max(ids)}; the model's vocabulary ends at "
+        raise api_error("invalid_request", f"{detail}{info.vocab_size - 1}.", param=name)
+
+
+class _JobBuilder:
+    """Makes the jobs: one a target, but one for all single tokens after a context.
+
+    Those need the same one row of logits, so their context is read once: after "2 + 2 =", the
+    targets " 4" and " 5" are two entries of the last row of one job. Where targets are read to
+    their ends, each has a job of its own.
+    """
+
+    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo, read: ColumnOptions) -> None:
+        self._read = read
+        self._on_overflow = on_overflow
+        self._limit = info.context_length
+        self._tokens = array("i")
+        self._lengths: list[int] = []
+        self._context_ids: list[int] = []
+        self._context = array("i")
+        self._shared: int | None = None
+        """The job of the single tokens after the latest context."""
+        self._targets: list[list[int]] = []
+        self._sharing: dict[bytes, int] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model reads for the jobs so far."""
+        return len(self._tokens)
+
+    def place(self, text: str, cut: Cut) -> PlannedTarget:
+        """Put a target into a job. Errors: APIError `context_too_long`."""
+        context_ids, target_ids, offsets, finding = cut
+        count, excess, slot = len(target_ids), 0, None
+        unread = 0 if self._read.reads_end else 1
+        if len(context_ids) + count - unread > self._limit:
+            num_read = len(context_ids) + count - unread
+            least = count + 1 - unread
+            excess = fit_context(num_read, least, self._limit, self._on_overflow)
+        if self._context_ids is not context_ids:
+            self._context_ids, self._context = context_ids, array("i", context_ids)
+            self._shared = None
+        if count > unread:
+            end = [] if unread else [0]
+            job = self._open(self._context[excess:] if excess else self._context, target_ids + end)
+            self._tokens.fromlist(target_ids[:-1] if unread else target_ids)
+            self._lengths[job] += count - unread
+        else:
+            if self._shared is None:
+                self._shared = self._share(self._context[excess:])
+            job = self._shared
+            slot = len(self._targets[job])
+            self._targets[job].append(target_ids[0])
+        return PlannedTarget(text, target_ids, offsets, finding, excess, job, slot)
+
+    def _share(self, tokens: "array[int]") -> int:
+        """Return the job of the single tokens after a context."""
+        key = hashlib.sha256(tokens.tobytes()).digest()
+        if key not in self._sharing:
+            self._sharing[key] = self._open(tokens, [])
+        return self._sharing[key]
+
+    def _open(self, tokens: "array[int]", targets: list[int]) -> int:
+        self._tokens.extend(tokens)
+        self._lengths.append(len(tokens))
+        self._targets.append(targets)
+        return len(self._lengths) - 1
+
+    def make_jobs(self) -> ScoreJobs:
+        """Return the jobs, by their numbers."""
+        none, read = np.zeros(0, dtype=np.int32), self._read
+        like = ScoreJob(
+            none,
+            none,
+            read.columns,
+            read.top,
+            policy=read.policy,
+            double=read.double,
+            reads_end=read.reads_end,
+        )
+        counts = np.array(list(map(len, self._targets)))
+        shares_row = np.zeros(len(counts), dtype=bool)
+        shares_row[list(self._sharing.values())] = True
+        return ScoreJobs(
+            like,
+            np.frombuffer(self._tokens, dtype=np.int32),
+            find_starts(self._lengths),
+            np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),
+            find_starts(counts),
+            shares_row & (counts > 1),
+        )
+
+
+def fit_context(num_read: int, least: int, limit: int, policy: OverflowPolicy) -> int:
+    """Return how many tokens to drop at the left, so that the model can read the rest: `least`.
+
+    Errors: APIError `context_too_long` where that is not wanted, or would drop scored tokens.
+    """
+    excess = num_read - limit
+    if excess <= 0:
+        return 0
+    if policy == "error":
+        detail = (
+            f"Context and target need {num_read} tokens, this model reads {limit}: shorten them, "
+            "or send on_overflow: truncate_left."
+        )
+        raise api_error("context_too_long", detail)
+    if least > limit:
+        detail = (
+            f"The target alone needs {least} tokens, this model reads {limit}: split it, or send "
+            "it to /perplexity, which works in windows."
+        )
+        raise api_error("context_too_long", detail)
+    return excess

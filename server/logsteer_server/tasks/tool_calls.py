@@ -1,0 +1,104 @@
+"""Calls of tools in what a model says: forced by a JSON Schema, or found where it makes them."""
+
+import json
+import re
+from typing import Any
+from uuid import uuid4
+
+from logsteer.schemas.chat import Tool
+from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice
+
+CALL_BEGINS = "<tool_call>"
+"""What models of the families Qwen and Hermes write in front of a call."""
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def find_schema(request: ChatCompletionRequest) -> str | None:
+    """Return the JSON Schema that the whole reply is to follow, as text; None: any reply will do.
+
+    Of a named function it is that of its arguments, of any one that of a list of calls.
+    """
+    tools, choice, wanted = request.tools or [], request.tool_choice, request.response_format
+    found: dict[str, Any] | None = None
+    if isinstance(choice, NamedChoice):
+        (tool,) = [one for one in tools if one.function.name == choice.function.name]
+        found = tool.function.parameters or {"type": "object"}
+    elif choice == "required":
+        found = _describe_calls(tools, 1 if request.parallel_tool_calls is False else None)
+    elif wanted is not None and wanted.type == "json_object":
+        found = {"type": "object"}
+    elif wanted is not None and wanted.json_schema is not None:
+        found = wanted.json_schema.schema_
+    return None if found is None else json.dumps(found)
+
+
+def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:
+    calls: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        shared |= parameters.pop("$defs", {})  # references look for them at the root
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "enum": [tool.function.name]},
+                    "arguments": parameters,
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    found |= {} if most is None else {"maxItems": most}
+    return found | ({"$defs": shared} if shared else {})
+
+
+def read_calls(
+    text: str, request: ChatCompletionRequest
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return what a whole reply says, and the calls that it makes, in OpenAI's shape.
+
+    A list of calls that was cut is text.
+    """
+    choice = request.tool_choice
+    if not request.tools or choice == "none":
+        return text, []
+    if isinstance(choice, NamedChoice):
+        return None, [_write_call(choice.function.name, text)]
+    if choice == "required":
+        calls = _read_json(text)
+        if not isinstance(calls, list):
+            return text, []
+        return None, [_write_call(call["name"], call["arguments"]) for call in calls]
+    found = [_read_json(match) for match in _CALL.findall(text)]
+    calls = [call for call in found if isinstance(call, dict) and {"name", "arguments"} <= {*call}]
+    if not calls or len(calls) < len(found):
+        return text, []
+    said = text[: text.index(CALL_BEGINS)].strip()
+    return said or None, [_write_call(call["name"], call["arguments"]) for call in calls]
+
+
+def find_plain(text: str, request: ChatCompletionRequest) -> int:
+    """Return how many characters of a reply that goes on are no call, whatever follows."""
+    if not request.tools or request.tool_choice == "none":
+        return len(text)
+    if request.tool_choice == "required" or isinstance(request.tool_choice, NamedChoice):
+        return 0
+    if CALL_BEGINS in text:
+        return text.index(CALL_BEGINS)
+    kept = [n for n in range(1, len(CALL_BEGINS)) if text.endswith(CALL_BEGINS[:n])]
+    return len(text) - max(kept, default=0)
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _write_call(name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    function = {"name": name, "arguments": text}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}

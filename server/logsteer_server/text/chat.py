@@ -1,0 +1,128 @@
+"""Conversations as text, by a model's chat template."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas import ChatFields, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """How conversations are rendered, as `ChatFields` says.
+
+    `is_whole`: they are read as they are, and not answered, so that no turn of the assistant begins
+    after one of its own unless that is asked for.
+    """
+
+    variables: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    begins_turn: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, request: ChatFields, *, is_whole: bool = False) -> "ChatForm":
+        """Return the form that a request asks for."""
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        return cls(
+            request.chat_template_kwargs or {},
+            request.continue_final_message,
+            request.add_generation_prompt,
+            tools or None,
+            is_whole,
+        )
+
+    def ends_in_answer(self) -> "ChatForm":
+        """Return the form in which the text ends where the last turn's content does."""
+        return replace(self, continues=True, begins_turn=False)
+
+
+def count_chars(messages: Sequence[Message]) -> int:
+    """Return the characters of a conversation."""
+    return sum(message.num_chars for message in messages)
+
+
+def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
+    """Render a conversation as text, as the template writes it.
+
+    Errors: APIError `invalid_request` without a chat template, where it refuses, and where it would
+    not read what it is given.
+    """
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        detail = (
+            "This model has no chat template: write the conversation as text, as the model was "
+            "trained to read it, and send that: prompts, context, texts or items."
+        )
+        raise api_error("invalid_request", detail, param="messages")
+    template = tokenizer.get_chat_template(tools=form.tools)
+    _check_is_read(tokenizer, template, form)
+    begins_turn = form.begins_turn
+    if begins_turn is None:
+        begins_turn = not form.continues and not (
+            form.is_whole and messages[-1].role == "assistant"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [_write_turn(message, template) for message in messages],
+            tools=form.tools,
+            tokenize=False,
+            add_generation_prompt=begins_turn,
+            continue_final_message=form.continues,
+            **form.variables,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        detail = f"The model's chat template refuses these messages: {error!s:.400}."
+        raise api_error("invalid_request", detail, param="messages") from error
+    return str(text)
+
+
+def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
+    """Refuse what the template would not notice. Errors: APIError `invalid_request`."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    for name in form.variables:
+        if name in own:
+            detail = f"chat_template_kwargs has {name}, which is no variable of the template."
+            raise _refuse(detail, "chat_template_kwargs")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            detail = (
+                f"chat_template_kwargs has {name}, which this model's chat template does not read: "
+                "it would change nothing; leave it out. /tokenizer_info gives the template."
+            )
+            raise _refuse(detail, "chat_template_kwargs")
+    if form.tools and not re.search(r"\btools\b", template):
+        detail = (
+            "This model's chat template does not read tools: describe them in a message, and leave "
+            "tools out; response_format forces the form of a reply."
+        )
+        raise _refuse(detail, "tools")
+
+
+def _refuse(detail: str, param: str) -> APIError:
+    return api_error("invalid_request", detail, param=param)
+
+
+def _write_turn(message: Message, template: str) -> dict[str, Any]:
+    """Return a turn as templates take it: arguments of calls as objects."""
+    turn = message.model_dump(include={"role", "content", "name", "tool_call_id"})
+    turn = {name: value for name, value in turn.items() if value is not None}
+    if message.role == "developer" and "developer" not in template:
+        turn["role"] = "system"
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": call.function.read_arguments(),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return turn

@@ -1,0 +1,107 @@
+"""Holds what users read to plain English: `.venv/bin/python -m tests.prose`
+
+It reads the pages, and of Python what users see: docstrings of public names, help, messages,
+schemas. Blocks of code, names in backquotes and addresses are left out. PHRASES has what a reader
+must translate back, EXCEPTIONS where one may stay, and why. vale's package fetches its program when
+it first runs, and proselint finds nothing here but blocks of code, so this is a list of our own.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PHRASES = {
+    r"\bgo(es)? on\b": "continues, resumes",
+    r"\banew\b": "again",
+    r"\bstands? (in|at|there|as)\b": "is",
+    r"\bin front of\b": "before",
+    r"\bbehind (it|them|each|all|every|everything|the|a|an|token|others)\b": "after, below",
+    r"\bthose (that|which)\b": "name them",
+    r"\b(is|are) (?-i:none)\b": "has no, is not",
+    r"\bof (yours|ours|theirs)\b": "your, our, their",
+    r"\b(could|to|can) be had\b": "is available",
+    r"\bby its\b": "from its, with its",
+    r"\b(is|are) (asked (of|for)|told)\b": "says what happens, in the active voice",
+    r"\bat work\b": "running",
+    r"\bwhoever\b": "a subject",
+    r"\blikewise\b": "what it is",
+    r"\bsuch as stand\b": "that are",
+    r"(?<!there )\bis no [a-z]+\b(?! (longer|better|more))": "is not a",
+    r"\b(its|their) kin\b": "names",
+    r"\b(hence|thus|thereby|wherein|simply|actually|basically)\b": "nothing",
+    r"\bin order to\b": "to",
+    r"\butili[sz]e": "use",
+}
+"""What is not written -> what is."""
+LONGEST = 45
+"""Words of a sentence, at most."""
+EXCEPTIONS = {("_generator.py", "92 words"): "the head of the modules that it writes"}
+"""(end of a file's name, the words) -> why they may stay there."""
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "*/README.md", "docs/*.md"]
+CODE = ["client/logsteer/**/*.py", "server/logsteer_server/settings/*.py"]
+
+
+def read_page(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs, rows and entries of a page with their lines, without blocks of code."""
+    text = re.sub(
+        r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.M | re.S
+    )
+    line = 1
+    for part in re.split(r"(\n\n+|\n(?=- |\* |\d+\. |\||#))", text):
+        if part.strip() and not part.startswith(("    ", "::: ")):
+            yield line, part
+        line += part.count("\n")
+
+
+def read_code(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a module that users see, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if (text := ast.get_docstring(node)) and not node.name.startswith("_"):
+                yield node.body[0].lineno, text
+        elif isinstance(node, ast.Call | ast.Assign):
+            given = node.args if isinstance(node, ast.Call) else [node.value]
+            named = node.keywords if isinstance(node, ast.Call) else []
+            for value in [*given, *(keyword.value for keyword in named)]:
+                parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+                words = [p.value if isinstance(p, ast.Constant) else "`x`" for p in parts]
+                if all(isinstance(word, str) for word in words) and " " in "".join(words):
+                    yield value.lineno, "".join(words)
+
+
+def find(text: str) -> Iterator[str]:
+    """Yield what is wrong with a paragraph. Commands in it do not count."""
+    text = re.sub(r"^  (logsteer|cat|echo|/).*", "", text, flags=re.M)
+    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+|<!--.*?-->", "x", text, flags=re.S)
+    text = re.sub(r"\s+", " ", text)
+    for pattern, better in PHRASES.items():
+        for found in re.finditer(pattern, text, re.IGNORECASE):
+            yield f"“{found[0]}”: write {better}"
+    for sentence in re.split(r"(?<=[.;:!?]) | \| ", text):
+        if (count := len(re.findall(r"\w[\w'-]*", sentence))) > LONGEST:
+            yield f"a sentence of {count} words: “{sentence[:50]}…”"
+
+
+def main() -> int:
+    """Print what is found; return the exit status."""
+    count = 0
+    for pattern in (*PAGES, *CODE):
+        for path in sorted(ROOT.glob(pattern)):
+            name = str(path.relative_to(ROOT))
+            if name.endswith(("_sync_methods.py", "_async_methods.py")):
+                continue  # written from the schemas
+            for line, text in read_code(path) if path.suffix == ".py" else read_page(path):
+                for complaint in find(text):
+                    if any(name.endswith(end) and words in complaint for end, words in EXCEPTIONS):
+                        continue
+                    count += 1
+                    sys.stdout.write(f"{name}:{line}: {complaint}\n")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
