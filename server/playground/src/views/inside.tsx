@@ -19,7 +19,6 @@ import {
   makeAttribution,
   makeLens,
   makePatch,
-  type AttributedTarget,
   type Found,
   type InsideState,
 } from "./inside/request";
@@ -108,9 +107,8 @@ function InsideView({ state, setState, model, models, isShown, result, onResult,
         return;
       }
       if (first?.endpoint === "gradient") {
-        // The types of the API do not have what an attribution adds yet.
-        const answer = await call("post", "/gradient", first.body as never, { signal });
-        const targets = (answer.results[0]?.targets ?? []) as AttributedTarget[];
+        const answer = await call("post", "/gradient", first.body, { signal });
+        const targets = answer.results[0]?.targets ?? [];
         onResult({ look: "attribution", targets }, { fields: state, title: `Attribution: ${state.clean} | ${state.targets.join(" | ")}` });
         return;
       }

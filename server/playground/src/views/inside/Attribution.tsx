@@ -1,16 +1,16 @@
 // What each input token contributes to the score of a target.
 import { useMemo } from "preact/hooks";
+import type { Schemas } from "../../lib/api";
 import { fixed, number, signed, tick, visible } from "../../lib/format";
 import { divergingScale, findReach } from "../../lib/scales";
 import { Stats } from "../../parts/Stats";
 import { Table, type TableColumn } from "../../parts/Table";
 import { TokenCard } from "../../parts/TokenCard";
 import { TokenText } from "../../parts/TokenText";
-import type { AttributedTarget } from "./request";
 
-export function Attributions({ targets }: { targets: readonly AttributedTarget[] }) {
+export function Attributions({ targets }: { targets: readonly Schemas["TargetGradient"][] }) {
   const scale = useMemo(() => {
-    const { reach, isClipped } = findReach(targets.flatMap(({ attributions }) => attributions));
+    const { reach, isClipped } = findReach(targets.flatMap(({ attributions }) => attributions ?? []));
     return { ...divergingScale("Contribution to the log-probability, nats", reach, tick), isClipped };
   }, [targets]);
   return (
@@ -39,12 +39,12 @@ const COLUMNS: TableColumn<Row>[] = [
 ];
 
 interface AttributionProps {
-  target: AttributedTarget;
+  target: Schemas["TargetGradient"];
   scale: ReturnType<typeof divergingScale>;
 }
 
 function Attribution({ target, scale }: AttributionProps) {
-  const { input_tokens: tokens, input_ids: ids, attributions: values } = target;
+  const [tokens, values] = useMemo(() => [target.input_tokens ?? [], target.attributions ?? []], [target]);
   const rows = useMemo(() => tokens.map((token, at) => ({ at, token, value: values[at] ?? null })), [tokens, values]);
   const delta = target.convergence_delta;
   return (
@@ -60,7 +60,7 @@ function Attribution({ target, scale }: AttributionProps) {
         describe={(index) => (
           <TokenCard
             token={tokens[index] ?? ""}
-            id={ids[index]}
+            id={target.input_ids?.[index]}
             rows={[
               ["Position", index],
               ["Contribution", `${signed(values[index], 3)} nats`],

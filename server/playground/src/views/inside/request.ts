@@ -20,22 +20,8 @@ export type InsideState = BesideState & {
   at: string;
   /** What the cells of a patch say. */
   cells: "share" | "change";
-  method: Attribution["attribution"];
+  method: NonNullable<Schemas["GradientRequest"]["attribution"]>;
   steps: number;
-};
-
-/** What `/gradient` takes for an attribution, and what it adds to each target. */
-interface Attribution {
-  attribution: "integrated" | "gradient_x_input";
-  steps?: number;
-}
-
-export type AttributedTarget = Schemas["TargetGradient"] & {
-  input_ids: number[];
-  input_tokens: string[];
-  attributions: (number | null)[];
-  baseline_logprob?: number | null;
-  convergence_delta?: number | null;
 };
 
 /** A lens on one text, under one condition. */
@@ -52,7 +38,7 @@ export type Patched = {
   hook: string;
   result: Schemas["PatchResult"];
 };
-export type Attributed = { look: "attribution"; targets: AttributedTarget[] };
+export type Attributed = { look: "attribution"; targets: Schemas["TargetGradient"][] };
 export type Found = Lensed | Patched | Attributed;
 
 const TOP = 6;
@@ -95,7 +81,7 @@ export function makeAttribution(state: InsideState, model: string) {
     items: [{ context: state.clean, targets: state.targets.filter((target) => target !== "") }],
     attribution: state.method,
     steps: state.method === "integrated" ? state.steps : undefined,
-  } satisfies JsonObject & Attribution;
+  } satisfies JsonObject;
 }
 
 /** Jobs that a patch is about, by the model's layers and the characters of a token. */
