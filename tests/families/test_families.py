@@ -30,6 +30,17 @@ TRIED = [
     for family in (FAMILIES if EVERY else USUAL)
     if EVERY or mode == "eager"
 ]
+POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
+PARALLEL = dict.fromkeys(("cohere", "falcon", "gpt_neox"), ("resid_mid",))
+WITHOUT = {
+    "vllm": PARALLEL | {
+        "granite": ("attn_out", "mlp_out"),
+        "granite_hybrid": ("attn_out", "resid_mid", "mlp_out"),
+    },
+    "transformer_lens": PARALLEL,
+}  # fmt: skip
+"""By engine and family, points that are refused: parallel blocks have no stream between, Granite
+scales what it adds, and a Mamba layer has no attention."""
 REFUSED = {("granite_hybrid", "transformer_lens"): "has recurrent layers"}
 """By family and engine, how its refusal begins, where there is one."""
 
@@ -82,17 +93,25 @@ def test_a_family_has_the_numbers_of_transformers(
     for check in CHECKS:
         assert not isinstance(line[check], str), f"{check}: {line[check]}"
         assert line[check] < TOLERANCE, (check, line)
+    for point in POINTS:
+        is_refused = point in WITHOUT[engine].get(family, ())
+        assert isinstance(line[point], str) == is_refused, (point, line[point])
+        assert is_refused or line[point] < TOLERANCE, (point, line)
 
 
 def describe(found: dict[tuple[str, str, str], Any]) -> str:
     """The table of docs/families.md."""
-    head = " | ".join(["family", "engine", *CHECKS])
-    rows = [f"| {head} |", "|" + "---|" * (len(CHECKS) + 2)]
+    columns = (*CHECKS, *POINTS)
+    head = " | ".join(["family", "engine", *columns])
+    rows = [f"| {head} |", "|" + "---|" * (len(columns) + 2)]
     for (family, engine, mode), line in sorted(found.items()):
         cells = [_write_cell(line, check) for check in CHECKS]
+        cells += [
+            _write_cell(line, p) if isinstance(line[p], float) else "-" for p in POINTS if p in line
+        ]
         name = engine if mode == "eager" else f"{engine}, {mode}"
         if words := line.get("refused", line.get("died")):
-            cells = [words] + [""] * (len(CHECKS) - 1)
+            cells = [words] + [""] * (len(columns) - 1)
         rows.append(f"| {' | '.join([family, name, *cells])} |")
     return "\n".join([INTRODUCTION, *rows]) + "\n"
 
@@ -106,7 +125,9 @@ INTRODUCTION = """# Families of models
 
 Largest difference from transformers (float32, eager attention, hooks on its decoder layers), on
 tiny random checkpoints: of log-probabilities in nats; of captured activations as a part of their
-root mean square. `make families` measures it and writes this file.
+root mean square. Of a point within the layer the larger of both: its activations, and
+log-probabilities where it is steered; a dash where the model has none. `make families` measures it
+and writes this file.
 """
 
 
