@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 c6f448178d25bf1dd457891300e4b527e48a70dcf99583173435bba51882c762
+// Written by build/types.mjs from openapi.json, sha256 86f101127b1f43c7f3d9702d3c3f0d7eedaa4edbea735bff086721a0919dd067
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -562,6 +562,7 @@ export interface components {
             engine: "vllm" | "transformer_lens" | "fake";
             has_chat_template?: boolean | null;
             hidden_size?: number | null;
+            hooks?: string[] | null;
             id: string;
             num_layers?: number | null;
             provenance?: components["schemas"]["Provenance"] | null;
