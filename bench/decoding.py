@@ -30,11 +30,14 @@ gets new pages."""
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch of prompts of a seed, every `steer_every`-th of them steered (0: none is)."""
+    """A batch of prompts of a seed, every `steer_every`-th of them steered (0: none is), at a hook
+    of the middle layer.
+    """
 
     seed: int
     steer_every: int = 0
     logprobs: bool = True
+    hook: str = "resid_post"
 
     def encode(self) -> str:
         """Return the line that tells a process so."""
@@ -66,11 +69,12 @@ class Ours:
         self.vocab = info.vocab_size
         vector = np.random.default_rng(0).normal(size=info.hidden_size)
         vector_D = (4 * vector / np.linalg.norm(vector)).astype(np.float32)
-        self._plan = SteeringPlan((Site(info.num_layers // 2, "resid_post", vector_D),))
+        middle = info.num_layers // 2
+        self._plans = {h: SteeringPlan((Site(middle, h, vector_D),)) for h in info.hooks}
 
     def generate(self, prompts: list[np.ndarray], work: Work) -> list[list[int]]:
         """Return the tokens of each sequence."""
-        every = work.steer_every
+        every, plan = work.steer_every, self._plans.get(work.hook)
         jobs = [
             GenerateJob(
                 prompt,
@@ -78,7 +82,7 @@ class Ours:
                 GREEDY,
                 ignore_eos=True,
                 logprobs=work.logprobs,
-                plan=self._plan if every and index % every == 0 else None,
+                plan=plan if every and index % every == 0 else None,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -81,6 +81,7 @@ BENCHMARKS = {
     "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
+    "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),

@@ -13,6 +13,7 @@ from bench.decoding import GENERATED, SEQUENCES, Answer, Work
 from bench.models import DEMO, make_model
 from bench.timing import compare, join_results, summarize
 from bench.workplace import Workplace, describe_stock
+from logsteer_server.contract.engine import HOOKS
 
 UNCOUNTED = 4
 """Batches of each process before those that count: they use all pages of its cache once."""
@@ -44,10 +45,10 @@ class Decoder:
 
 
 @contextlib.contextmanager
-def start_decoder(place: Workplace, kind: str, slots: int = 0) -> Iterator[Decoder]:
+def start_decoder(place: Workplace, kind: str, slots: int = 0, **more: Any) -> Iterator[Decoder]:
     """A process with the model loaded and warm; it is stopped at the end."""
-    log = place.directory / f"decoding-{kind}-{slots}.log"
-    path, settings = place.find_model(), json.dumps(place.settings)
+    log = place.directory / f"decoding-{kind}-{slots}-{len(more)}.log"
+    path, settings = place.find_model(), json.dumps(place.settings | more)
     command = [sys.executable, "-m", "bench.decoding", kind, str(path), str(slots), settings]
     with (
         log.open("w") as errors,
@@ -132,6 +133,26 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
     changed = sum(a != b for a, b in zip(found[all_].digests, found[plain].digests, strict=True))
     result["ways"][all_]["sequences_changed"] = changed
     return result | {"notes": notes}
+
+
+def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
+    """Steered and not, with every point of a layer compiled in, against resid_post alone."""
+    plain, steered = "unsteered, resid_post alone", "steered, resid_post alone"
+    idle = "unsteered, all hooks"
+    with (
+        start_decoder(place, "ours", SLOTS) as default,
+        start_decoder(place, "ours", SLOTS, hooks=HOOKS) as ours,
+    ):
+        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+            plain: (default, {}),
+            steered: (default, {"steer_every": 1}),
+            idle: (ours, {}),
+        } | {f"steered at {h}": (ours, {"steer_every": 1, "hook": h}) for h in HOOKS}
+        seconds = {name: way.seconds for name, way in run_in_turn(ways, runs).items()}
+    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
+    pairs = [(idle, plain), *((f"steered at {hook}", steered) for hook in HOOKS)]
+    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
+    return result
 
 
 def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:

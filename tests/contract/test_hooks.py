@@ -111,6 +111,20 @@ def test_two_points_of_a_layer_at_once(client: Client) -> None:
         assert set(both.steering.layers) == {f"{LAYER}.attn_out", f"{LAYER}.resid_mid"}
 
 
+def test_a_patch_at_a_point_is_that_of_the_other_engine(client: Client) -> None:
+    pair = {
+        name: {"context": f"The capital of {country} is", "targets": [" Paris"]}
+        for name, country in (("clean", "France"), ("corrupted", "Spain"))
+    }
+    for hook in HOOKS[:-1]:
+        ours, theirs = (
+            np.array(client.patch([pair], hook=hook, model=engine).results[0].matrix)
+            for engine in ENGINES
+        )
+        assert np.abs(ours - theirs).max() < 3 * PER_TOKEN, hook
+        assert np.ptp(ours) > 100 * PER_TOKEN, hook
+
+
 def test_vectors_trained_at_a_point_are_the_same(client: Client) -> None:
     pairs = [{"positive": f"{a} was happy.", "negative": f"{a} was sad."} for a in ("Tom", "Lily")]
     for hook in HOOKS[:-1]:

@@ -30,6 +30,17 @@ TRIED = [
     for family in (FAMILIES if EVERY else USUAL)
     if EVERY or mode == "eager"
 ]
+POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
+PARALLEL = dict.fromkeys(("cohere", "falcon", "gpt_neox"), ("resid_mid",))
+WITHOUT = {
+    "vllm": PARALLEL | {
+        "granite": ("attn_out", "mlp_out"),
+        "granite_hybrid": ("attn_out", "resid_mid", "mlp_out"),
+    },
+    "transformer_lens": PARALLEL,
+}  # fmt: skip
+"""By engine and family, points that are refused: parallel blocks have no stream between, Granite
+scales what it adds, and a Mamba layer has no attention."""
 REFUSED = {("granite_hybrid", "transformer_lens"): "has recurrent layers"}
 """By family and engine, how its refusal begins, where there is one."""
 
@@ -82,14 +93,19 @@ def test_a_family_has_the_numbers_of_transformers(
     for check in CHECKS:
         assert not isinstance(line[check], str), f"{check}: {line[check]}"
         assert line[check] < TOLERANCE, (check, line)
+    for point in POINTS:
+        is_refused = point in WITHOUT[engine].get(family, ())
+        assert isinstance(line[point], str) == is_refused, (point, line[point])
+        assert is_refused or line[point] < TOLERANCE, (point, line)
 
 
 def describe(found: dict[tuple[str, str, str], Any]) -> str:
     """The page docs/families.md: a row a family, the largest difference of every check and mode."""
-    rows = ["| family | vllm | transformer_lens |", "|---|---|---|"]
+    rows = ["| family | vllm | transformer_lens | points that vLLM has not |", "|---|---|---|---|"]
     for family in sorted({family for family, _, _ in found}):
         cells = [_write_cell(found, family, engine) for engine in ("vllm", "transformer_lens")]
-        rows.append(f"| {' | '.join([family, *cells])} |")
+        lacks = ", ".join(WITHOUT["vllm"].get(family, ()))
+        rows.append(f"| {' | '.join([family, *cells, lacks])} |")
     return "\n".join([INTRODUCTION, *rows]) + "\n"
 
 
@@ -99,15 +115,17 @@ def _write_cell(found: dict[tuple[str, str, str], Any], family: str, engine: str
     words += [value for line in lines for value in map(line.get, CHECKS) if isinstance(value, str)]
     if any(words):
         return next(filter(None, words))
-    return f"{max(line[check] for line in lines for check in CHECKS):.0e}"
+    values = [line[check] for line in lines for check in (*CHECKS, *POINTS)]
+    return f"{max(value for value in values if not isinstance(value, str)):.0e}"
 
 
 INTRODUCTION = """# Families of models
 
 The largest difference from transformers (float32, eager attention) on tiny random checkpoints: of
 scores, scores after a shared prefix, steered scores (`add`, `ablate`, `rotate`) and generation in
-nats, and of captured activations as a part of their root mean square. vLLM ran eager and compiled.
-`make families` measures this and writes the page.
+nats; of activations as a part of their root mean square; of resid_pre, attn_out, resid_mid and
+mlp_out, read and steered. vLLM ran eager and compiled. `make families` measures this and writes the
+page.
 """
 
 

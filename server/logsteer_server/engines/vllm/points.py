@@ -27,7 +27,12 @@ from torch.utils.hooks import RemovableHandle
 
 from logsteer_server.contract.engine import HOOKS
 from logsteer_server.contract.plan import SteeringPlan
-from logsteer_server.engines.vllm.stream import StreamForm, read_stream, split_output
+from logsteer_server.engines.vllm.stream import (
+    PROBE_TOKENS,
+    StreamForm,
+    read_stream,
+    split_output,
+)
 
 ATTENTION = ("self_attn", "self_attention", "attn", "attention")
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "fc2")
@@ -154,14 +159,15 @@ class PointProbe:
             scale_T1 = 0.5 * before_TD.square().mean(-1, keepdim=True).sqrt()
             hidden_TD += (scale_T1 * noise_D).to(hidden_TD.dtype)
         after_TD = read_stream(hidden_TD, residual_TD, None).clone()
-        self.seen.setdefault(layer, {})[hook] = Seen(after_TD, after_TD - before_TD)
+        own = slice(PROBE_TOKENS - 1)  # behind them a graph's padding, which may be anything
+        seen = Seen(after_TD[own], (after_TD - before_TD)[own])
+        self.seen.setdefault(layer, {})[hook] = seen
 
 
 NOISE = {True: 1e-4, False: 0.02}
 """How much of the residual stream a sum may be off by rounding, by whether it is float32."""
 TELLING = 5
 """What is added comes to so many times the noise at some token, or nothing can be told by it."""
-
 
 Activations = Mapping[str, Seen]
 """Those of one layer, by hook."""
