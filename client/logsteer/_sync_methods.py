@@ -392,7 +392,7 @@ class ClientMethods(Caller):
 
     def perplexity(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str | Sequence[int]],
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -417,7 +417,7 @@ class ClientMethods(Caller):
         """Score texts: the log-likelihood and perplexity of each, and of all together.
 
         Args:
-            texts: Texts to score.
+            texts: Texts to score; or token ids, taken as they are, in the same windows.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -475,7 +475,7 @@ class ClientMethods(Caller):
 
     def perplexity_events(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str | Sequence[int]],
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -502,7 +502,7 @@ class ClientMethods(Caller):
         The request is sent when the first event is asked for. Close the generator to stop early.
 
         Args:
-            texts: Texts to score.
+            texts: Texts to score; or token ids, taken as they are, in the same windows.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.

@@ -21,6 +21,7 @@ from logsteer.schemas.common import (
     RequestOptions,
     RowColumns,
     RowOptions,
+    TokenId,
     Usage,
     name_refusal,
 )
@@ -86,7 +87,10 @@ class WindowOptions(RequestOptions):
 class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields):
     """Texts to score."""
 
-    texts: list[str] = Field(min_length=1, description="Texts to score.")
+    texts: list[str | list[TokenId]] = Field(
+        min_length=1,
+        description="Texts to score; or token ids, taken as they are, in the same windows.",
+    )
     columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")
     tokens: bool = Field(default=False, description="List the columns of every scored token.")
