@@ -104,6 +104,24 @@ def test_an_echo_is_streamed_in_front_of_the_pieces(outside: openai.OpenAI, mode
     assert [n for each in found for n in each.text_offset or []] == wanted.text_offset
 
 
+def test_offsets_count_the_characters_that_were_sent(outside: openai.OpenAI, model: str) -> None:
+    """Not those of pieces: bytes of one character are tokens, and a BOS is none of the text."""
+    prompt = "Café was 日本 🙂 here."
+    arguments: Any = {
+        "model": model,
+        "max_tokens": 1,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    for given in (prompt, outside.completions.create(**arguments, prompt=prompt).choices[0].text):
+        logprobs = outside.completions.create(**arguments, prompt=given).choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens and logprobs.text_offset
+        for token, start in zip(logprobs.tokens[1:-1], logprobs.text_offset[1:-1], strict=True):
+            assert "\ufffd" in token or given[start:].startswith(token), (token, start)
+        assert logprobs.text_offset[-1] == len(given)
+
+
 def test_chats_and_their_streams(outside: openai.OpenAI, model: str) -> None:
     arguments = {
         "model": model,
