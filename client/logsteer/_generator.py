@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from logsteer import _endpoints, schemas
 from logsteer._conveniences import CONVENIENCES, Argument, Convenience
 from logsteer._endpoints import ENDPOINTS, Content, Endpoint
-from logsteer._parameters import Parameter, list_parameters, takes_texts
+from logsteer._parameters import Parameter, find_texts, list_parameters, takes_texts
 
 WIDTH = 100
 HERE = Path(__file__).parent
@@ -272,7 +272,8 @@ def _spell_parameter(parameter: Parameter) -> Argument:
         spelled = _SOURCES[parameter.source]
     elif takes_texts(parameter):
         rest = get_args(parameter.type) if get_origin(parameter.type) is Union else ()
-        spelled = "str | Sequence[str]" + (" | None" if NoneType in rest else "")
+        texts = _spell(find_texts(parameter.type))
+        spelled = f"str | {texts}" + (" | None" if NoneType in rest else "")
     else:
         spelled = _spell(parameter.type)
     # Python's word for what JSON calls null.

@@ -74,8 +74,19 @@ def list_parameters(endpoint: Endpoint) -> tuple[Parameter, ...]:
 
 
 def takes_texts(parameter: Parameter) -> bool:
-    """Return whether the parameter is a list of texts, for which one string may stand."""
-    return not parameter.named and list[str] in (parameter.type, *get_args(parameter.type))
+    """Return whether the parameter is a list of texts, or ids, for which one string may stand."""
+    return not parameter.named and find_texts(parameter.type) is not None
+
+
+def find_texts(kind: Any) -> Any:
+    """Return the list of texts, or of texts and ids, that a type is or may be; None: it is none."""
+    for part in (kind, *get_args(kind)):
+        if get_origin(part) is list:
+            (entry,) = get_args(part)
+            others = [get_origin(one) for one in get_args(entry) if one is not str]
+            if entry is str or (str in get_args(entry) and others == [list]):
+                return part
+    return None
 
 
 def _derive(endpoint: Endpoint) -> Iterator[Parameter]:

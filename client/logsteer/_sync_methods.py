@@ -430,7 +430,7 @@ class ClientMethods(Caller):
 
     def perplexity(
         self,
-        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
+        texts: str | Sequence[str | Sequence[int]] | NotGiven | None = NOT_GIVEN,
         *,
         chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         continue_final_message: bool | NotGiven = NOT_GIVEN,
@@ -463,7 +463,7 @@ class ClientMethods(Caller):
         """Score texts: the log-likelihood and perplexity of each, and of all together.
 
         Args:
-            texts: Texts to score.
+            texts: Texts to score; or token ids, taken as they are, in the same windows.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
@@ -535,7 +535,7 @@ class ClientMethods(Caller):
 
     def perplexity_events(
         self,
-        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
+        texts: str | Sequence[str | Sequence[int]] | NotGiven | None = NOT_GIVEN,
         *,
         chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         continue_final_message: bool | NotGiven = NOT_GIVEN,
@@ -570,7 +570,7 @@ class ClientMethods(Caller):
         The request is sent when the first event is requested. Close the generator to stop early.
 
         Args:
-            texts: Texts to score.
+            texts: Texts to score; or token ids, taken as they are, in the same windows.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored

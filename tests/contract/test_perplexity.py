@@ -75,6 +75,36 @@ def test_tokens_stand_beside_a_comparison(client: Client) -> None:
     assert answer.divergence is not None and answer.divergence.num_tokens == 5 * 31
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_token_ids_are_windowed_as_their_text(client: Client, protocol: Protocol) -> None:
+    """Every statistic is that of the text, its bytes, characters and words among them."""
+    text = f"{TEXT} Café 日本 🙂, naïve."
+    (encoded,) = client.tokenize(text, bos="never").results
+    options: Any = {"protocol": protocol, "context_length": 48, "windows": True, "cache": False}
+    if protocol != "rolling":  # which puts its own token in front
+        options["bos"] = "always"
+    by_text, by_ids = (client.perplexity([given], **options) for given in (text, encoded.token_ids))
+    found, wanted = (answer.results[0].model_dump() for answer in (by_ids, by_text))
+    assert found.keys() == wanted.keys() and wanted["num_scored"] > 48
+    for name in ("num_tokens", "num_scored", "num_bytes", "num_chars", "num_words"):
+        assert found[name] == wanted[name], name
+    assert found["sum_logprob"] == pytest.approx(wanted["sum_logprob"], abs=1e-3)
+    assert [(one["start"], one["end"]) for one in found["windows"]] == [
+        (one["start"], one["end"]) for one in wanted["windows"]
+    ]
+
+
+def test_token_ids_are_taken_as_they_are(client: Client) -> None:
+    (encoded,) = client.tokenize(TEXT[:200]).results
+    whole = client.perplexity([encoded.token_ids]).results[0]
+    assert whole.num_scored == len(encoded.token_ids) - 1
+    plain = client.perplexity([TEXT[:200]]).results[0]
+    assert whole.sum_logprob == pytest.approx(plain.sum_logprob, abs=1e-3)
+    with pytest.raises(APIError, match="vocabulary ends at") as caught:
+        client.perplexity(["a", [1, 10**6]])
+    assert caught.value.param == "texts[1]"
+
+
 ALL_BUT_LOGPROB = ["rank", "entropy", "log_q", "rb_entropy", "effective_support", "logit_std"]
 
 

@@ -82,7 +82,8 @@ def check_commands(
     """So have CSV and the tables of the command line; of two sequences they have `tokens` first."""
 
     def run(*more: str) -> str:
-        asked = [*argv, *more, "--base-url", str(client.base_url), "--probe", f"{NAME}@{LAYER}"]
+        where = ["--base-url", str(client.base_url), "--model", client.models().models[0].id]
+        asked = [*argv, *more, *where, "--probe", f"{NAME}@{LAYER}"]
         assert main(asked) == 0
         return capsys.readouterr().out
 

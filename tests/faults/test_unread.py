@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from logsteer.errors import OverloadedError
-from logsteer_server.api.respond import EventBuffer
+from logsteer_server.api.respond import ByteBuffer
 from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
@@ -104,7 +104,7 @@ def test_a_reader_who_keeps_up_is_never_ended() -> None:
 
 def test_events_wait_for_room_and_come_in_order() -> None:
     async def run() -> tuple[list[int], bytes]:
-        buffer = EventBuffer(10)
+        buffer = ByteBuffer(10)
         waiting: list[int] = []
 
         async def write() -> None:
@@ -127,7 +127,7 @@ def test_events_wait_for_room_and_come_in_order() -> None:
 
 def test_an_event_larger_than_the_room_goes_alone() -> None:
     async def run() -> bytes:
-        buffer = EventBuffer(2)
+        buffer = ByteBuffer(2)
         await buffer.put(b"larger than two")
         buffer.end()
         return b"".join([part async for part in buffer.read()])

@@ -22,6 +22,7 @@ from logsteer.schemas.common import (
     RequestOptions,
     RowColumns,
     RowOptions,
+    TokenId,
     Usage,
     name_refusal,
 )
@@ -87,7 +88,11 @@ class WindowOptions(RequestOptions):
 class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields, ChatFields):
     """Texts to score, or conversations as their template writes them."""
 
-    texts: list[str] | None = Field(default=None, min_length=1, description="Texts to score.")
+    texts: list[str | list[TokenId]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Texts to score; or token ids, taken as they are, in the same windows.",
+    )
     messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
     columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -126,8 +127,12 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     """Say every reason why the request does not fit its schema, in one line."""
     assert isinstance(error, RequestValidationError)
-    body = getattr(request.scope.get("route"), "body_field", None)
-    kind = body and body.field_info.annotation
+    route = request.scope.get("route")
+    fields = [
+        getattr(route, "body_field", None),
+        *getattr(route, "dependant", Dependant()).query_params,
+    ]
+    kind = next((field.field_info.annotation for field in fields if field), None)
     entries = ({**entry, "loc": entry["loc"][1:]} for entry in error.errors())
     found = list(describe_faults(entries, kind))
     reasons = [fault.text for fault in found[:MAX_SHOWN_ERRORS]]

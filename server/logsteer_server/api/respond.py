@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 4 * 2**20
 """Events of a stream that wait for their reader: seconds of any model's tokens, and little enough
-for all streams that there may be."""
+for all streams that there may be. Text that waits for its work, likewise."""
 LONG_ANSWER = 2**20
 """Bytes of an answer, as far as they were expected, from which on a thread writes it."""
 
@@ -72,13 +72,17 @@ OPENAI_CHUNKS = EventShape(_encode_chunk, _encode_openai_error, DONE)
 
 
 async def respond(
-    request: Request, task: Task, shape: EventShape = NAMED_EVENTS, *, reads_body: bool = False
+    request: Request,
+    task: Task,
+    shape: EventShape = NAMED_EVENTS,
+    *,
+    body: "ByteBuffer | None" = None,
 ) -> Response:
     """Run a task and answer with its document, or with a stream of its events.
 
     A stream answers once its first batch is planned and admitted, so that what is refused until
-    then has its own status. `reads_body`: the task reads the request's body while it plans; there
-    is then no deadline, and a caller who hangs up is noticed where the body is read.
+    then has its own status. `body`: where the task reads the request's body while it plans; there
+    is then no deadline, and a caller who hangs up is noticed as far ahead as the buffer reaches.
     """
     settings: Settings = request.app.state.settings
     media_type = choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
@@ -104,8 +108,8 @@ async def respond(
     async def open_stream() -> Event:
         return await anext(events)
 
-    if reads_body:
-        opening = await open_stream()
+    if body is not None:
+        opening = await _run_beside_body(request, body, open_stream())
     else:
         opening = await run_within(request, settings.request_timeout_s, open_stream())
     return EventStream(task.id, opening, events, shape, run.record)
@@ -117,10 +121,11 @@ def _lay_out(task: Task, document: dict[str, Any]) -> memoryview:
     return encode_tensors(file.tensors, file.about)
 
 
-class EventBuffer:
-    """Events that were written and not read yet, at most `max_bytes` or one.
+class ByteBuffer:
+    """Pieces that were written and not read yet, at most `max_bytes` or one.
 
-    So the work ends, and gives its room back, before a slow reader has read what came of it.
+    So work ends, and gives its room back, before a slow reader has read what came of it; and a text
+    is read before slow work needs it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -131,17 +136,17 @@ class EventBuffer:
         self._has_news = asyncio.Event()
         self._has_room = asyncio.Event()
 
-    async def put(self, event: bytes) -> None:
-        """Add an event, once there is room for it."""
-        while self._size and self._size + len(event) > self._max_bytes:
+    async def put(self, piece: bytes) -> None:
+        """Add a piece, once there is room for it."""
+        while self._size and self._size + len(piece) > self._max_bytes:
             self._has_room.clear()
             await self._has_room.wait()
-        self._written.append(event)
-        self._size += len(event)
+        self._written.append(piece)
+        self._size += len(piece)
         self._has_news.set()
 
     def end(self) -> None:
-        """Say that no event follows."""
+        """Say that no piece follows."""
         self._ended = True
         self._has_news.set()
 
@@ -177,7 +182,7 @@ class EventStream(StreamingResponse):
         self._opening = opening
         self._events = events
         self._shape = shape
-        self._buffer = EventBuffer(MAX_UNREAD_BYTES)
+        self._buffer = ByteBuffer(MAX_UNREAD_BYTES)
         self._record = record
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._buffer.read(), headers=headers)
@@ -243,6 +248,36 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
         for task in both:
             task.cancel()
         await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _run_beside_body(request: Request, body: ByteBuffer, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns, which reads the body; cancel it when the caller hangs up.
+
+    Errors: ClientDisconnect; those of reading the body.
+    """
+    both = asyncio.create_task(work), asyncio.create_task(_read_ahead(request, body))
+    working, reading = both
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            reading.result()
+            raise ClientDisconnect
+        return await working
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _read_ahead(request: Request, body: ByteBuffer) -> None:
+    """Read a body, as far as its buffer has room; return when the caller has hung up after it."""
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        request.state.memory.cover(min(size, MAX_UNREAD_BYTES))
+        await body.put(chunk)
+    body.end()
+    await _wait_for_disconnect(request)
 
 
 def _read_timeout(given: str) -> float:

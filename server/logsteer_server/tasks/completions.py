@@ -6,7 +6,7 @@ nothing is generated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ from logsteer_server.text.tokenizer import TextCodec
 class CompletionPrompt:
     """One prompt: its text, its tokens, and the job that scores it where it is echoed so.
 
-    `reads_next`: the last row of that job gives the one greedy token that was asked for.
+    `reads_next`: the last row of that job gives the one greedy token that was asked for. `starts`:
+    where in the text each token begins, in characters, of a prompt that is echoed.
     """
 
     text: str
@@ -44,6 +45,7 @@ class CompletionPrompt:
     echo_job: ScoreJob | None
     reads_next: bool
     samples: list[GenerateJob]
+    starts: list[int] = field(default_factory=list)
 
     @property
     def jobs(self) -> list[Job]:
@@ -73,13 +75,23 @@ def plan_completions(
             check_prompt(text, ids, info.vocab_size)
             fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
         echo_job = _plan_echo(ids, top, reads_next) if scores_echo and top is not None else None
+        is_given = text is not None
         if text is None:  # not before it is known to be short: millions of ids take gigabytes
             text = codec.decode(ids)
+        starts = _find_starts(text if is_given else None, ids, codec) if scores_echo else []
         samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
-        prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
+        prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         yield num_planned
     return prompts
+
+
+def _find_starts(text: str | None, ids: list[int], codec: TextCodec) -> list[int]:
+    """Return where each token begins in the prompt's text; what was put in front begins at 0."""
+    if text is None:
+        return codec.find_starts(ids)
+    starts = [start for start, _ in codec.encode([text])[0].offsets]
+    return [0] * (len(ids) - len(starts)) + starts
 
 
 def plan_chat(
@@ -149,12 +161,17 @@ def _plan_samples(
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Columns of N tokens, which may begin with a prompt's; alternatives are [N, top]."""
+    """Columns of N tokens, which may begin with a prompt's; alternatives are [N, top].
+
+    `starts` are where those of a prompt begin in its text, of `num_chars` characters.
+    """
 
     token_ids: list[int]
     logprobs: list[float | None]
     top_ids: list[list[int] | None]
     top_logprobs: list[list[float] | None]
+    starts: list[int] = field(default_factory=list)
+    num_chars: int = 0
 
     def __add__(self, other: "TokenColumns") -> "TokenColumns":
         return TokenColumns(
@@ -162,16 +179,20 @@ class TokenColumns:
             self.logprobs + other.logprobs,
             self.top_ids + other.top_ids,
             self.top_logprobs + other.top_logprobs,
+            self.starts,
+            self.num_chars,
         )
 
-    def render(self, codec: TextCodec, offset: int = 0) -> dict[str, Any]:
-        """Write the columns as `CompletionLogprobs`; `offset` characters came before.
+    def render(self, codec: TextCodec, offset: int = 0) -> tuple[dict[str, Any], int]:
+        """Return the columns as `CompletionLogprobs`, and how many characters there are by then.
 
-        The alternatives name the token itself, too, as OpenAI's do.
+        `offset` characters came before. The alternatives name the token itself, too, as OpenAI's
+        do.
         """
         tokens = [codec.piece(token_id) for token_id in self.token_ids]
-        offsets = []
-        for token in tokens:
+        offsets = [offset + start for start in self.starts]
+        offset += self.num_chars
+        for token in tokens[len(offsets) :]:
             offsets.append(offset)
             offset += len(token)
         top: list[dict[str, float | None] | None] = []
@@ -183,12 +204,13 @@ class TokenColumns:
                 continue
             own: dict[str, float | None] = {token: logprob}
             top.append(own | dict(zip(map(codec.piece, ids), values, strict=True)))
-        return {
+        shown = {
             "tokens": tokens,
             "token_logprobs": self.logprobs,
             "top_logprobs": top,
             "text_offset": offsets,
         }
+        return shown, offset
 
 
 def read_generated(output: GenerateOutput) -> TokenColumns:
@@ -203,14 +225,16 @@ def read_generated(output: GenerateOutput) -> TokenColumns:
 
 def read_echo(prompt: CompletionPrompt, output: ScoreOutput | None, top: int) -> TokenColumns:
     """Return the columns of a prompt's own tokens; the first has no log-probability."""
+    where = prompt.starts, len(prompt.text)
     if output is None:
-        return TokenColumns(prompt.ids, [None], [None], [None])
+        return TokenColumns(prompt.ids, [None], [None], [None], *where)
     count = len(prompt.ids) - 1
     return TokenColumns(
         prompt.ids,
         [None, *output.columns["logprob"][:count].tolist()],
         [None, *_cut(output.top_ids, count, top)],
         [None, *_cut(output.top_logprobs, count, top)],
+        *where,
     )
 
 

@@ -43,9 +43,9 @@ class Prompts:
 
 
 def find_longest_prompt(
-    prompts: Sequence[str], conversations: Sequence[Sequence[Message]] = ()
+    prompts: Sequence[str | list[int]], conversations: Sequence[Sequence[Message]] = ()
 ) -> int:
-    """Return the characters of the longest prompt or conversation."""
+    """Return the characters, or ids, of the longest prompt or conversation."""
     return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
 
 

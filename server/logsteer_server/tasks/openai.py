@@ -271,8 +271,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
         """Return (a piece of) a choice; its offsets go on from those of the piece before."""
         logprobs = None
         if columns is not None and self._body.logprobs is not None:
-            logprobs = columns.render(self.codec, self._offsets[index])
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+            logprobs, self._offsets[index] = columns.render(self.codec, self._offsets[index])
         return {
             "index": index,
             "text": text,

@@ -1,13 +1,13 @@
 """Texts as windows to score, and the windows' log-probabilities as sums."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
@@ -17,7 +17,7 @@ from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
-from logsteer_server.text.sums import Counts, Tally, count_text
+from logsteer_server.text.sums import Counts, Tally, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
 
@@ -54,6 +54,8 @@ class TextWindows:
         read: ColumnOptions,
         codec: TextCodec,
         info: EngineInfo,
+        *,
+        is_ids: bool = False,
     ) -> None:
         self.num_tokens = 0
         self._read = read
@@ -63,6 +65,8 @@ class TextWindows:
         self._bos_policy = options.bos
         # Rolling has its prefix token in the first window; the script of exl3 puts nothing there.
         if options.protocol == "rolling" or (options.protocol == "exl3" and options.bos == "auto"):
+            self._bos_policy = "never"
+        if is_ids and options.bos == "auto":  # they are taken as they are
             self._bos_policy = "never"
         self._in_front: list[int] | None = None
         self._counts = count_text("", [])[:0]
@@ -129,7 +133,7 @@ class TextWindows:
 
 
 def cut_texts(
-    texts: Sequence[str],
+    texts: Sequence[str | list[int]],
     options: Windowing,
     read: ColumnOptions,
     codec: TextCodec,
@@ -147,13 +151,16 @@ def cut_texts(
     num_planned = 0
     for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
         own = texts[part.start : part.stop]
-        for index, text, encoded in zip(part, own, codec.encode(own), strict=True):
-            cut = TextWindows(index, options, read, codec, info)
+        for index, text, encoded in zip(part, own, _encode(own, codec, info), strict=True):
+            is_ids = not isinstance(text, str)
+            cut = TextWindows(index, options, read, codec, info, is_ids=is_ids)
             first = len(windows)
             with problems.catch(index):
                 if not text:
                     raise api_error("invalid_request", "The text is empty: leave it out.")
-                whole = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
+                if isinstance(encoded, APIError):
+                    raise encoded
+                whole = encoded
                 for piece in whole.split(cut.tokens_at_once):
                     found = cut.feed(piece)
                     windows += found
@@ -164,6 +171,23 @@ def cut_texts(
                 del windows[first:]
             lengths.append(cut.num_tokens)
     return windows, lengths
+
+
+def _encode(
+    texts: Sequence[str | list[int]], codec: TextCodec, info: EngineInfo
+) -> Iterator[EncodedPiece | APIError]:
+    """Yield the tokens of each text, or what is wrong with those that it is given by."""
+    written = [text for text in texts if isinstance(text, str)]
+    encoded = iter(codec.encode(written))
+    for text in texts:
+        if isinstance(text, str):
+            ids, offsets = next(encoded)
+            yield EncodedPiece(ids, count_text(text, offsets))
+        elif text and max(text) >= info.vocab_size:  # before it is decoded
+            detail = f"There is no token {max(text)}; the model's vocabulary ends at "
+            yield api_error("invalid_request", f"{detail}{info.vocab_size - 1}.")
+        else:
+            yield EncodedPiece(text, count_ids(text, codec))
 
 
 class StreamedText:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.schemas.perplexity import summarize_sums
-from logsteer_server.text.tokenizer import Offsets
+from logsteer_server.text.tokenizer import Offsets, TextCodec
 
 Counts = npt.NDArray[np.int64]
 """[T, 3]: bytes, characters and word starts of the text that each token covers."""
@@ -35,6 +35,19 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
         for match in list(re.finditer(r"\S+", text))[first:]:
             per_char[match.start() + 1, 2] = 1
     return np.diff(per_char.cumsum(axis=0)[edges], axis=0)
+
+
+def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:
+    """Count what each of T tokens covers of the text that they decode to, as `count_text` does.
+
+    A token covers what it adds to the text in front of it; bytes of one character leave that to the
+    last of them. A BOS that stands first covers nothing.
+    """
+    own = ids[1:] if list(ids[:1]) == [codec.bos_id] else ids
+    text = codec.decode(own)
+    starts = codec.find_starts(own)
+    offsets = [(start, start) for start in [0] * (len(ids) - len(own)) + starts]
+    return count_text(text, offsets)
 
 
 @dataclass(slots=True)

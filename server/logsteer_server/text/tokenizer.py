@@ -160,6 +160,20 @@ class TextCodec:
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
 
+    def find_starts(self, ids: Sequence[int]) -> list[int]:
+        """Return where the text that each token adds begins, in characters of their text.
+
+        Tokens that are bytes of one character begin with it.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        starts, length = [], 0
+        for token_id in ids:
+            starts.append(length)
+            length += len(stream.step(self._backend, token_id) or "")
+        return starts
+
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 

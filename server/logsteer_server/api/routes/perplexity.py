@@ -13,9 +13,12 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
 )
-from logsteer_server.api.respond import respond
+from logsteer_server.api.respond import MAX_UNREAD_BYTES, ByteBuffer, respond
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
+
+READ_AT_ONCE = 2**16
+"""Bytes of a text that are encoded together."""
 
 router = APIRouter(route_class=KeyedRoute, tags=["scoring"])
 
@@ -42,23 +45,29 @@ async def perplexity_stream(
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    pieces = _read_text(request)
-    task = PerplexityStreamTask(query, pieces, models, stores)
-    return await respond(request, task, reads_body=True)
+    body = ByteBuffer(MAX_UNREAD_BYTES)
+    task = PerplexityStreamTask(query, _read_text(body), models, stores)
+    return await respond(request, task, body=body)
 
 
-async def _read_text(request: Request) -> AsyncIterator[str]:
+async def _read_text(body: ByteBuffer) -> AsyncIterator[str]:
     """Yield the body as text. Errors: APIError for bytes that are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        try:
-            text = decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            detail = (
-                f"The body is not UTF-8 near byte {size - len(chunk) + error.start}; send UTF-8."
-            )
-            raise api_error("invalid_request", detail) from error
-        if text:
-            yield text
+    async for chunk in body.read():
+        for start in range(0, len(chunk), READ_AT_ONCE):
+            piece = chunk[start : start + READ_AT_ONCE]
+            if text := _decode(decoder, piece, size):
+                yield text
+            size += len(piece)
+    _decode(decoder, b"", size, final=True)
+
+
+def _decode(
+    decoder: codecs.IncrementalDecoder, piece: bytes, position: int, *, final: bool = False
+) -> str:
+    try:
+        return decoder.decode(piece, final=final)
+    except UnicodeDecodeError as error:
+        detail = f"The body is not UTF-8 near byte {position + error.start}; send UTF-8."
+        raise api_error("invalid_request", detail) from error
