@@ -1,8 +1,8 @@
-"""Writes the pictures of docs/images: `.venv/bin/python -m tests.browser.screenshots`
+"""Writes the pictures of README and documentation: `.venv/bin/python -m tests.browser.screenshots`
 
 It starts the demo model as `make serve` does, trains the example vector as a visitor would, and
-saves a PNG of each view, and one GIF in which a visitor steers. A picture larger than MAX_BYTES, or
-a film larger than MAX_FILM_BYTES, ends it with an error.
+saves a PNG for each view; `--dark` has dark colours, `--film steer.gif` writes one that moves. A
+picture larger than MAX_BYTES ends it with an error.
 """
 
 import argparse
@@ -21,28 +21,24 @@ from tests.conftest import DEMO_MODEL, ROOT
 from tests.servers import Server
 
 MAX_BYTES = 150_000
-MAX_FILM_BYTES = 1_500_000
-SCALES = (0.5, -0.5, -1.0, 0.0)
-"""Where the visitor of the film stops the slider; it begins at 1."""
-WRITING = "#view-steer .continuations[aria-busy=true]"
-FRAME_MS = 120
 
 ADDRESSES = {
     "text": "text",
     "choices": "choices",
+    "steer": "steer",
     "sweep": "sweep",
     "inside": "inside",
     "vectors": "vectors?opened=mood",
     "models": "models",
 }
-HEIGHTS = {
-    "text": 860,
-    "choices": 900,
-    "sweep": 1100,
-    "inside": 620,
-    "vectors": 1100,
-    "models": 860,
-}
+SHOWN = ("text", "steer", "sweep", "inside")
+"""Views whose pictures the documentation has."""
+
+HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640, "inside": 700,
+           "vectors": 1640, "models": 1080}  # fmt: skip
+
+FILMED = (0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, -0.1, -0.2, -0.3, -0.4, -0.3, -0.2, -0.1)
+"""Where the slider of a moving picture stands, of its whole reach."""
 
 
 def main() -> int:
@@ -50,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs" / "images")
     parser.add_argument("--url", help="of a server that runs; else one is started")
-    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(ADDRESSES))
+    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(SHOWN))
+    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    parser.add_argument("--film", type=Path, help="write a moving picture of steering here, alone")
     arguments = parser.parse_args()
     path = find_chromium()
     if path is None:
@@ -63,12 +61,12 @@ def main() -> int:
         try:
             with sync_playwright() as playwright:
                 chromium = launch(playwright, path)
-                visit = Visit.start(chromium, arguments.url or server.url)
+                if arguments.film is not None:
+                    film(Visit.start(chromium, arguments.url or server.url), arguments.film)
+                    return 0
+                visit = Visit.start(chromium, arguments.url or server.url, dark=arguments.dark)
                 for view in arguments.views:
                     save(visit, view, arguments.directory)
-                visit.close()
-                visit = Visit.start(chromium, arguments.url or server.url, height=800)
-                film(visit, arguments.directory)
                 visit.close()
                 chromium.close()
         finally:
@@ -92,7 +90,7 @@ def save(visit: Visit, view: str, directory: Path) -> None:
     page.set_viewport_size({"width": 1280, "height": HEIGHTS[view]})
     page.mouse.move(0, 0)
     visit.open(ADDRESSES[view])
-    if view in ("sweep", "vectors"):
+    if view in ("steer", "sweep", "vectors"):
         train_example(visit, view)
     if view == "models":
         visit.button("Run the self-test").click()
@@ -102,7 +100,8 @@ def save(visit: Visit, view: str, directory: Path) -> None:
         page.locator("#view-text .token", has_text="Oslo").hover()
         page.get_by_role("tooltip").get_by_role("list").wait_for()
     page.wait_for_timeout(500)  # bars grow to their length, charts take the width they have
-    path = directory / f"{view}.png"
+    is_dark = page.evaluate("document.documentElement.dataset.theme") == "dark"
+    path = directory / f"playground-{view}-{'dark' if is_dark else 'light'}.png"
     # 256 colours are enough for a page, and a third of the bytes.
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture = picture.convert("RGB").quantize(
@@ -116,48 +115,23 @@ def save(visit: Visit, view: str, directory: Path) -> None:
         sys.exit(f"{view}: {visit.complaints}")
 
 
-def film(visit: Visit, directory: Path) -> None:
-    """Save a GIF of a visitor who steers. Errors: SystemExit for a large one."""
+def film(visit: Visit, path: Path) -> None:
+    """Save a moving picture of Steer, whose text follows the slider: a GIF, or what PIL writes."""
     page = visit.page
-    visit.open("steer?scale=1&max_tokens=64")
+    page.set_viewport_size({"width": 1280, "height": 760})
+    visit.open("steer?scale=0")
     train_example(visit, "steer")
-    visit.see("steer")
-    page.mouse.move(0, 0)
-    page.wait_for_timeout(500)
-    slider = page.get_by_role("slider", name="Scale of mood")
-    frames: list[tuple[Image.Image, int]] = []
-
-    def take(milliseconds: int) -> None:
-        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-        frames.append((picture.resize((960, 600), Image.Resampling.LANCZOS), milliseconds))
-
-    take(2000)
-    last = [frames[0][0]]
-    for scale in SCALES:
-        slider.fill(str(scale))
-        page.locator(WRITING).wait_for()
-        while page.locator(WRITING).count():
-            take(FRAME_MS)
+    slider = visit.see("steer").get_by_role("slider", name="Scale of ")
+    reach = float(slider.get_attribute("max") or 1)
+    frames = []
+    for share in FILMED:
+        slider.fill(f"{share * reach:.2f}")
         visit.see_steered(slider)
         page.wait_for_timeout(300)
-        take(1600)
-        last.append(frames[-1][0])
-    # One palette for all frames, from those with the most colours.
-    strip = Image.new("RGB", (960, 600 * len(last)))
-    for n, picture in enumerate(last):
-        strip.paste(picture, (0, 600 * n))
-    palette = strip.quantize(256, dither=Image.Dither.NONE)
-    pictures = [f.quantize(palette=palette, dither=Image.Dither.NONE) for f, _ in frames]
-    path = directory / "steering.gif"
-    pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=[ms for _, ms in frames],
-        loop=0, optimize=False,
-    )  # fmt: skip
-    print(f"{path}: {path.stat().st_size:,} bytes, {sum(ms for _, ms in frames) / 1000:.0f} s")
-    if path.stat().st_size > MAX_FILM_BYTES:
-        sys.exit(f"{path} is larger than {MAX_FILM_BYTES:,} bytes")
-    if visit.complaints:
-        sys.exit(f"film: {visit.complaints}")
+        frames.append(Image.open(io.BytesIO(page.screenshot())).convert("P", palette=1, colors=128))
+    first, *others = frames
+    first.save(path, save_all=True, append_images=others, duration=700, loop=0, optimize=True)
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 def train_example(visit: Visit, view: str) -> None:
