@@ -93,10 +93,9 @@ def test_every_endpoint_reads_the_same_conversation(client: Client, model: str) 
     with pytest.raises(InvalidRequestError, match="does not read") as refused:
         client.generate(None, messages=one, chat_template_kwargs={"depth": 2}, **greedy)
     assert refused.value.param == "chat_template_kwargs"
-    answer = client.generate(
-        None, messages=[one, [{"role": "tool", "content": "x"}], two], **greedy, on_error="report"
-    )
-    assert [result.problem is None for result in answer.results] == [True, True, True]
+    answer = client.generate(None, messages=[one, [ANSWER], two], **greedy, on_error="report")
+    problems = [result.problem and result.problem.param for result in answer.results]
+    assert problems == [None, "messages[1]", None]
 
 
 @pytest.mark.parametrize("model", ["vllm", "tlens"])
