@@ -72,6 +72,7 @@ from logsteer.schemas import (
     SteeringLike,
     SweepAnswer,
     TokenizeAnswer,
+    Tool,
     TrainAnswer,
     TrainMethod,
     TrainRead,
@@ -233,6 +234,10 @@ class ClientMethods(Caller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -257,6 +262,14 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -290,6 +303,10 @@ class ClientMethods(Caller):
         return self._ask(
             "logprob",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -312,6 +329,10 @@ class ClientMethods(Caller):
         self,
         items: Sequence[LogprobItem | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -337,6 +358,14 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -371,6 +400,10 @@ class ClientMethods(Caller):
         return self._ask(
             "diagnostics",
             items=items,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -392,8 +425,12 @@ class ClientMethods(Caller):
 
     def perplexity(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -410,6 +447,10 @@ class ClientMethods(Caller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -418,6 +459,14 @@ class ClientMethods(Caller):
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -444,6 +493,7 @@ class ClientMethods(Caller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -452,6 +502,10 @@ class ClientMethods(Caller):
         return self._ask(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -468,6 +522,7 @@ class ClientMethods(Caller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -475,8 +530,12 @@ class ClientMethods(Caller):
 
     def perplexity_events(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -493,6 +552,10 @@ class ClientMethods(Caller):
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
         rows: int | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -503,6 +566,14 @@ class ClientMethods(Caller):
 
         Args:
             texts: Texts to score.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -529,6 +600,7 @@ class ClientMethods(Caller):
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
                 context_length, and for exl3 all of it.
             rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
+            messages: One conversation or a list of them, through the model's chat template.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -537,6 +609,10 @@ class ClientMethods(Caller):
         return self._listen(
             "perplexity",
             texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -553,6 +629,7 @@ class ClientMethods(Caller):
             context_length=context_length,
             stride=stride,
             rows=rows,
+            messages=messages,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -624,6 +701,10 @@ class ClientMethods(Caller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -635,7 +716,10 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -656,6 +740,14 @@ class ClientMethods(Caller):
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -676,7 +768,7 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -703,6 +795,10 @@ class ClientMethods(Caller):
         return self._ask(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -734,6 +830,10 @@ class ClientMethods(Caller):
         self,
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -745,7 +845,10 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -768,6 +871,14 @@ class ClientMethods(Caller):
 
         Args:
             prompts: Texts to continue.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -788,7 +899,7 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -815,6 +926,10 @@ class ClientMethods(Caller):
         return self._listen(
             "generate",
             prompts=prompts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -847,6 +962,10 @@ class ClientMethods(Caller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -857,7 +976,10 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -878,6 +1000,14 @@ class ClientMethods(Caller):
         Args:
             prompts: Texts to continue.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -897,7 +1027,7 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -923,6 +1053,10 @@ class ClientMethods(Caller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -953,6 +1087,10 @@ class ClientMethods(Caller):
         prompts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
@@ -963,7 +1101,10 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
-        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -986,6 +1127,14 @@ class ClientMethods(Caller):
         Args:
             prompts: Texts to continue.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
@@ -1005,7 +1154,7 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
+            messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1031,6 +1180,10 @@ class ClientMethods(Caller):
             "steer",
             prompts=prompts,
             steering=steering,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             probes=probes,
@@ -1061,6 +1214,10 @@ class ClientMethods(Caller):
         steering: SteeringLike,
         scales: Sequence[float],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1078,6 +1235,14 @@ class ClientMethods(Caller):
         Args:
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             scales: Factors of the vectors' own scales; 0 is unsteered.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1103,6 +1268,10 @@ class ClientMethods(Caller):
             "sweep",
             steering=steering,
             scales=scales,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1120,6 +1289,10 @@ class ClientMethods(Caller):
         self,
         pairs: Sequence[PatchPair | Mapping[str, Any]],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -1138,6 +1311,14 @@ class ClientMethods(Caller):
 
         Args:
             pairs: Items that are run, clean and corrupted.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits, and
@@ -1167,6 +1348,10 @@ class ClientMethods(Caller):
         return self._ask(
             "patch",
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             precision=precision,
@@ -1187,6 +1372,10 @@ class ClientMethods(Caller):
         items: Sequence[LogprobItem | Mapping[str, Any]],
         wrt: GradientVariable | Mapping[str, Any],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1206,6 +1395,14 @@ class ClientMethods(Caller):
         Args:
             items: Contexts and the targets scored after each.
             wrt: What to differentiate with respect to.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1229,6 +1426,10 @@ class ClientMethods(Caller):
             "gradient",
             items=items,
             wrt=wrt,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1242,20 +1443,47 @@ class ClientMethods(Caller):
 
     def tokenize(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | NotGiven | None = NOT_GIVEN,
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]]
+        | Sequence[Sequence[Message | Mapping[str, Any]]]
+        | NotGiven
+        | None = NOT_GIVEN,
     ) -> TokenizeAnswer:
         """Cut each text into tokens, and return them with their places in it.
 
         Args:
             texts: Texts to cut into tokens.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            messages: One conversation or a list of them, through the model's chat template.
         """
-        return self._ask("tokenize", texts=texts, model=model, bos=bos)
+        return self._ask(
+            "tokenize",
+            texts=texts,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            model=model,
+            bos=bos,
+            messages=messages,
+        )
 
     def detokenize(
         self,
@@ -1276,6 +1504,10 @@ class ClientMethods(Caller):
         context: str,
         targets: str | Sequence[str],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1297,6 +1529,14 @@ class ClientMethods(Caller):
         Args:
             context: What stands before the targets.
             targets: Texts to score; one string is one target.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1327,6 +1567,10 @@ class ClientMethods(Caller):
         return self._score(
             context,
             targets,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1350,6 +1594,10 @@ class ClientMethods(Caller):
         targets: str | Sequence[str],
         *,
         space: SpacePolicy = "best",
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1372,6 +1620,14 @@ class ClientMethods(Caller):
             targets: Texts to score; one string is one target.
             space: `best`: each target with or without one leading space, whichever is more
                 probable; `both`: each of the two; or `as_given`.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1395,6 +1651,10 @@ class ClientMethods(Caller):
             prompts,
             targets,
             space,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1419,6 +1679,10 @@ class ClientMethods(Caller):
         concurrency: int = 4,
         max_failures: int = 8,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1465,6 +1729,14 @@ class ClientMethods(Caller):
             concurrency: Requests under way at once.
             max_failures: Failed requests in a row after which no further one is sent.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1515,6 +1787,10 @@ class ClientMethods(Caller):
             concurrency,
             max_failures,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1544,6 +1820,10 @@ class ClientMethods(Caller):
         items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
         layers: Sequence[int],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1561,6 +1841,14 @@ class ClientMethods(Caller):
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
             layers: Layers to read, 0-based.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1579,6 +1867,10 @@ class ClientMethods(Caller):
         return self._activations(
             items,
             layers,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1599,6 +1891,10 @@ class ClientMethods(Caller):
         field: str = "text",
         batch_size: int = 64,
         progress: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1623,6 +1919,14 @@ class ClientMethods(Caller):
             field: The field that holds a row's text.
             batch_size: Texts of one request and shard, at most.
             progress: Whether a terminal shows a bar.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model; the whole sequence is the prompt.
@@ -1645,6 +1949,10 @@ class ClientMethods(Caller):
             field,
             batch_size,
             progress,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1694,6 +2002,10 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         name: str,
         pairs: Sequence[PairLike],
         *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
         whiten: bool | NotGiven = NOT_GIVEN,
@@ -1708,13 +2020,24 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         Args:
             name: What the vector is called from now on.
             pairs: Texts that differ in what the vector is to stand for.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether the head of the assistant's next turn follows the
+                last one. None: it does, but not after an assistant's turn where whole
+                conversations are read (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
                 the normal of a logistic regression, or Fisher's linear discriminant. Default
                 mean_difference.
             whiten: Whether pca and logistic count less what varies among texts of one side,
                 too: activations are measured by the covariance of these. Default False.
-            read: Activation after a text's last token, or their mean. Default last.
+            read: Activation after a text's last token, or their mean; `answer`: after the last
+                token that the assistant says in a conversation's last turn, in front of what
+                the template closes the turn with, as contrastive activation addition reads it.
+                Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
@@ -1728,6 +2051,10 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             "vectors.train",
             name=name,
             pairs=pairs,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
             model=model,
             method=method,
             whiten=whiten,
