@@ -19,7 +19,9 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.compilation import breakable_cudagraph
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.models import registry
@@ -41,6 +43,9 @@ BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
 """Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
 none named they are 2,048 and 128 on any device; with this, 8,192 and 1,024 on GPUs of 70 GiB, and
 the same 2,048 and 128 a rank on CPUs."""
+
+COMPACT = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
+"""How JSON is forced: without white space between its parts, which a model may never end."""
 
 YOUNG_OBJECTS = 50_000
 """Objects that Python's collector looks at together: those of some thousand short requests.
@@ -138,6 +143,7 @@ class VllmCore:
         """Hand a job that generates to vLLM; return the ids of its request and of its outputs.
 
         vLLM ends it at one of `eos_ids` unless the job ignores them, and at no token beside them.
+        Errors: ValueError for what vLLM does not take, such as a JSON Schema.
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
@@ -157,7 +163,12 @@ class VllmCore:
         if job.salt:
             prompt["cache_salt"] = job.salt
         output_id = str(next(self._serial))
-        request_id: str = self._front.add_request(output_id, prompt, params, lora_request=adapter)
+        try:
+            request_id: str = self._front.add_request(
+                output_id, prompt, params, lora_request=adapter
+            )
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
         return request_id, output_id
 
     @property
@@ -291,6 +302,7 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
     if spec.devices == "cpu" and not on_cpu:
         raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
     args = engine_args(spec, path, on_cpu, limit)
+    args.setdefault("structured_outputs_config", COMPACT)
     if spec.tensor_parallel * spec.pipeline_parallel == 1:
         look_at_models_here()
     config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)

@@ -130,6 +130,9 @@ INTERNALS: dict[str, Internal] = {
     "vllm.v1.request.Request.get_skip_reading_prefix_cache": Internal(
         "0f0fbc47104a", "scored requests read the prefix cache unless they say no"
     ),
+    f"{SCHEDULER}.get_grammar_bitmask": Internal(
+        "93af912d48e9", "called between schedule and sampling: what forced replies may go on with"
+    ),
     "vllm.v1.core.sched.utils.check_stop": Internal(
         "da923c75ab21", "requests end at our `stop_token_ids` alone"
     ),
@@ -245,7 +248,9 @@ INTERNALS: dict[str, Internal] = {
         "2eaaff0115ed", "wrapped: after it a step's tokens are known"
     ),
     f"{RUNNER}._model_forward": Internal("9eae43c70f2b", "wrapped: a probe of the residual stream"),
-    f"{RUNNER}.sample_tokens": Internal("57f6d9fdedbe", "wrapped: rows and NaN counts go back"),
+    f"{RUNNER}.sample_tokens": Internal(
+        "57f6d9fdedbe", "wrapped: rows and NaN counts go back, our draw takes the grammars' masks"
+    ),
     f"{RUNNER}._sample": Internal(
         "ad3ec7a228d5", "wrapped: our sampler is told whose rows it gets"
     ),
