@@ -79,7 +79,7 @@ def takes_texts(parameter: Parameter) -> bool:
 
 
 def find_texts(kind: Any) -> Any:
-    """Return the list of texts, or of texts and ids, that a type is or may be; None: it is no such list."""
+    """Return the list of texts (and ids) that a type is or may be; None: it is not one."""
     for part in (kind, *get_args(kind)):
         if get_origin(part) is list:
             (entry,) = get_args(part)

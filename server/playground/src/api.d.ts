@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 26825f915d95e3700d3dbf5a66496031d4fc66aeba9a40076d3cf6b99716dfdd
+// Written by build/types.mjs from openapi.json, sha256 8130eb894fc185bb7cf1e2843d5e73fc05c2dfa26de17d67bf3db4eee52d5a20
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -899,7 +899,7 @@ export interface components {
             steering?: components["schemas"]["Steering"] | null;
             stream?: boolean;
             stride?: number | null;
-            texts?: string[] | null;
+            texts?: (string | number[])[] | null;
             tokens?: boolean;
             tools?: components["schemas"]["Tool"][] | null;
             windows?: boolean;
