@@ -155,7 +155,7 @@ def test_training(call: Caller) -> None:
         "layers": [2, 3],
         "bos": "never",
     }
-    with pytest.raises(InvalidRequestError, match="the same text"):
+    with pytest.raises(InvalidRequestError, match="are the same"):
         same = {"positive": "a", "negative": "a"}
         call(server, lambda client: client.vectors.train("happy", [same]))
     assert len(server.requests) == 1
@@ -236,7 +236,7 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
     for text, hint in (
         ('{"positive": "a"}', "line 1"),
         ('{"positive": "a", "negative": null}', "line 1"),
-        ('[{"positive": "a", "negative": ["b"]}]', "pair 1"),
+        ('[{"positive": "a", "negative": ["b"]}]', "pairs[0]"),
         ('"a"', "line 1"),
         ("[" * 100_000, "nested too deeply"),
         ("", "is empty"),

@@ -33,7 +33,6 @@ DIAGNOSTICS_EXAMPLES = f"""
   logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
 {LINES}"""
 GRADIENT_EXAMPLES = f"""
-  logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
   logsteer gradient "I feel" " happy" " sad" --along gradient
   logsteer gradient "The capital of France is" " Paris" --attribution integrated

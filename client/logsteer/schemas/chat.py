@@ -155,9 +155,10 @@ class ChatFields(Request):
         if self.continue_final_message and self.add_generation_prompt:
             reason = "with continue_final_message no turn begins; leave out one of them"
             raise name_refusal({"add_generation_prompt": reason})
-        asked = [name for name in CHAT_FIELDS if name in self.model_fields_set]
+        asked = self.model_fields_set.intersection(CHAT_FIELDS)
         if asked and not _has_message(self):
-            raise name_refusal({asked[0]: "goes with messages; leave it out, or send messages"})
+            reason = "goes with messages; leave it out, or send messages"
+            raise name_refusal({min(asked, key=CHAT_FIELDS.index): reason})
         return self
 
 

@@ -33,7 +33,6 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 
 MAX_NUMBERS = 2**22
@@ -233,7 +232,7 @@ class GradientTask(BodyTask[GradientRequest]):
             body.boundary,
             bos=body.bos,
             on_overflow=body.on_overflow,
-            chat=ChatForm.of(body),
+            chat=body,
         )
         targets = yield from plan_targets(
             body.items, self.codec, info, options, ColumnOptions(), problems

@@ -39,7 +39,6 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.chat import ChatForm
 
 HELD = 2
 """Copies of a captured stream: as it came, and as its plan carries it."""
@@ -109,7 +108,7 @@ class LensTask(BodyTask[LensRequest]):
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(
-            body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=ChatForm.of(body)
+            body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=body
         )
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)

@@ -37,7 +37,6 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -245,14 +244,14 @@ class LogprobTask(BodyTask[LogprobRequest]):
         window = body.window if isinstance(body, DiagnosticsRequest) else None
         shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
-        self._results = self._problems.fill(await planner.advance(steps), self.request_id)
+        self._results = await planner.advance(steps)
+        if self._problems:
+            self._results = self._problems.fill(self._results, self.request_id)
 
     def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(
-            body.boundary, body.space, body.bos, body.on_overflow, ChatForm.of(body)
-        )
+        options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow, body)
         top = min(body.top, info.vocab_size)
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)

@@ -40,7 +40,6 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.chat import ChatForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +213,7 @@ class PatchTask(BodyTask[PatchRequest]):
             body.boundary,
             bos=body.bos,
             on_overflow=body.on_overflow,
-            chat=ChatForm.of(body),
+            chat=body,
         )
         read = ColumnOptions.of((), precision=body.precision)
         plan = yield from plan_targets(

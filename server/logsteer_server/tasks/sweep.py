@@ -35,7 +35,6 @@ from logsteer_server.tasks.targets import (
     plan_targets,
 )
 from logsteer_server.tasks.texts import TextWindow, cut_texts
-from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
@@ -194,7 +193,7 @@ class SweepTask(BodyTask[SweepRequest]):
             body.boundary,
             bos=body.bos,
             on_overflow=body.on_overflow,
-            chat=ChatForm.of(body),
+            chat=body,
         )
         read = ColumnOptions.of((), precision=body.precision)
         windowing = Windowing(bos=body.bos).fit(info.context_length)

@@ -13,6 +13,7 @@ import numpy as np
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     BosPolicy,
+    ChatFields,
     LogprobItem,
     OverflowPolicy,
 )
@@ -52,7 +53,7 @@ class TargetOptions:
     space: SpacePolicy = "as_given"
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
-    chat: ChatForm = ANSWERED
+    chat: ChatFields | None = None
 
 
 def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
@@ -242,7 +243,8 @@ def _lay_out_items(
             else:
                 context, rendered = item.context or "", False
                 if item.messages is not None:
-                    context, rendered = codec.render_chat(item.messages, options.chat), True
+                    form = ChatForm.of(options.chat) if options.chat else ANSWERED
+                    context, rendered = codec.render_chat(item.messages, form), True
                 as_given, variants = _lay_out(
                     item.targets or [], options.space != "as_given", texts
                 )
