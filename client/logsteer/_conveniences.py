@@ -5,6 +5,8 @@ Their signatures and docstrings are written by `_generator`; what they do, `_cal
 
 from dataclasses import dataclass
 
+from logsteer.schemas.chat import CHAT_FIELDS
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -47,7 +49,7 @@ CONVENIENCES = (
         "score",
         "logprob",
         (Argument("context", "str", "What stands before the targets."), _TARGETS),
-        frozenset({"items", "on_error"}),
+        frozenset({"items", "on_error", *CHAT_FIELDS}),
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
     ),
@@ -68,6 +70,7 @@ CONVENIENCES = (
         ),
         frozenset(
             {"items", "on_error", "columns", "policy", "top", "per_token", "probes", "space"}
+            | {*CHAT_FIELDS}
         ),
         "LogProbs",
         "Return one record per prompt and target, prompt by prompt, in the order given.",

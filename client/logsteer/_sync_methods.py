@@ -1610,10 +1610,6 @@ class ClientMethods(Caller):
         context: str,
         targets: str | Sequence[str],
         *,
-        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
-        continue_final_message: bool | NotGiven = NOT_GIVEN,
-        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
-        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1635,14 +1631,6 @@ class ClientMethods(Caller):
         Args:
             context: What stands before the targets.
             targets: Texts to score; one string is one target.
-            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
-                false}`; one that the model's template does not read is refused.
-            continue_final_message: Leave the last turn open: what is generated or scored
-                continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
-            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1673,10 +1661,6 @@ class ClientMethods(Caller):
         return self._score(
             context,
             targets,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1700,10 +1684,6 @@ class ClientMethods(Caller):
         targets: str | Sequence[str],
         *,
         space: SpacePolicy = "best",
-        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
-        continue_final_message: bool | NotGiven = NOT_GIVEN,
-        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
-        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
@@ -1726,14 +1706,6 @@ class ClientMethods(Caller):
             targets: Texts to score; one string is one target.
             space: `best`: each target with or without one leading space, whichever is more
                 probable; `both`: each of the two; or `as_given`.
-            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
-                false}`; one that the model's template does not read is refused.
-            continue_final_message: Leave the last turn open: what is generated or scored
-                continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
-            tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
@@ -1757,10 +1729,6 @@ class ClientMethods(Caller):
             prompts,
             targets,
             space,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
             override=override,
             adapter=adapter,
             steering=steering,

@@ -126,6 +126,7 @@ FIELD_GROUPS = {
     "Model": "model override adapter bos on_overflow cache precision",
     "Windows": "protocol context_length stride rows",
     "Prompts": "prompts prompt_ids messages max_tokens n seed stop include_stop stream",
+    "Chat": "chat_template_kwargs continue_final_message add_generation_prompt tools",
     "Sampling": "temperature top_p top_k min_p ignore_eos",
 }
 """Fields that go together, so that an endpoint names the group."""

@@ -14,6 +14,7 @@ from logsteer import AsyncClient, Client, _generator
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer._generator import BLOCKING, main
 from logsteer._parameters import NOT_GIVEN, SOURCES
+from logsteer.schemas.chat import CHAT_FIELDS
 from tests.conftest import ROOT
 
 OPENAPI = json.loads((ROOT / "openapi.json").read_text())
@@ -120,9 +121,9 @@ def test_convenience_takes_the_options_of_its_endpoint() -> None:
         parameters = inspect.signature(getattr(Client, name)).parameters.values()
         return {p.name for p in parameters if p.default is NOT_GIVEN}
 
-    assert named("logprob") - named("score") == {"on_error"}
+    assert named("logprob") - named("score") == {"on_error", *CHAT_FIELDS}
     assert named("logprob") - named("get_log_prob") == {
-        "columns", "on_error", "policy", "top", "per_token", "probes", "space",
+        "columns", "on_error", "policy", "top", "per_token", "probes", "space", *CHAT_FIELDS,
     }  # fmt: skip
     assert named("generate") - named("sample") == {
         "prompts", "prompt_ids", "messages", "on_error",
