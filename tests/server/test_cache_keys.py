@@ -31,6 +31,7 @@ VARIED_JOBS = {
     "plan": replace(JOB, plan=plan_of(1.0)),
     "policy": replace(JOB, policy=Policy(temperature=0.5)),
     "double": replace(JOB, double=True),
+    "reads_end": replace(JOB, reads_end=True),
     "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
     "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
     "salt": replace(JOB, salt="ann"),

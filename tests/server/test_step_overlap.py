@@ -11,7 +11,7 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.requests import RunningJob
-from logsteer_server.engines.vllm.slots import SlotPool, SteeringSlot
+from logsteer_server.engines.vllm.slots import SteeringSlot
 
 JOB = ScoreJob(np.arange(3, dtype=np.int32), np.ones(1, np.int32))
 PLAIN, STEERED = 1, 2
@@ -55,13 +55,11 @@ def make_engine(overlaps: bool, calls: list[str]) -> VllmEngine:
     engine = object.__new__(VllmEngine)
     core = RecordedCore(overlaps, calls)
     slots = SimpleNamespace(read_traces=lambda _: {}, release=lambda _: None)
-    pool = SlotPool(1)
-    pool.take(b"plan")
     vars(engine).update(_vllm=core, _slots=slots, _known=[], _waiting={}, _running={})
     engine._by_request_id = {}
     for job_id, slot in (
         (PLAIN, SteeringSlot()),
-        (STEERED, SteeringSlot(pool, 1, SteeringPlan(()))),
+        (STEERED, SteeringSlot((1,), SteeringPlan(()))),
     ):
         running = RunningJob(job_id, JOB, RecordedRequests(calls), slot, None)  # type: ignore[arg-type]
         running.request_id = str(job_id)

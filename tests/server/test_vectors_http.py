@@ -241,7 +241,7 @@ def test_names_that_are_none(http: httpx.Client, path: str) -> None:
         (
             {"name": "a", "pairs": [{"positive": "x", "negative": "x"}]},
             "invalid_request",
-            "the same text",
+            "are the same",
         ),
         ({"name": "a", "pairs": PAIRS, "layers": [4]}, "invalid_request", "0 to 3"),
         ({"name": "a", "pairs": PAIRS, "layers": [1, 1]}, "invalid_request", "twice"),

@@ -276,7 +276,7 @@ class ScoreJob(Job):
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
         salted = (self.salt,) if self.salt else ()
-        changes = (override, adapter, *salted)
+        changes = (override, adapter, self.reads_end, *salted)
         return repr((self.columns, astuple(self.policy), self.double, *changes)).encode()
 
     def digest(
