@@ -36,6 +36,7 @@ from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringP
 from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.imports import hold_collector
 from logsteer_server.runtime.process import build_engine
+from logsteer_server.tasks.patch import replace_at
 from tests.contract.steering import HookedReference, turn
 
 LAYER = 1
@@ -132,6 +133,7 @@ class FamilyProbe:
             "ablate": lambda: self.compare_steering("ablate"),
             "rotate": lambda: self.compare_steering("rotate"),
             "generation": self.compare_generation,
+            "lens": self.compare_lens,
             **{hook: partial(self.compare_hook, hook) for hook in INNER_HOOKS},
         }
         found: dict[str, Any] = {}
@@ -168,6 +170,18 @@ class FamilyProbe:
             errors_LD = np.abs(result.activations_LD - expected_LD)
             worst = max(worst, float((errors_LD.max(1) / size_L).max()))
         return worst
+
+    def compare_lens(self) -> float:
+        """The last layer's stream of every row, read by a job of one token as `/lens` reads it."""
+        ids, last = self.texts[0], self.engine.info.num_layers - 1
+        (captured,) = self.run([CaptureJob(ids[:-1], (last,), read="each")])
+        jobs: list[Job] = [
+            ScoreJob(
+                ids[n : n + 1], ids[n + 1 : n + 2], plan=replace_at("resid_post", {last: x}, 0)
+            )
+            for n, x in enumerate(captured.activations_LTD[0])
+        ]
+        return _differ(self.run(jobs), list(self.reference.logprobs(ids[:1], ids[1:])[:, None]))
 
     def compare_hook(self, hook: str) -> float:
         """An activation of every layer, each token's; and what a change of it comes to."""

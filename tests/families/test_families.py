@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 EVERY = os.environ.get("FAMILIES") == "all"
 USUAL = ("llama", "mistral", "qwen3", "gemma3", "gpt_neox", "stablelm")
-CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation")
+CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation", "lens")
 TOLERANCE = 1e-4
 ENGINES = (("vllm", "eager"), ("vllm", "compiled"), ("transformer_lens", "eager"))
 TRIED = [
@@ -122,10 +122,10 @@ def _write_cell(found: dict[tuple[str, str, str], Any], family: str, engine: str
 INTRODUCTION = """# Families of models
 
 The largest difference from transformers (float32, eager attention) on tiny random checkpoints: of
-scores, scores after a shared prefix, steered scores (`add`, `ablate`, `rotate`) and generation in
-nats; of activations as a part of their root mean square; of resid_pre, attn_out, resid_mid and
-mlp_out, read and steered. vLLM ran eager and compiled. `make families` measures this and writes the
-page.
+scores, scores after a shared prefix, steered scores (`add`, `ablate`, `rotate`), generation and
+the lens in nats; of activations as a part of their root mean square; of resid_pre, attn_out,
+resid_mid and mlp_out, read and steered. vLLM ran eager and compiled. `make families` measures this
+and writes the page.
 """
 
 
