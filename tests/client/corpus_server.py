@@ -47,9 +47,9 @@ def encode(document: dict[str, Any], **style: Any) -> bytes:
 
 def read(path: str, body: dict[str, Any]) -> tuple[list[Any], int]:
     if path == "/generate":
-        rows = body.get("prompts") or body.get("prompt_ids") or [body["messages"]]
+        rows = body.get("prompts") or body.get("prompt_ids") or body["messages"]
     else:
-        rows = body["texts"] if path == "/perplexity" else body["items"]
+        rows = body["items"] if path == "/logprob" else body.get("texts") or body["messages"]
     return rows, 3 * len(rows)
 
 
@@ -60,8 +60,8 @@ def refuse(path: str, place: int) -> dict[str, Any]:
     return {"problem": {"code": "context_too_long", "param": param, **about}}
 
 
-def score_text(row: str, _place: int, _body: dict[str, Any]) -> dict[str, Any]:
-    value = value_of(row)
+def score_text(row: Any, _place: int, _body: dict[str, Any]) -> dict[str, Any]:
+    value = value_of(row if isinstance(row, str) else json.dumps(row))
     counts = {"num_tokens": 3, "num_scored": 3, "num_bytes": 9, "num_chars": 9, "num_words": 2}
     return {
         "sum_logprob": value, "sum_squared_logprob": value * value, **counts,

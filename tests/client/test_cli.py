@@ -235,10 +235,11 @@ def test_a_chat_is_steered_as_one_talks(capsys: Output, monkeypatch: pytest.Monk
     server = Script(tell(), problem("unknown_vector", 404), tell())
     lines = "Hi\n/steer mood:4 calm@3\nlost\n\n/steer\nmore\n/new\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    assert run(server, "chat", "--temperature", "0") == 0
+    assert run(server, "chat", "--temperature", "0", "--system", "Be kind.") == 0
     sent = [json.loads(body) for body in server.bodies]
     assert [[turn["content"] for turn in one["messages"]] for one in sent] == [
-        ["Hi"], ["Hi", "glad 0", "lost"], ["Hi", "glad 0", "more"],
+        ["Be kind.", "Hi"], ["Be kind.", "Hi", "glad 0", "lost"],
+        ["Be kind.", "Hi", "glad 0", "more"],
     ]  # fmt: skip
     assert [one.get("steering") and len(one["steering"]["vectors"]) for one in sent] == [
         None,

@@ -85,6 +85,23 @@ def test_every_sample_has_a_seed_of_its_own(sample: Use) -> None:
     assert samples.failures == []
 
 
+def test_rows_may_hold_conversations(sample: Use) -> None:
+    asked: list[Any] = []
+
+    def continue_chats(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append(body["messages"])
+        body["prompts"] = [turns[-1]["content"] for turns in body["messages"]]
+        return continue_prompts(httpx.Request("POST", request.url, json=body))
+
+    rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
+    found = sample(continue_chats, rows, batch_size=2)
+    assert asked == [[row["prompt"] for row in rows[:2]], [rows[2]["prompt"]]]
+    assert [one.completion.text for one in found] == ["p0 0", "p1 1", "p2 2"]
+    with pytest.raises(InvalidRequestError, match="texts and conversations"):
+        sample(continue_chats, [*rows, "p"])
+
+
 def test_options_are_those_of_generate(sample: Use) -> None:
     asked: list[Any] = []
 

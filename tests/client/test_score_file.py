@@ -86,6 +86,19 @@ def test_a_row_has_its_own_seed_however_rows_are_asked_for(tmp_path: Path) -> No
     assert scores.failed == 2
 
 
+def test_texts_and_conversations_are_asked_for_apart(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "x"}]
+    source = write_rows(tmp_path / "in.jsonl", ["a", {"messages": turns}, "b"])
+    server = CorpusServer()
+    score(source, tmp_path / "out.jsonl", server)
+    asked = [body.get("texts") or body["messages"] for body in server.asked]
+    assert sorted(asked, key=str) == [["a", "b"], [turns]]
+    found = read_rows(tmp_path / "out.jsonl")
+    assert [row["result"]["sum_logprob"] for row in found] == [
+        value_of("a"), value_of(json.dumps(turns)), value_of("b"),
+    ]  # fmt: skip
+
+
 BROKEN = ['{"text": "a"', '{"text": 7}', '{"other": "a"}', "[1]", '{"text": ""}', '"\\ud800"']
 
 
