@@ -259,6 +259,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Score each item's targets after its context, exactly.
 
@@ -304,6 +305,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            vocabulary: Also give the log-probability of every token of the vocabulary at each
+                scored one, best as a file: `Accept: application/vnd.safetensors`. Default
+                False.
         """
         return self._ask(
             "logprob",
@@ -328,6 +332,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            vocabulary=vocabulary,
         )
 
     def diagnostics(
@@ -354,6 +359,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Look at targets as a sampling policy saw them: every column of each token, and
@@ -400,6 +406,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            vocabulary: Also give the log-probability of every token of the vocabulary at each
+                scored one, best as a file: `Accept: application/vnd.safetensors`. Default
+                False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._ask(
@@ -425,6 +434,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            vocabulary=vocabulary,
             window=window,
         )
 
@@ -1625,6 +1635,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> ItemScore:
         """Score targets after one context: `logprob` for a single item.
 
@@ -1657,6 +1668,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            vocabulary: Also give the log-probability of every token of the vocabulary at each
+                scored one, best as a file: `Accept: application/vnd.safetensors`. Default
+                False.
         """
         return self._score(
             context,
@@ -1676,6 +1690,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            vocabulary=vocabulary,
         )
 
     def get_log_prob(
@@ -1693,6 +1708,7 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
@@ -1724,6 +1740,9 @@ class ClientMethods(Caller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            vocabulary: Also give the log-probability of every token of the vocabulary at each
+                scored one, best as a file: `Accept: application/vnd.safetensors`. Default
+                False.
         """
         return self._get_log_prob(
             prompts,
@@ -1738,6 +1757,7 @@ class ClientMethods(Caller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            vocabulary=vocabulary,
         )
 
     def sample(

@@ -83,6 +83,11 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
     )
+    vocabulary: bool = Field(
+        default=False,
+        description="Also give the log-probability of every token of the vocabulary at each scored "
+        "one, best as a file: `Accept: application/vnd.safetensors`.",
+    )
 
     @model_validator(mode="after")
     def _ids_have_no_spaces(self) -> "LogprobRequest":
@@ -93,7 +98,9 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
         return self
 
     @model_validator(mode="after")
-    def _readings_are_per_token(self) -> "LogprobRequest":
+    def _arrays_go_together(self) -> "LogprobRequest":
+        if self.vocabulary and (self.space != "as_given" or self.probes is not None):
+            raise ValueError("vocabulary goes with space: as_given, and without probes")
         if self.probes is not None and not self.per_token:
             raise ValueError("probes are read at every token; leave out per_token: false")
         return self
@@ -156,6 +163,11 @@ class ScoredTarget(TargetScore):
         default=None, description="With `space: best`, the variant that was scored."
     )
     variants: SpaceVariants | None = None
+    vocabulary_logprobs: list[list[Float]] | None = Field(
+        default=None,
+        description="[tokens][vocabulary], float32, with `vocabulary`: a target's row is what its "
+        "token was predicted from.",
+    )
     logprob_any_space: Float = Field(
         default=None,
         description="log(exp(with_space) + exp(without_space)), with `space` both or best.",
@@ -191,6 +203,11 @@ class ItemScore(ItemResult, Tabled):
 
 
 class LogprobAnswer(Answer, AppliedInterventions, Tabled):
-    """One result per item, in the order given."""
+    """One result per item, in the order given.
+
+    As a file (`Accept: application/vnd.safetensors`, with `vocabulary`): the tensors
+    `vocabulary_logprobs` [rows, vocabulary], with the rows of all targets in order, and
+    `row_starts` [targets + 1]. All else of the answer is JSON under `answer` in its metadata.
+    """
 
     results: list[ItemScore]

@@ -82,6 +82,11 @@ def count_bytes(jobs: Sequence[ScoreJob], vocab_size: int) -> int:
     return sum(4 * len(job.targets) * vocab_size for job in jobs)
 
 
+def read_rows(files: Sequence[str], vocab_size: int) -> list[npt.NDArray[np.float32]]:
+    """Return the log-probabilities in each file: float32 [R, V]."""
+    return [np.fromfile(file, np.float32).reshape(-1, vocab_size) for file in files]
+
+
 def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
     """Return the jobs that write the unsteered model's log-probabilities to the files."""
     return [replace(job, export=file, plan=None) for job, file in zip(jobs, files, strict=True)]

@@ -6,28 +6,26 @@ scores of what comes of them.
 
 import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from logsteer.schemas import (
-    DiagnosticsRequest,
-    LogprobRequest,
-)
+from logsteer.errors import api_error
+from logsteer.schemas import DiagnosticsRequest, LogprobRequest
 from logsteer.schemas.logprob import SpacePolicy
 from logsteer.schemas.perplexity import exp_mean
-from logsteer_server.contract.batches import (
-    ScoreOutputs,
-    add_between,
-)
+from logsteer_server.contract.batches import ScoreOutputs, add_between, find_starts
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import Column, ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.comparison import read_rows, reserve_references
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.run import Batch, BodyTask, Collector
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
     PlannedItem,
     PlannedTarget,
@@ -213,10 +211,20 @@ class _ScoreWriter:
         return score
 
 
+def _add_rows(results: Sequence[dict[str, Any]], plan: TargetPlan, rows: Sequence[Scores]) -> None:
+    """Give each target of the results its rows [T, V], of those [R, V] of the planned jobs."""
+    for result, item in zip(results, plan.items, strict=True):
+        for score, index in zip(result["targets"], item.targets, strict=True):
+            target = plan.planned[index]
+            own = slice(None) if target.slot is None else slice(target.slot, target.slot + 1)
+            score["vocabulary_logprobs"] = rows[target.job][own]
+
+
 class LogprobTask(BodyTask[LogprobRequest]):
     """Exact log-probability of every target given its context."""
 
     kind = "logprob"
+    has_file = True
 
     _problems: ItemProblems
     _results: list[dict[str, Any]]
@@ -240,11 +248,24 @@ class LogprobTask(BodyTask[LogprobRequest]):
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
         collector = Collector()
-        yield Batch(jobs, collector.take, cache=body.cache)
+        async with AsyncExitStack() as stack:
+            files: list[str] = []
+            if body.vocabulary:
+                planner.expect_arrays(rows * self.info.vocab_size)
+                exported = reserve_references(
+                    jobs, self.info.vocab_size, planner, self._scratch, "items"
+                )
+                files = await stack.enter_async_context(exported)
+                jobs = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
+            yield Batch(jobs, collector.take, cache=body.cache)
+            read = partial(read_rows, files, self.info.vocab_size)
+            vocabulary = await planner.capacity.call_long(read) if files else []
         window = body.window if isinstance(body, DiagnosticsRequest) else None
         shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
         self._results = await planner.advance(steps)
+        if vocabulary:
+            _add_rows(self._results, plan, vocabulary)
         if self._problems:
             self._results = self._problems.fill(self._results, self.request_id)
 
@@ -261,6 +282,17 @@ class LogprobTask(BodyTask[LogprobRequest]):
     def report(self) -> dict[str, Any]:
         """Return the scores of each item's targets."""
         return {"results": self._results}
+
+    def lay_out(self, document: dict[str, Any]) -> TensorLayout:
+        """Return the answer as the tensors of a file, as `LogprobAnswer` says."""
+        if not self._body.vocabulary:
+            detail = "A file has the rows of vocabulary: true; ask for them, or for JSON."
+            raise api_error("invalid_request", detail, param="vocabulary")
+        targets = [one for result in document["results"] for one in result.get("targets", ())]
+        rows = [target.pop("vocabulary_logprobs") for target in targets]
+        starts = find_starts([len(part) for part in rows]).astype(np.int32)
+        tensors = {"vocabulary_logprobs": rows, "row_starts": [starts]}
+        return TensorLayout(tensors, {"answer": document})
 
 
 class DiagnosticsTask(LogprobTask):

@@ -161,7 +161,6 @@ class PatchTask(BodyTask[PatchRequest]):
 
     def __init__(self, body: PatchRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._scratch = models.scratch
         self._base, self._source = "corrupted", "clean"
         if body.direction == "noise":
             self._base, self._source = self._source, self._base

@@ -159,7 +159,7 @@ class Planner:
         self.expect_bytes(size + rows * alternatives * BYTES_PER_ALTERNATIVE)
 
     def expect_arrays(self, numbers: int) -> None:
-        """Reserve memory for an answer with so many numbers of activations.
+        """Reserve memory for an answer with so many numbers of activations, or of whole rows.
 
         Errors: as `expect_rows`, by the bound of activations.
         """
@@ -167,8 +167,8 @@ class Planner:
         size = numbers * (BYTES_PER_PACKED if packs else BYTES_PER_NUMBER)
         if size > limit:
             detail = (
-                f"The activations would take about {size} bytes{'' if packs else ' as JSON'}, at "
-                f"most {limit} are given: ask for fewer items, layers or positions at once, or "
+                f"The arrays would take about {size} bytes{'' if packs else ' as JSON'}, at "
+                f"most {limit} are given: ask for fewer items, tokens or layers at once, or "
                 + ("" if packs else "for MessagePack or safetensors, which take a sixth, or ")
                 + "raise max_activation_bytes."
             )

@@ -208,6 +208,7 @@ class BodyTask(Task, Generic[B]):
         self.precision = getattr(body, "precision", "float32")
         self._body = body
         self._stores = stores
+        self._scratch = models.scratch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.positions import Decode
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import (
@@ -140,10 +139,6 @@ class SweepTask(BodyTask[SweepRequest]):
 
     _settings: list[SweepSetting]
     _points: list[dict[str, Any]]
-
-    def __init__(self, body: SweepRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores)
-        self._scratch = models.scratch
 
     def check_limits(self, settings: Settings) -> None:
         """Bound what is scored, over all points. Errors: APIError `payload_too_large`."""
