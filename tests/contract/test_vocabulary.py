@@ -1,4 +1,4 @@
-"""`/logprob` with `vocabulary`: whole rows of log-probabilities, on both engines, as a file or JSON."""
+"""`/logprob` with `vocabulary`: whole rows of log-probabilities on both engines, as file or JSON."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 8130eb894fc185bb7cf1e2843d5e73fc05c2dfa26de17d67bf3db4eee52d5a20
+// Written by build/types.mjs from openapi.json, sha256 010bb1869068d9d430650fcb98c07c31bbc3c39ccc744df00da3c9976e4df79c
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -476,6 +476,7 @@ export interface components {
             steering?: components["schemas"]["Steering"] | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
+            vocabulary?: boolean;
             window?: number;
         };
         Divergence: {
@@ -750,6 +751,7 @@ export interface components {
             steering?: components["schemas"]["Steering"] | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
+            vocabulary?: boolean;
         };
         Message: {
             content?: string;
@@ -1072,6 +1074,7 @@ export interface components {
             top?: components["schemas"]["TopAlternatives"] | null;
             truncated_tokens?: number;
             variants?: components["schemas"]["SpaceVariants"] | null;
+            vocabulary_logprobs?: (number | null)[][] | null;
         } & {
             [key: string]: unknown;
         };
@@ -1705,6 +1708,7 @@ export interface operations {
                 content: {
                     "application/json": components["schemas"]["LogprobAnswer"];
                     "application/msgpack": unknown;
+                    "application/vnd.safetensors": unknown;
                 };
             };
             default: {
@@ -1834,6 +1838,7 @@ export interface operations {
                 content: {
                     "application/json": components["schemas"]["LogprobAnswer"];
                     "application/msgpack": unknown;
+                    "application/vnd.safetensors": unknown;
                 };
             };
             default: {
