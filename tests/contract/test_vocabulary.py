@@ -1,4 +1,4 @@
-"""`/logprob` with `vocabulary`: whole rows of log-probabilities on both engines, as file or JSON."""
+"""`vocabulary` of `/logprob`: whole rows of log-probabilities, on both engines, in a file and JSON."""
 
 import json
 from typing import Any
