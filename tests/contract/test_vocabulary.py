@@ -1,4 +1,4 @@
-"""`vocabulary` of `/logprob`: whole rows of log-probabilities, on both engines, in a file and JSON."""
+"""`vocabulary` of `/logprob`: whole rows of log-probabilities on both engines, a file or JSON."""
 
 import json
 from typing import Any
