@@ -145,7 +145,11 @@ def read(result: JobResult) -> list[float]:
             raise AssertionError(failure)
     if result.trace is not None:
         sites = [measured for _, measured in sorted(result.trace.sites.items())]
-        numbers += [float(result.trace.tokens), *result.trace.passed, *np.ravel(sites).tolist()]
+        numbers += [
+            float(sum(result.trace.tokens)),
+            *result.trace.passed,
+            *np.ravel(sites).tolist(),
+        ]
     if result.readings is not None:
         numbers += [float(result.readings.first), *result.readings.values_TGR.flatten().tolist()]
     return numbers

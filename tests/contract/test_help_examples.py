@@ -78,6 +78,12 @@ def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
     save_autoencoder(directory / "sae", {"d_in": width}, **weights)
+    config = {"d_in": width, "d_sae": 130, "hook_name": "blocks.2.hook_resid_post"}
+    arrays = {"W_enc": (width, 130), "W_dec": (130, width), "b_dec": (width,), "b_enc": (130,)}
+    weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
+    stored = directory / "gpt2-small-res-jb"
+    stored.mkdir()
+    save_autoencoder(stored / "blocks.8.hook_resid_pre", config, **weights)
     return directory
 
 
@@ -88,6 +94,8 @@ def _stored(place: Path, client: Client) -> None:
     if not (place / "mood.safetensors").exists() or not _has_mood(client):
         client.vectors.train("mood", PAIRS)
         (place / "mood.safetensors").write_bytes(client.vectors.download("mood"))
+    client.vectors.put("happy", place / "mood.safetensors", overwrite=True)
+    client.saes.put("res8", place / "gpt2-small-res-jb/blocks.8.hook_resid_pre")
     client.adapters.put("story", place / "adapter")
     client.overrides.put("gradient", place / "direction.safetensors")
 

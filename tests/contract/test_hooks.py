@@ -53,7 +53,7 @@ def test_a_point_is_read(client: Client, hooked: HookedReference, hook: str, eng
     for layer in LAYERS:
         assert np.abs(found[0].layers[layer] - wanted_LTD[layer]).max() < PER_TOKEN
     answer = score(client, engine, probes=[data(hook, layers=LAYERS)])
-    rows = slice(len(CONTEXT) - 1, len(ids) - 1)
+    rows = slice(len(CONTEXT), len(ids))
     for probe in answer.results[0].targets[0].probes:
         assert probe.hook == hook
         wanted = wanted_LTD[probe.layer, rows] @ (VECTOR / np.linalg.norm(VECTOR))

@@ -35,9 +35,9 @@ def test_the_example_of_padded_prompts() -> None:
     from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 
     plan = add_plan("last_prompt")
-    steering = BatchSteering([SteeredRow(plan, (), None, length) for length in (2, 4)])
+    steering = BatchSteering([SteeredRow(plan, ((),), None, length) for length in (2, 4)])
     tokens = steering._find_tokens([TokenRange(2, 0, 2), TokenRange(0, 0, 4)], 4)
-    assert (tokens.place_N.tolist(), tokens.row_N.tolist()) == ([3, 7], [0, 1])
+    assert (tokens.place_N.tolist(), tokens.part_N.tolist()) == ([3, 7], [0, 1])
     tokens = steering._find_tokens([TokenRange(0, 2, 3), TokenRange(0, 4, 5)], 1)
     assert not len(tokens.place_N)
 
@@ -106,7 +106,7 @@ def test_every_operation_is_a_plain_hook_in_transformers(
     output = run(engine, job)[0]
     assert output.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
     assert np.abs(expected - read_logprobs(reference, ids)).max() > 0.01
-    assert output.trace.tokens == 49
+    assert output.trace.tokens == (49,)
     moved = changes[0][changes[0] > 0]
     assert output.trace.sites["2"] == (len(moved), pytest.approx(float(moved.mean()), rel=1e-4))
     assert (len(moved) == 49) == (name != "clamp")

@@ -14,7 +14,7 @@ from logsteer.errors import APIError
 EXAMPLES = """
   echo "What is the capital of France?" | logsteer chat
   echo "Tell me a story." | logsteer chat --vector mood:2 --max-tokens 40
-  logsteer chat --system "Be brief." --chat-template-kwargs '{"enable_thinking": false}'
+  echo "Tell me a story." | logsteer chat --system "Be brief." --vector mood:2
 
 Each line is a turn, but for these:
   /steer mood:4 calm@3   steer from now on; no vector: steer no more
