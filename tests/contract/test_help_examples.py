@@ -137,8 +137,11 @@ def test_the_tasks_of_the_package_run(
 ) -> None:
     client.vectors.delete("mood")
     monkeypatch.setenv("LOGSTEER_BASE_URL", server.url)
-    failed, tried = doctest.testmod(logsteer)
-    assert (failed, tried > 5) == (0, True)
+    runner = doctest.DocTestRunner()
+    (example,) = [test for test in doctest.DocTestFinder().find(logsteer) if test.examples]
+    runner.run(example, clear_globs=False)
+    example.globs["client"].close()
+    assert (runner.failures, runner.tries > 5) == (0, True)
 
 
 def run_in_shell(line: str) -> tuple[int, str, str]:
