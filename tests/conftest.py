@@ -1,5 +1,6 @@
 """What all tests share: small models, and servers that are started once, as a user would."""
 
+import gc
 import json
 import os
 import shutil
@@ -44,6 +45,13 @@ needs_shared = pytest.mark.skipif(
 )
 
 ServerFactory = Callable[..., Server]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage() -> Iterator[None]:
+    """Have a file that leaves a socket or a file open fail itself, not whichever runs later."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
