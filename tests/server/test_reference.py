@@ -55,6 +55,13 @@ def test_types_in_words(schema: dict[str, object], words: str) -> None:
     assert spell(schema) == words
 
 
+def test_a_field_of_two_meanings_is_shared_by_its_most_frequent_one() -> None:
+    shared, *sections = write_endpoints().split("\n## POST ")
+    (generate,) = [section for section in sections if section.startswith("/generate\n")]
+    assert '| `columns` | list of `Column` = `["logprob", "rank"]` |' in shared
+    assert "- `columns` (list of `Column`): Columns of each generated token" in generate
+
+
 def test_a_page_that_is_stale_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path), "--check"]) == 0
