@@ -159,7 +159,7 @@ _OPERATIONS = [
     ),
     _change(
         "load_model", "/models/{model_id}/load", s.ModelCard,
-        "Have a model answer that was unloaded, drained or failed; return its card.",
+        "Start a model that was unloaded, drained or has failed; return its card.",
     ),
     _change(
         "unload_model", "/models/{model_id}/unload", s.ModelCard,
@@ -175,7 +175,7 @@ _OPERATIONS = [
     ),
     Endpoint(
         "health", "GET", "/healthz", "operations", s.Health, statuses=frozenset({503}), scope=None,
-        summary="Return that the server's process is sound, and its version.",
+        summary="Return whether the server's process is healthy, and its version.",
         notes="It is an answer, too, where the server sends it with status 503.",
     ),
     Endpoint(

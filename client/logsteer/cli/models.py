@@ -22,8 +22,8 @@ RELOAD_EXAMPLES = """
 _WAIT_S = 300.0
 _CHANGES = {
     "load": "have a model answer that was unloaded, drained or failed",
-    "unload": "answer what a model has at work, then end its engine",
-    "drain": "answer what a model has at work, and refuse it new requests",
+    "unload": "answer a model's running requests, then end its engine",
+    "drain": "answer a model's running requests, and refuse new ones",
 }
 
 
@@ -85,7 +85,7 @@ def _tell(answer: ReloadAnswer) -> list[str]:
         "removed": answer.removed,
         "replaced": [name for name in answer.replaced if name not in answer.failed],
         "unchanged": answer.unchanged,
-        "still at work": answer.pending,
+        "still running": answer.pending,
         "count from the next start on": answer.needs_restart,
     }
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]

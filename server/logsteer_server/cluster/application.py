@@ -74,7 +74,7 @@ class ClusterArguments(BaseModel):
         "replica that does not run on CPUs.",
     )
     calls_per_replica: float = Field(
-        4.0, gt=0, description="Requests at work in a replica above which max_replicas adds one."
+        4.0, gt=0, description="Requests running in a replica above which max_replicas adds one."
     )
     scale_up_s: float = Field(30.0, gt=0, description="Seconds of more work before one is added.")
     scale_down_s: float = Field(600.0, gt=0, description="Seconds of less before one ends.")

@@ -282,7 +282,7 @@ class LocalModel:
         if self._count_writes(changes) != writes:
             raise RuntimeError(
                 "a parameter was written to between `columns` and the backward pass, which would "
-                "compute the gradients of another model: take the optimizer's step behind it"
+                "compute the gradients of another model: take the optimizer's step after it"
             )
         rows = self._read(entries, changes)
         return [list(row.columns(names, policy).values()) for row in rows]
@@ -333,7 +333,7 @@ class _NoVectors:
 def _open_vectors(directory: Path) -> VectorStore:
     """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
     if not (directory / VECTORS.plural).is_dir():
-        raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
+        raise ValueError(f"vectors: {directory} is not a server's store_directory; it has none")
     objects = Objects(directory)
     saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
     vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads

@@ -347,4 +347,4 @@ def _explain(error: yaml.YAMLError) -> str:
     """Say what is wrong and where, without the line, in which a key may stand."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return "it is no YAML"
+    return "it is not YAML"
