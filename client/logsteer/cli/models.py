@@ -21,7 +21,7 @@ RELOAD_EXAMPLES = """
 """
 _WAIT_S = 300.0
 _CHANGES = {
-    "load": "have a model answer that was unloaded, drained or failed",
+    "load": "start a model that was unloaded, drained or has failed",
     "unload": "answer a model's running requests, then end its engine",
     "drain": "answer a model's running requests, and refuse new ones",
 }
@@ -39,7 +39,7 @@ def add_model_commands(parser: argparse.ArgumentParser, common: argparse.Argumen
         one.add_argument("changed", metavar="MODEL")
         _add_wait(one)
         one.set_defaults(command=_change(name))
-    text = "have the server read its configuration again: add, remove and replace models"
+    text = "read the configuration again: add, remove and replace models"
     one = commands.add_parser("reload", parents=[common], help=text, description=text)
     add_examples(one, RELOAD_EXAMPLES)
     _add_wait(one)
