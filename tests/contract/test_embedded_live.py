@@ -412,7 +412,7 @@ def test_what_does_not_fit_is_refused(model: LocalModel, policy: Any, tokenizer:
             LocalModel(*given)
     with pytest.raises(ValueError, match="module's own"):
         LocalModel(policy, tokenizer, dtype="float32")
-    with pytest.raises(ValueError, match="no store_directory"):
+    with pytest.raises(ValueError, match="not a server's store_directory"):
         LocalModel(policy, tokenizer, vectors=DEMO_MODEL)
     vector = STEERING["vectors"][0]
     changes: list[tuple[dict[str, Any], str]] = [

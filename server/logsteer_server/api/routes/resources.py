@@ -220,7 +220,7 @@ async def write_body(
 
 @asynccontextmanager
 async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
-    """Wait for the caller's turn at work on stored files; reserve its memory for so long.
+    """Wait for the caller's turn to work on stored files; reserve its memory for so long.
 
     Errors: APIError `overloaded` and `payload_too_large`, as `Reservation.cover`.
     """
