@@ -30,7 +30,7 @@ class WaitQuery(BaseModel):
         default=0.0,
         ge=0,
         le=3600,
-        description="Answer after at most this many seconds; the change continues.",
+        description="Wait at most this many seconds for the change, which continues after.",
     )
 
 

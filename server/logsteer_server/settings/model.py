@@ -25,7 +25,7 @@ class ModelSettings(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
         description="The name that requests use.",
     )
-    default: bool = Field(False, description="Answer requests that name no model.")
+    default: bool = Field(False, description="Whether requests that name no model mean this one.")
     engine: EngineKind = Field(
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
     )
