@@ -217,21 +217,21 @@ class AsyncClientMethods(AsyncCaller):
     async def health(self) -> Health:
         """Return whether the server's process is healthy, and its version.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("health")
 
     async def startup(self) -> Startup:
         """Return whether every required model has answered once.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("startup")
 
     async def ready(self) -> Readiness:
         """Return whether every required model answers, and the state of each.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("ready")
 
@@ -362,8 +362,7 @@ class AsyncClientMethods(AsyncCaller):
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
-        """Look at targets as a sampling policy saw them: every column of each token, and
-        aggregates.
+        """Score targets as a sampling policy saw them: every column of each token, and aggregates.
 
         Items are those of `logprob`.
 
@@ -667,7 +666,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
     ) -> AsyncGenerator[PerplexityEvent, None]:
-        """Yield the events of scoring one text that is sent while it is read, of any length.
+        """Score one text of any length while sending it; yield its events.
 
         The source is tried again after a failure only if it can be read from its beginning again.
         Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive from then on.
@@ -1322,7 +1321,7 @@ class AsyncClientMethods(AsyncCaller):
         direction: PatchDirection | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> PatchAnswer:
-        """Score items with activations of others put into them, one place at a time.
+        """Score items with activations patched in from others, one place at a time.
 
         Args:
             pairs: Items that are run, clean and corrupted.
@@ -1640,7 +1639,7 @@ class AsyncClientMethods(AsyncCaller):
         """Score targets after one context: `logprob` for a single item.
 
         Args:
-            context: What stands before the targets.
+            context: The text before the targets.
             targets: Texts to score; one string is one target.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1802,12 +1801,11 @@ class AsyncClientMethods(AsyncCaller):
     ) -> Samples:
         """Continue prompts drawn from a source, and give each continuation its reward.
 
-        Each prompt is continued `n` times, every time with a seed of its own that follows from
-        `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
-        prompts alone, and one that is refused is halved, so that it costs the prompt that it is
-        refused for: a warning and `failures` of the result name them. Raises the first error where
-        no sample was drawn. `logsteer.score_file` draws the same continuations of a file's prompts,
-        and resumes where it was interrupted.
+        Each of a prompt's `n` continuations has its own seed, which follows from `seed` (default 0)
+        and does not depend on the batch. A failed request loses its own prompts; a refused one is
+        halved, until only the refused prompt is lost. A warning and the result's `failures` name
+        them. Raises the first error if no sample was drawn. `logsteer.score_file` draws the same
+        continuations of a file's prompts, and resumes where it was interrupted.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
