@@ -53,6 +53,13 @@ def test_blocks_have_a_language_and_those_that_are_not_run_a_reason(page: Path) 
         assert block.is_run or len(block.comment) > len(NOT_RUN), block.name
 
 
+def test_blocks_of_other_pages_have_a_reason() -> None:
+    others = {*ROOT.glob("*.md"), *ROOT.glob("*/README.md")}.difference(PAGES)
+    blocks = [block for page in sorted(others) for block in read_blocks(page)]
+    assert blocks
+    assert [b.name for b in blocks if b.is_run and b.language != "text"] == []
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_in_their_order(
