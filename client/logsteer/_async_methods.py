@@ -158,13 +158,13 @@ class AsyncClientMethods(AsyncCaller):
         )
 
     async def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
-        """Have a model answer that was unloaded, drained or failed; return its card.
+        """Start a model that was unloaded, drained or has failed; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change continues.
+            wait_s: Wait at most this many seconds for the change, which continues after.
                 Default 0.0.
         """
         return await self._ask("load_model", model_id=model_id, wait_s=wait_s)
@@ -181,7 +181,7 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change continues.
+            wait_s: Wait at most this many seconds for the change, which continues after.
                 Default 0.0.
         """
         return await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
@@ -198,7 +198,7 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             model_id: Id of the model.
-            wait_s: Seconds after which the answer comes at the latest; the change continues.
+            wait_s: Wait at most this many seconds for the change, which continues after.
                 Default 0.0.
         """
         return await self._ask("drain_model", model_id=model_id, wait_s=wait_s)
@@ -209,29 +209,29 @@ class AsyncClientMethods(AsyncCaller):
         Without `wait_s` the answer comes at once, and says how far it has come.
 
         Args:
-            wait_s: Seconds after which the answer comes at the latest; the change continues.
+            wait_s: Wait at most this many seconds for the change, which continues after.
                 Default 0.0.
         """
         return await self._ask("reload", wait_s=wait_s)
 
     async def health(self) -> Health:
-        """Return that the server's process is sound, and its version.
+        """Return whether the server's process is healthy, and its version.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("health")
 
     async def startup(self) -> Startup:
         """Return whether every required model has answered once.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("startup")
 
     async def ready(self) -> Readiness:
         """Return whether every required model answers, and the state of each.
 
-        It is an answer, too, where the server sends it with status 503.
+        Status 503 is an answer, too, and raises nothing.
         """
         return await self._ask("ready")
 
@@ -272,9 +272,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -284,8 +284,8 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -293,8 +293,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
@@ -362,8 +362,7 @@ class AsyncClientMethods(AsyncCaller):
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
-        """Look at targets as a sampling policy saw them: every column of each token, and
-        aggregates.
+        """Score targets as a sampling policy saw them: every column of each token, and aggregates.
 
         Items are those of `logprob`.
 
@@ -373,9 +372,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -385,8 +384,8 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -394,8 +393,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row; all of them unless given.
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
@@ -409,7 +408,7 @@ class AsyncClientMethods(AsyncCaller):
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
-            window: Tokens that `early` and `late` are means over. Default 16.
+            window: Number of tokens in the means `early` and `late`. Default 16.
         """
         return await self._ask(
             "diagnostics",
@@ -478,9 +477,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -490,8 +489,8 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -499,8 +498,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
@@ -585,9 +584,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -597,8 +596,8 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -606,8 +605,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
@@ -667,7 +666,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
     ) -> AsyncGenerator[PerplexityEvent, None]:
-        """Yield the events of scoring one text that is sent while it is read, of any length.
+        """Score one text of any length while sending it; yield its events.
 
         The source is tried again after a failure only if it can be read from its beginning again.
         Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive from then on.
@@ -675,8 +674,8 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             source: A path, an open file, or an iterable of bytes or text.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -684,8 +683,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
@@ -759,17 +758,17 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
@@ -780,23 +779,23 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
             messages: One conversation or a list of them, through the model's chat template.
-            max_tokens: Tokens at most of each completion. Default 64.
+            max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: The most probable tokens that come to this probability are drawn from.
-                Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
             top_k: 0: every token. Default 0.
-            min_p: Tokens less probable than this share of the most probable one are not drawn.
+            min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
-            seed: Seed of the first completion; each further one, of this prompt and the next
-                ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, and on
-                every engine, in float32; in half precision a near tie may fall otherwise,
-                unless provenance says batch_invariant.
+            seed: Seed of the first completion; each further completion, of this prompt and the
+                next ones, takes the next number, so all draws are independent. None: the server
+                draws one. In float32 a seed gives the same tokens in any batch and on every
+                engine; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -805,7 +804,7 @@ class AsyncClientMethods(AsyncCaller):
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
                 stream come with its result. Default False.
-            window: Tokens that `early` and `late` are means over. Default 16.
+            window: Number of tokens in the means `early` and `late`. Default 16.
         """
         return await self._ask(
             "generate",
@@ -890,17 +889,17 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
@@ -911,23 +910,23 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
             messages: One conversation or a list of them, through the model's chat template.
-            max_tokens: Tokens at most of each completion. Default 64.
+            max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: The most probable tokens that come to this probability are drawn from.
-                Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
             top_k: 0: every token. Default 0.
-            min_p: Tokens less probable than this share of the most probable one are not drawn.
+            min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
-            seed: Seed of the first completion; each further one, of this prompt and the next
-                ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, and on
-                every engine, in float32; in half precision a near tie may fall otherwise,
-                unless provenance says batch_invariant.
+            seed: Seed of the first completion; each further completion, of this prompt and the
+                next ones, takes the next number, so all draws are independent. None: the server
+                draws one. In float32 a seed gives the same tokens in any batch and on every
+                engine; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -936,7 +935,7 @@ class AsyncClientMethods(AsyncCaller):
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
                 stream come with its result. Default False.
-            window: Tokens that `early` and `late` are means over. Default 16.
+            window: Number of tokens in the means `early` and `late`. Default 16.
         """
         return self._listen(
             "generate",
@@ -1019,16 +1018,16 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
@@ -1039,23 +1038,23 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
             messages: One conversation or a list of them, through the model's chat template.
-            max_tokens: Tokens at most of each completion. Default 64.
+            max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: The most probable tokens that come to this probability are drawn from.
-                Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
             top_k: 0: every token. Default 0.
-            min_p: Tokens less probable than this share of the most probable one are not drawn.
+            min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
-            seed: Seed of the first completion; each further one, of this prompt and the next
-                ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, and on
-                every engine, in float32; in half precision a near tie may fall otherwise,
-                unless provenance says batch_invariant.
+            seed: Seed of the first completion; each further completion, of this prompt and the
+                next ones, takes the next number, so all draws are independent. None: the server
+                draws one. In float32 a seed gives the same tokens in any batch and on every
+                engine; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -1146,16 +1145,16 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
@@ -1166,23 +1165,23 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             prompt_ids: Prompts as token ids, in place of `prompts`.
             messages: One conversation or a list of them, through the model's chat template.
-            max_tokens: Tokens at most of each completion. Default 64.
+            max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: The most probable tokens that come to this probability are drawn from.
-                Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
             top_k: 0: every token. Default 0.
-            min_p: Tokens less probable than this share of the most probable one are not drawn.
+            min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
-            seed: Seed of the first completion; each further one, of this prompt and the next
-                ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, and on
-                every engine, in float32; in half precision a near tie may fall otherwise,
-                unless provenance says batch_invariant.
+            seed: Seed of the first completion; each further completion, of this prompt and the
+                next ones, takes the next number, so all draws are independent. None: the server
+                draws one. In float32 a seed gives the same tokens in any batch and on every
+                engine; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -1254,14 +1253,14 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1269,8 +1268,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             items: Contexts and the targets scored after each.
             texts: Texts to score.
             layers: Sets of layers, each in place of the vectors' own; None: the vectors' own.
@@ -1322,7 +1321,7 @@ class AsyncClientMethods(AsyncCaller):
         direction: PatchDirection | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> PatchAnswer:
-        """Score items with activations of others put into them, one place at a time.
+        """Score items with activations patched in from others, one place at a time.
 
         Args:
             pairs: Items that are run, clean and corrupted.
@@ -1330,14 +1329,14 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1345,8 +1344,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             layers: Sets of layers, each patched together; None: each layer alone.
@@ -1416,9 +1415,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1426,8 +1425,8 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1435,8 +1434,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
             layers: Layers whose resid_post is read; None: all.
@@ -1504,9 +1503,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1520,14 +1519,14 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             attribution: In place of wrt: what each input token, of embedding e, contributes.
                 `gradient_x_input`: the gradient times e. `integrated`: the gradient's mean
                 along the straight line from the baseline e' to e, times e - e' (integrated
                 gradients, Sundararajan et al. 2017).
-            steps: Points of the line (Gauss-Legendre), of `integrated` alone. Default 100.
-            baseline: Of `integrated` alone: e' is the embedding of this token; None: zeros,
+            steps: Gauss-Legendre points on that line; only for `integrated`. Default 100.
+            baseline: Only for `integrated`: e' is the embedding of this token; None: zeros,
                 near which models with RMSNorm are not smooth: see `convergence_delta`. Default
                 0.
             boundary: `joint` encodes context + target together and cuts at the context's
@@ -1580,9 +1579,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1640,15 +1639,15 @@ class AsyncClientMethods(AsyncCaller):
         """Score targets after one context: `logprob` for a single item.
 
         Args:
-            context: What stands before the targets.
+            context: The text before the targets.
             targets: Texts to score; one string is one target.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1656,8 +1655,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
@@ -1725,8 +1724,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1734,8 +1733,8 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
@@ -1802,12 +1801,11 @@ class AsyncClientMethods(AsyncCaller):
     ) -> Samples:
         """Continue prompts drawn from a source, and give each continuation its reward.
 
-        Each prompt is continued `n` times, every time with a seed of its own that follows from
-        `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
-        prompts alone, and one that is refused is halved, so that it costs the prompt that it is
-        refused for: a warning and `failures` of the result name them. Raises the first error where
-        no sample was drawn. `logsteer.score_file` draws the same continuations of a file's prompts,
-        and resumes where it was interrupted.
+        Each of a prompt's `n` continuations has its own seed, which follows from `seed` (default 0)
+        and does not depend on the batch. A failed request loses its own prompts; a refused one is
+        halved, until only the refused prompt is lost. A warning and the result's `failures` name
+        them. Raises the first error if no sample was drawn. `logsteer.score_file` draws the same
+        continuations of a file's prompts, and resumes where it was interrupted.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1827,17 +1825,17 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits, and
-                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -1845,21 +1843,21 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
-            cache: Whether results of earlier equal work may be given again, and the results of
-                this request kept. They are the same numbers, bit for bit. Default True.
-            max_tokens: Tokens at most of each completion. Default 64.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
+            max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: The most probable tokens that come to this probability are drawn from.
-                Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
             top_k: 0: every token. Default 0.
-            min_p: Tokens less probable than this share of the most probable one are not drawn.
+            min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
-            seed: Seed of the first completion; each further one, of this prompt and the next
-                ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, and on
-                every engine, in float32; in half precision a near tie may fall otherwise,
-                unless provenance says batch_invariant.
+            seed: Seed of the first completion; each further completion, of this prompt and the
+                next ones, takes the next number, so all draws are independent. None: the server
+                draws one. In float32 a seed gives the same tokens in any batch and on every
+                engine; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -1868,7 +1866,7 @@ class AsyncClientMethods(AsyncCaller):
                 from, under the policy that drew it. None: none.
             diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
                 stream come with its result. Default False.
-            window: Tokens that `early` and `late` are means over. Default 16.
+            window: Number of tokens in the means `early` and `late`. Default 16.
         """
         return await self._sample(
             source,
@@ -1942,9 +1940,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1957,12 +1955,11 @@ class AsyncClientMethods(AsyncCaller):
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
-            positions: Of the tokens that are read, as the model reads them: all, or slices.
-                Default all.
+            positions: Which of the tokens that the model reads: all, or slices. Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
-            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
-                Given are the strongest features of each token.
-            top: Features of a token that are given at most, of sae alone. Default 10.
+            sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
+                features of each token.
+            top: Maximum number of features for each token; only with sae. Default 10.
         """
         return await self._activations(
             items,
@@ -2027,9 +2024,9 @@ class AsyncClientMethods(AsyncCaller):
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -2042,12 +2039,11 @@ class AsyncClientMethods(AsyncCaller):
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
-            positions: Of the tokens that are read, as the model reads them: all, or slices.
-                Default all.
+            positions: Which of the tokens that the model reads: all, or slices. Default all.
             read: Each of those tokens' activation, the last one's, or their mean. Default each.
-            sae: In place of layers and hook: a stored sparse autoencoder, which says both.
-                Given are the strongest features of each token.
-            top: Features of a token that are given at most, of sae alone. Default 10.
+            sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
+                features of each token.
+            top: Maximum number of features for each token; only with sae. Default 10.
         """
         return await self._capture(
             source,
@@ -2095,8 +2091,8 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 control vector.
             format: Of the file; left out: what it looks like.
             overwrite: Whether to replace what another request has stored under this name, which
-                is else refused: `exists`. The same request again gets the same answer. Default
-                False.
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._ask(
             "vectors.put",
@@ -2128,21 +2124,21 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
 
         Args:
             name: What the vector is called from now on.
-            pairs: Texts that differ in what the vector is to stand for.
+            pairs: Texts that differ in what the vector should represent.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
                 continues it. Default False.
-            add_generation_prompt: Whether the head of the assistant's next turn follows the
-                last one. None: it does, but not after an assistant's turn where whole
-                conversations are read (/perplexity, /activations, pairs).
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
             tools: Functions that the template describes.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
                 the normal of a logistic regression, or Fisher's linear discriminant. Default
                 mean_difference.
-            whiten: Whether pca and logistic count less what varies among texts of one side,
-                too: activations are measured by the covariance of these. Default False.
+            whiten: Whether pca and logistic, too, discount what varies among texts of one side:
+                whiten activations by that covariance. Default False.
             read: Activation after a text's last token, or their mean; `answer`: after the last
                 token that the assistant says in a conversation's last turn, before what the
                 template closes the turn with, as contrastive activation addition reads it.
@@ -2153,8 +2149,8 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
             overwrite: Whether to replace what another request has stored under this name, which
-                is else refused: `exists`. The same request again gets the same answer. Default
-                False.
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._ask(
             "vectors.train",
@@ -2207,8 +2203,8 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
             overwrite: Whether to replace what another request has stored under this name, which
-                is else refused: `exists`. The same request again gets the same answer. Default
-                False.
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._ask(
             "overrides.put",
@@ -2240,8 +2236,8 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
             overwrite: Whether to replace what another request has stored under this name, which
-                is else refused: `exists`. The same request again gets the same answer. Default
-                False.
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._ask(
             "adapters.put",
@@ -2277,8 +2273,8 @@ class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
             activation_scale: SAELens' norm_scaling_factor, where normalize_activations is
                 expected_average_only_in; 1 where it was folded in.
             overwrite: Whether to replace what another request has stored under this name, which
-                is else refused: `exists`. The same request again gets the same answer. Default
-                False.
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._ask(
             "saes.put",

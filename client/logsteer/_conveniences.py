@@ -48,7 +48,7 @@ CONVENIENCES = (
     Convenience(
         "score",
         "logprob",
-        (Argument("context", "str", "What stands before the targets."), _TARGETS),
+        (Argument("context", "str", "The text before the targets."), _TARGETS),
         frozenset({"items", "on_error", *CHAT_FIELDS}),
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
@@ -125,12 +125,12 @@ CONVENIENCES = (
         frozenset({"prompts", "prompt_ids", "messages", "on_error"}),
         "Samples",
         "Continue prompts drawn from a source, and give each continuation its reward.",
-        "Each prompt is continued `n` times, every time with a seed of its own that follows from "
-        "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
-        "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
-        "refused for: a warning and `failures` of the result name them. Raises "
-        "the first error where no sample was drawn. `logsteer.score_file` draws the "
-        "same continuations of a file's prompts, and resumes where it was interrupted.",
+        "Each of a prompt's `n` continuations has its own seed, which follows from `seed` (default "
+        "0) and does not depend on the batch. A failed request loses its own prompts; a refused "
+        "one is halved, until only the refused prompt is lost. A warning and the result's "
+        "`failures` name them. Raises the first error if no sample was drawn. "
+        "`logsteer.score_file` draws the same continuations of a file's prompts, and resumes where "
+        "it was interrupted.",
     ),
     Convenience(
         "activations",

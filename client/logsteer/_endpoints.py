@@ -159,7 +159,7 @@ _OPERATIONS = [
     ),
     _change(
         "load_model", "/models/{model_id}/load", s.ModelCard,
-        "Have a model answer that was unloaded, drained or failed; return its card.",
+        "Start a model that was unloaded, drained or has failed; return its card.",
     ),
     _change(
         "unload_model", "/models/{model_id}/unload", s.ModelCard,
@@ -175,20 +175,20 @@ _OPERATIONS = [
     ),
     Endpoint(
         "health", "GET", "/healthz", "operations", s.Health, statuses=frozenset({503}), scope=None,
-        summary="Return that the server's process is sound, and its version.",
-        notes="It is an answer, too, where the server sends it with status 503.",
+        summary="Return whether the server's process is healthy, and its version.",
+        notes="Status 503 is an answer, too, and raises nothing.",
     ),
     Endpoint(
         "startup", "GET", "/startupz", "operations", s.Startup, statuses=frozenset({503}),
         scope=None,
         summary="Return whether every required model has answered once.",
-        notes="It is an answer, too, where the server sends it with status 503.",
+        notes="Status 503 is an answer, too, and raises nothing.",
     ),
     Endpoint(
         "ready", "GET", "/readyz", "operations", s.Readiness, statuses=frozenset({503}),
         scope=None,
         summary="Return whether every required model answers, and the state of each.",
-        notes="It is an answer, too, where the server sends it with status 503.",
+        notes="Status 503 is an answer, too, and raises nothing.",
     ),
     Endpoint("metrics", "GET", "/metrics", "operations", scope=None),
 ]  # fmt: skip
@@ -204,7 +204,7 @@ _SCORING = [
     Endpoint(
         "diagnostics", "POST", "/diagnostics", "scoring", s.LogprobAnswer, s.DiagnosticsRequest,
         positional=("items",),
-        summary="Look at targets as a sampling policy saw them: every column of each token, and "
+        summary="Score targets as a sampling policy saw them: every column of each token, and "
         "aggregates.",
         notes="Items are those of `logprob`.",
     ),
@@ -220,8 +220,7 @@ _SCORING = [
         query=s.PerplexityStreamQuery, upload="text", events=_PERPLEXITY_EVENTS,
         positional=("source",),
         parameters={"source": "A path, an open file, or an iterable of bytes or text."},
-        events_summary="Yield the events of scoring one text that is sent while it is read, of any "
-        "length.",
+        events_summary="Score one text of any length while sending it; yield its events.",
         notes="The source is tried again after a failure only if it can be read from its beginning "
         "again. Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive "
         "from then on.",
@@ -255,7 +254,7 @@ _GENERATION = [
     Endpoint(
         "patch", "POST", "/patch", "steering", s.PatchAnswer, s.PatchRequest,
         positional=("pairs",), scope="steer",
-        summary="Score items with activations of others put into them, one place at a time.",
+        summary="Score items with activations patched in from others, one place at a time.",
     ),
     Endpoint(
         "lens", "POST", "/lens", "scoring", s.LensAnswer, s.LensRequest,

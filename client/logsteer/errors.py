@@ -171,7 +171,7 @@ DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
 
 
 class OverloadedError(APIError):
-    """The server, or this key, has too much to do; `retry_after` says when to come back (s)."""
+    """The server, or this key, is overloaded; `retry_after` says when to try again (s)."""
 
     statuses = frozenset({429})
 

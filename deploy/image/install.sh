@@ -13,7 +13,7 @@ fi
 # their files. Empty packages stand in for them, so that an edit of the sources rebuilds a layer of a
 # few megabytes instead of one of several gigabytes. The readme is empty for the same reason.
 mkdir -p client/logsteer server/logsteer_server
-touch README.md server/README.md client/logsteer/__init__.py server/logsteer_server/__init__.py
+touch client/README.md server/README.md client/logsteer/__init__.py server/logsteer_server/__init__.py
 cp LICENSE server/LICENSE
 # It compiles bytecode, which the user of the container could not write later.
 requirements/install.sh server

@@ -211,7 +211,7 @@ def _fit_gpus(
     where = f"each of {wanted} GPUs" if wanted > 1 else "one GPU"
     text = f"{model.engine}, weights {_write(part)} on {where}"
     if left <= 0:
-        return MachineFinding("fail", subject, f"{text}, where {_write(int(room))} can be had")
+        return MachineFinding("fail", subject, f"{text}, where {_write(int(room))} are available")
     tokens = left * ranks // needs.token_bytes if needs.token_bytes else 0
     told = f", about {tokens} tokens of cache" if tokens else ""
     tight = needs.context_length is not None and 0 < tokens < needs.context_length

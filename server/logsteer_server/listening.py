@@ -21,9 +21,8 @@ def check_exposure(settings: Settings) -> None:
     if needs_key or settings.insecure or settings.uds is not None or is_loopback(settings.host):
         return
     raise ConfigurationError(
-        f"host {settings.host} can be reached from other machines, and no key is asked for: set "
-        "key_file or api_key, listen on 127.0.0.1, or say --insecure where something else keeps "
-        "strangers out"
+        f"other machines can reach host {settings.host}, without a key: set key_file or api_key, "
+        "listen on 127.0.0.1, or say --insecure where something else keeps strangers out"
     )
 
 

@@ -115,7 +115,7 @@ def write_errors() -> str:
             WRITTEN,
             "\nErrors are problem documents (RFC 9457, `application/problem+json`) with `type`, "
             "`title`, `status`, `detail`, `code`, `param`, `retryable` and `request_id`. `detail` "
-            "says what was wrong and what to do. An answer to try again has `Retry-After`, which "
+            "says what was wrong and what to do. A retryable answer has `Retry-After`, which "
             "the client obeys. Errors of `/v1` have OpenAI's shape, and 400 in place of 422.\n\n",
             *tabulate(("code", "status", "try again", "in Python", "means"), rows),
         ]
@@ -158,7 +158,7 @@ def write_endpoints() -> str:
             WRITTEN,
             "\nRequests are JSON; unknown fields are refused. Answers are JSON, or MessagePack by "
             "`Accept: application/msgpack`. `/docs` of a running server has every "
-            "schema. A field without a default may be left out, unless it is required.\n\n"
+            "schema. A field without a default is optional unless it is required.\n\n"
             f"A `Column` is one of {', '.join(f'`{name}`' for name in get_args(Column))}: see "
             "[Columns](scoring.md#columns).\n\n## Shared fields\n\nEach endpoint below names the "
             "groups and fields that it takes.\n\n",
@@ -248,7 +248,7 @@ def write_metrics() -> str:
         [
             "# Metrics\n\n",
             WRITTEN,
-            "\n`GET /metrics` answers in Prometheus' text format, and asks for `metrics_key` where "
+            "\n`GET /metrics` answers in Prometheus' text format, and needs `metrics_key` where "
             "there is one. A name in `_total` is a counter. A name in `_seconds` is a "
             f"histogram with buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)} s, "
             "but `logsteer_engine_heartbeat_age_seconds`. Others are gauges. `replica` "

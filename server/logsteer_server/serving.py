@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     models.add_argument("--demo", action="store_true", help="serve the demo model")
     models.add_argument("--config", type=Path, help="YAML file that lists the models")
-    parser.add_argument("--engine", choices=get_args(EngineKind), help="of MODEL or --demo")
+    parser.add_argument("--engine", choices=get_args(EngineKind), help="engine of MODEL or --demo")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument(
@@ -81,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--insecure",
         action="store_true",
         default=None,
-        help="listen on other than loopback addresses without keys",
+        help="listen beyond loopback addresses without keys",
     )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
     parser.add_argument(
@@ -269,7 +269,7 @@ async def _serve(
             url = f"unix://{settings.uds.absolute()}"
         needs_key = app.state.keys.needs_key
         if not needs_key and settings.uds is None and not is_loopback(settings.host):
-            log.warning("INSECURE: whoever reaches %s may use it, no key is asked for", url)
+            log.warning("INSECURE: anyone who reaches %s can use it without a key", url)
         loop = asyncio.get_running_loop()
         log.debug("requests are served on a loop of %s", type(loop).__module__)
         reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")

@@ -20,7 +20,7 @@ BAD: list[Any] = [
 LIBRARY = re.compile(
     r"Input should|should match|Extra inputs|Field required|Value error|valid (string|integer|list|"
     r"number|boolean|dictionary)|unable to parse|\[type=|should have|\[A-Z|\^|\(\?|function-|"
-    r"constrained|does not fit|characters that are not taken"
+    r"constrained|does not fit|characters that are not allowed"
 )
 """What nobody is to be shown: pydantic's words, expressions, and what is said for want of words."""
 

@@ -38,7 +38,7 @@ def test_reload_names_what_has_changed(capsys: Output) -> None:
         "added: new",
         "replaced: demo, other",
         "unchanged: same",
-        "still at work: new",
+        "still running: new",
         "count from the next start on: port",
     ]
 

@@ -180,10 +180,10 @@ def bad_adapters(directory: Path) -> dict[str, tuple[Path, str]]:
         save_file(tensors, file)
     return {
         "dora": (change("dora", use_dora=True), "use_dora"),
-        "other kind": (change("other", peft_type="IA3"), "none of a LoRA"),
+        "other kind": (change("other", peft_type="IA3"), "not that of a LoRA"),
         "another rank": (change("rank", r=3), "r = 3"),
         "head": (change("head", lambda key: key.replace("q_proj", "lm_head")), "head"),
-        "embedding": (change("embedding", lambda key: f"{key}.magnitude"), "no factor"),
+        "embedding": (change("embedding", lambda key: f"{key}.magnitude"), "not a factor"),
         "one factor": (dropped, "one factor of two"),
         "torn": (torn, "safetensors"),
         "no such module": (

@@ -403,8 +403,8 @@ def test_blocks_narrower_than_the_embedding_are_computed_as_they_are(tokenizer: 
 
 def test_what_does_not_fit_is_refused(model: LocalModel, policy: Any, tokenizer: Any) -> None:
     for given, reason in (
-        ((nn.Linear(2, 2), tokenizer), "no causal language model of transformers"),
-        ((policy.model, tokenizer), "no causal language model of transformers"),
+        ((nn.Linear(2, 2), tokenizer), "not a causal language model of transformers"),
+        ((policy.model, tokenizer), "not a causal language model of transformers"),
         ((policy, None), "fast tokenizer"),
         ((DEMO_MODEL, tokenizer), "tokenizer of its own"),
     ):
@@ -412,7 +412,7 @@ def test_what_does_not_fit_is_refused(model: LocalModel, policy: Any, tokenizer:
             LocalModel(*given)
     with pytest.raises(ValueError, match="module's own"):
         LocalModel(policy, tokenizer, dtype="float32")
-    with pytest.raises(ValueError, match="no store_directory"):
+    with pytest.raises(ValueError, match="not a server's store_directory"):
         LocalModel(policy, tokenizer, vectors=DEMO_MODEL)
     vector = STEERING["vectors"][0]
     changes: list[tuple[dict[str, Any], str]] = [

@@ -344,7 +344,7 @@ REFUSALS = [
     ({"probes": [probe(MOOD, 1)], "per_token": False}, "per_token"),
 ]
 CONDITIONS = [
-    ({"probe": probe(MOOD, 3), "above": 0.0}, "behind it"),
+    ({"probe": probe(MOOD, 3), "above": 0.0}, "after it"),
     ({"probe": probe(MOOD, 0, 1), "above": 0.0}, "name one"),
     ({"probe": probe(MOOD, 1)}, "above, below"),
     ({"probe": probe(MOOD, 1), "above": 2.0, "below": 1.0}, "nothing is above"),

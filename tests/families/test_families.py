@@ -101,7 +101,7 @@ def test_a_family_has_the_numbers_of_transformers(
 
 def describe(found: dict[tuple[str, str, str], Any]) -> str:
     """The page docs/families.md: a row a family, the largest difference of every check and mode."""
-    rows = ["| family | vllm | transformer_lens | points that vLLM has not |", "|---|---|---|---|"]
+    rows = ["| family | vllm | transformer_lens | hooks that vLLM lacks |", "|---|---|---|---|"]
     for family in sorted({family for family, _, _ in found}):
         cells = [_write_cell(found, family, engine) for engine in ("vllm", "transformer_lens")]
         lacks = ", ".join(WITHOUT["vllm"].get(family, ()))

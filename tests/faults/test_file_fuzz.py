@@ -61,7 +61,7 @@ def test_a_signalling_nan_is_refused_without_a_warning() -> None:
 def test_a_cached_value_of_another_type_is_no_result(dtype: object) -> None:
     import msgpack
 
-    with pytest.raises(ValueError, match="no type of numbers"):
+    with pytest.raises(ValueError, match="not a type of numbers"):
         unpack_output(msgpack.packb([None, dtype, 0, bytes(8)]), JOB.columns)
 
 

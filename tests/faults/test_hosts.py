@@ -161,7 +161,7 @@ def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     config.write_text(json.dumps({"models": [fake_model()]}))
     command = ["--check", "--config", str(config), "--host", "0.0.0.0"]
     assert main(command) == 2
-    assert "no key is asked for" in capsys.readouterr().err
+    assert "without a key" in capsys.readouterr().err
     assert main([*command, "--insecure"]) == 0
 
 

@@ -64,7 +64,7 @@ def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
             opened.enter_context(open_half(server, http, f"half{number}", header))
         wait_for(lambda: len(list((tmp_path / "store" / "uploads").glob("*.part"))) == 4)
         answer = http.put("/vectors/b", content=INVALID)
-        assert (answer.status_code, "uploads at work" in answer.text) == (429, True)
+        assert (answer.status_code, "running uploads" in answer.text) == (429, True)
         assert answer.headers["retry-after"]
     # They are gone, and so is what they reserved.
     wait_for(lambda: http.put("/vectors/b", content=INVALID).status_code == 422)

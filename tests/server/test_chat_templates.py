@@ -60,7 +60,7 @@ def test_a_conversation_is_rendered(name: str) -> None:
         (PLAIN, [USER], {"chat_template_kwargs": {"enable_thinking": False}},
          "chat_template_kwargs", "does not read"),
         (CODEC, [USER], {"chat_template_kwargs": {"tokenize": True}},
-         "chat_template_kwargs", "no variable"),
+         "chat_template_kwargs", "not a variable"),
         (PLAIN, [USER], {"tools": [TOOL]}, "tools", "does not read tools"),
         (PLAIN, [{"role": "tool", "content": "2"}], {}, "messages", "The roles are"),
     ],

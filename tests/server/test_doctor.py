@@ -86,7 +86,7 @@ class TestNeeds:
         with pytest.raises(ValueError, match="no weights"):
             estimate(EngineSpec("m", "vllm", str(tmp_path)))
         (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
-        with pytest.raises(ValueError, match="no safetensors file"):
+        with pytest.raises(ValueError, match="not a safetensors file"):
             estimate(EngineSpec("m", "vllm", str(tmp_path)))
 
     def test_a_hub_id_is_found_where_it_was_downloaded(

@@ -81,7 +81,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "zeros": (save({"a": np.zeros(4, np.float32)}), "every number is 0"),
     "integers": (save({"a": np.ones(4, np.int32)}), "type I32"),
     "beyond float64": (save({"a": np.full(4, 1e200)}), "beyond float64"),
-    "text": (b"hello, this is no tensor at all", "no safetensors file"),
+    "text": (b"hello, this is no tensor at all", "not a safetensors file"),
     "short": (b"abc", "cannot be read"),
     "cut": (make_content(1)[:-4], "cannot be read"),
     "more than announced": (make_content(1) + b"1234", "cannot be read"),

@@ -200,10 +200,10 @@ def test_unfinished_uploads_reserve_their_room(open_store: Open) -> None:
     second = store.receive("c")  # of a size not said
     second.write(bytes(SIZE))
     assert store.room.reserved == 2 * SIZE
-    with pytest.raises(APIError, match="uploads at work") as caught:
+    with pytest.raises(APIError, match="running uploads") as caught:
         store.receive("d", SIZE + 1)
     assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
-    with pytest.raises(APIError, match="uploads at work"):
+    with pytest.raises(APIError, match="running uploads"):
         second.write(bytes(SIZE + 1))
     assert second.path.stat().st_size == SIZE
     with pytest.raises(APIError) as caught:

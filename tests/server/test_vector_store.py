@@ -121,7 +121,7 @@ def test_vectors_are_copies_that_nobody_changes() -> None:
         ({0: np.ones((2, 3))}, "resid_post", r"shape \[2, 3\]"),
         ({0: np.ones(0)}, "resid_post", "0 numbers"),
         ({0: np.ones(2**20 + 1)}, "resid_post", "1048577 numbers"),
-        ({0: np.ones(3)}, "../up", "no name of an activation"),
+        ({0: np.ones(3)}, "../up", "not the name of an activation"),
     ],
 )
 def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reason: str) -> None:

@@ -58,7 +58,7 @@ def test_readouts_go_up_and_come_down(client: Client) -> None:
     assert parse_content(client.vectors.download("watched")) == told
     summed = client.vectors.combine("sum", {"watched": 1.0})
     assert summed.readouts is None
-    with pytest.raises(InvalidRequestError, match="no readouts by layer"):
+    with pytest.raises(InvalidRequestError, match="does not map layers to readouts"):
         client.vectors.put("bad", told.content.replace(b"slope", b"slant"))
 
 

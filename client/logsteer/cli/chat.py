@@ -16,7 +16,7 @@ EXAMPLES = """
   echo "Tell me a story." | logsteer chat --vector mood:2 --max-tokens 40
   echo "Tell me a story." | logsteer chat --system "Be brief." --vector mood:2
 
-Each line is a turn, but for these:
+Each line is a turn, except these:
   /steer mood:4 calm@3   steer from now on; no vector: steer no more
   /new                   begin a new conversation
 """
@@ -30,7 +30,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer chat`."""
     add_examples(parser, EXAMPLES)
     add_options(parser, "generate", _SAMPLING)
-    parser.add_argument("--system", metavar="TEXT", help="the system's turn, before all")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_steering_options(parser)
     parser.set_defaults(command=_chat)
 

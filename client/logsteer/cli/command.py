@@ -43,17 +43,17 @@ EXAMPLES = """
   logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "I feel" " happy" " sad"
   logsteer score-file corpus.jsonl sums.jsonl --endpoint perplexity
 
-`logsteer serve MODEL` starts a server, where one is installed; `logsteer serve --demo` a small one.
-Each command's --help has examples of its own. LOGSTEER_BASE_URL, LOGSTEER_API_KEY and
-LOGSTEER_MODEL replace --base-url, --api-key and --model; NO_COLOR keeps colours away.
+`logsteer serve MODEL` starts a server, if logsteer-server is installed; `--demo` serves the demo.
+Each command's --help has more examples. LOGSTEER_BASE_URL, LOGSTEER_API_KEY and LOGSTEER_MODEL
+replace --base-url, --api-key and --model; NO_COLOR turns colours off.
 
 exit status:
   0    done
   1    refused: by the server, or because of a file, or a self-test has failed
   2    wrong usage
-  3    not now: no connection, no answer in time, or a server that is loading or has too much to do
+  3    not now: no connection, no answer in time, or a server that is loading or overloaded
   130  interrupted
-  141  nobody reads the output any more
+  141  the reader of the output has closed it
 """
 TOKENIZE_EXAMPLES = """
   logsteer tokenize "Hello world"
@@ -135,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
     add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
     add_lens(add("lens", help="what each layer would predict, as a map"))
-    add_patch(add("patch", help="which activations of one text carry what is said of another"))
+    add_patch(add("patch", help="which activations carry a fact from one text into another"))
     add_gradient(add("gradient", help="derivatives of targets' log-probabilities"))
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
@@ -156,7 +156,9 @@ def _build_common_options() -> Parser:
     group.add_argument("--api-key", metavar="KEY")
     group.add_argument("--model", metavar="ID", help="default: the server's")
     group.add_argument("--timeout", type=_positive, metavar="SECONDS", help="default 600")
-    group.add_argument("--json", action="store_true", help="print the answer as JSON, only that")
+    group.add_argument(
+        "--json", action="store_true", help="print the answer as JSON and nothing else"
+    )
     return common
 
 

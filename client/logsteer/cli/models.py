@@ -21,9 +21,9 @@ RELOAD_EXAMPLES = """
 """
 _WAIT_S = 300.0
 _CHANGES = {
-    "load": "have a model answer that was unloaded, drained or failed",
-    "unload": "answer what a model has at work, then end its engine",
-    "drain": "answer what a model has at work, and refuse it new requests",
+    "load": "start a model that was unloaded, drained or has failed",
+    "unload": "answer a model's running requests, then end its engine",
+    "drain": "answer a model's running requests, and refuse new ones",
 }
 
 
@@ -39,7 +39,7 @@ def add_model_commands(parser: argparse.ArgumentParser, common: argparse.Argumen
         one.add_argument("changed", metavar="MODEL")
         _add_wait(one)
         one.set_defaults(command=_change(name))
-    text = "have the server read its configuration again: add, remove and replace models"
+    text = "read the configuration again: add, remove and replace models"
     one = commands.add_parser("reload", parents=[common], help=text, description=text)
     add_examples(one, RELOAD_EXAMPLES)
     _add_wait(one)
@@ -85,7 +85,7 @@ def _tell(answer: ReloadAnswer) -> list[str]:
         "removed": answer.removed,
         "replaced": [name for name in answer.replaced if name not in answer.failed],
         "unchanged": answer.unchanged,
-        "still at work": answer.pending,
+        "still running": answer.pending,
         "count from the next start on": answer.needs_restart,
     }
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]

@@ -19,7 +19,7 @@ from logsteer.extras.rows import FlatRow, list_grains, list_rows
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")
 _ROWS = ("jsonl", "csv", "parquet")
-_PLOT = "draw it: a .png, .svg or .pdf"
+_PLOT = "plot to a .png, .svg or .pdf file"
 
 
 def add_output_options(
@@ -37,15 +37,14 @@ def add_output_options(
     group = parser.add_argument_group("output")
     group.add_argument(
         "--format", choices=FORMATS, dest="output_format",
-        help=f"table, the whole answer as json, or a row per {found[0]}; default table, or as the "
-        "name of --output ends; parquet goes to a file",
+        help="; default table, or by the name of --output; parquet needs a file",
     )  # fmt: skip
-    group.add_argument("--output", metavar="FILE", help="write it there")
+    group.add_argument("--output", metavar="FILE", help="write to this file")
     if len(found) > 1:
         group.add_argument(
             "--per",
             choices=found,
-            help=f"what is a row of jsonl, csv, parquet; default {found[0]}",
+            help="what a row of jsonl, csv or parquet is; default ",
         )
     if plot:
         group.add_argument("--plot", metavar="FILE", help=_PLOT)
@@ -82,7 +81,7 @@ def check_output(arguments: argparse.Namespace) -> None:
             f"--json and --format {arguments.output_format} are two formats: leave out one"
         )
     if form == "parquet" and file is None:
-        arguments.refuse("--format parquet goes to a file: give --output FILE")
+        arguments.refuse("--format parquet needs a file: give --output FILE")
     if file is not None and form == "table" and arguments.output_format is None:
         arguments.refuse(f"--output {file}: give --format, or a name that ends in one of {_ROWS}")
     if getattr(arguments, "per", None) is not None and form not in _ROWS:

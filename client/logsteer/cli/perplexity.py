@@ -43,12 +43,12 @@ def add_perplexity(parser: argparse.ArgumentParser) -> None:
     text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
     text.add_argument(
         "--dataset", metavar="NAME[/CONFIG][@SPLIT]",
-        help="of the Hugging Face hub, or a directory like one, split test unless said; or a file "
-        "of JSON lines",
+        help="a data set of the Hugging Face hub, or a directory laid out like one (split test by "
+        "default), or a file of JSON lines",
     )  # fmt: skip
     rows = parser.add_argument_group("data sets")
-    rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
-    rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
+    rows.add_argument("--column", metavar="NAME", help="the column to read; default text")
+    rows.add_argument("--join", metavar="TEXT", help="text between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     add_output_options(parser, PerplexityAnswer, grains=("window", "text"), plot=True)

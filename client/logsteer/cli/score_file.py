@@ -23,11 +23,10 @@ EXAMPLES = """
 
 A row of IN is an object with the fields of one item: context and targets, context_ids and
 target_ids, or messages and targets; text (perplexity); prompt, prompt_ids or messages (generate,
-steer). --map FIELD=COLUMN names columns that are called otherwise. OUT has a row for each, in the
-same order: {"row": 0, "result": …}, or {"row": 0, "error": …} where it was refused, which the exit
-status 1 tells. Until OUT is whole, OUT.part and OUT.job are beside it: the same command resumes
-where the last one ended, however that ended. OUT.job stays, and says what OUT was made of.
---url may be given several times: the servers share the rows.
+steer). --map FIELD=COLUMN names other columns. OUT has a row for each, in the same order:
+{"row": 0, "result": …}, or {"row": 0, "error": …} for a refused one, and then exit status 1. Until
+OUT is complete, OUT.part and OUT.job are beside it, and the same command resumes after a crash.
+OUT.job stays, and says what OUT was made of. Repeat --url to share the rows among several servers.
 """
 
 _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
@@ -38,11 +37,11 @@ _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
                  "min_p": "P", "seed": "N", "stop": "TEXT"},
 }  # fmt: skip
 _BOUNDS = {
-    "batch_size": "rows of a request", "batch_bytes": "bytes of them",
-    "concurrency": "requests under way at each server, at most; fewer where it refuses some",
-    "commit_s": "seconds of work that an interruption costs",
-    "patience_s": "seconds without any answer after which it ends",
-    "max_failures": "failed rows in a row after which it ends; 0: any number",
+    "batch_size": "rows of a request", "batch_bytes": "bytes of a request",
+    "concurrency": "concurrent requests to each server, at most; fewer where it refuses some",
+    "commit_s": "seconds of work that an interruption may lose",
+    "patience_s": "stop after this many seconds without an answer",
+    "max_failures": "stop after this many failures in a row; 0: never",
 }  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
     add_examples(parser, EXAMPLES)
     files = "JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) or .parquet"
     parser.add_argument("source", metavar="IN", help=files)
-    parser.add_argument("target", metavar="OUT", help="likewise")
+    parser.add_argument("target", metavar="OUT", help="the same formats")
     parser.add_argument("--endpoint", choices=KINDS, default="logprob", help="default logprob")
     rows = parser.add_argument_group("rows")
     rows.add_argument(
@@ -59,23 +58,23 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
         help="the column that holds a field of an item; repeatable",
     )  # fmt: skip
     rows.add_argument(
-        "--column", metavar="COLUMN", help="the one that holds the text, context or prompt"
+        "--column", metavar="COLUMN", help="the column with the text, context or prompt"
     )
-    rows.add_argument("--id", metavar="COLUMN", help="given again with the result, as id")
+    rows.add_argument("--id", metavar="COLUMN", help="the column to copy to each result, as id")
     rows.add_argument(
         "--target", dest="targets", action="append", metavar="TEXT", default=[],
-        help="of rows that have no targets; repeatable",
+        help="a target for rows without any; repeatable",
     )  # fmt: skip
-    rows.add_argument("--strict", action="store_true", help="end with the first row that fails")
-    rows.add_argument("--restart", action="store_true", help="begin again, whatever is there")
+    rows.add_argument("--strict", action="store_true", help="stop at the first row that fails")
+    rows.add_argument("--restart", action="store_true", help="start over, whatever is there")
     where = parser.add_argument_group("where")
     where.add_argument(
         "--url", dest="urls", action="append", metavar="URL",
-        help="a server of several with the same model; repeatable",
+        help="one of several servers with the same model; repeatable",
     )  # fmt: skip
     where.add_argument(
         "--priority", choices=("batch", "interactive"), default="batch",
-        help="of the requests; default batch, which waits for others",
+        help="priority of the requests; default batch, which lets others pass",
     )  # fmt: skip
     for name, text in _BOUNDS.items():
         default = getattr(JobLimits, name)
@@ -84,7 +83,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
             help=f"{text}; default {default:g}",
         )  # fmt: skip
     parser.add_argument(
-        "--options", type=_parse_options, metavar="JSON", help="further fields of the requests"
+        "--options", type=_parse_options, metavar="JSON", help="more fields for every request"
     )
     for endpoint, metavars in _OPTIONS.items():
         add_options(parser.add_argument_group(endpoint), endpoint, metavars)

@@ -34,16 +34,21 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         "is what its training recommends; repeatable",
     )
     either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
-    group.add_argument("--op", choices=get_args(Operation), help="of every --vector; default add")
-    group.add_argument("--unit", choices=get_args(Unit), help="of every scale; default raw")
     group.add_argument(
-        "--clamp", type=_parse_bounds, metavar="MIN:MAX", help="bounds of --op clamp; one may lack"
+        "--op", choices=get_args(Operation), help="operation of every --vector; default add"
+    )
+    group.add_argument("--unit", choices=get_args(Unit), help="unit of every scale; default raw")
+    group.add_argument(
+        "--clamp",
+        type=_parse_bounds,
+        metavar="MIN:MAX",
+        help="bounds of --op clamp; either may be left out",
     )
     group.add_argument(
         "--positions",
         type=parse_positions,
         metavar="WHICH",
-        help=f"steered ones: {POSITIONS}; default all",
+        help=f"tokens to steer: {POSITIONS}; default all",
     )
     group.add_argument(
         "--when",
@@ -56,8 +61,8 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     group.add_argument("--below", type=float, metavar="X", help="of --when")
     group.add_argument(
         "--of", choices=["token", "prompt"],
-        help="of --when: each token's own reading, or that of the prompt's last one for all after "
-        "it; default token",
+        help="what --when compares: each token's own reading, or that of the prompt's last token "
+        "for all that follow; default token",
     )  # fmt: skip
     parameters = parser.add_argument_group("parameters")
     parameters.add_argument(
@@ -72,7 +77,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     parameters.add_argument(
         "--cast",
         choices=["float32"],
-        help="of --override: compute the model in this, its own activations included",
+        help="with --override: compute the whole model in this dtype",
     )
     parser.set_defaults(refuse=parser.error)
 

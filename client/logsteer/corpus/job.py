@@ -38,10 +38,10 @@ CHUNKS_AHEAD = 2
 class JobLimits:
     """Bounds of a job.
 
-    `batch_size` and `batch_bytes`: rows of one request, and their bytes. `concurrency`: requests
-    under way at each server, at most; twice as many wait in memory. `commit_s`: seconds of work
-    that an interruption costs. `patience_s`: seconds without any answer after which the job ends.
-    `max_failures`: failed rows in a row after which it does; 0: any number.
+    `batch_size` and `batch_bytes`: rows of one request, and their bytes. `concurrency`: concurrent
+    requests to each server, at most; twice as many wait in memory. `commit_s`: seconds of work that
+    an interruption may lose. `patience_s`: seconds without an answer after which the job ends.
+    `max_failures`: failed rows in a row after which it ends; 0: no limit.
     """
 
     batch_size: int = 256

@@ -153,28 +153,28 @@ def score_file(
     """Send every row of a file to an endpoint, write a line for each, and return a summary.
 
     The target has one row for each of the source, in the same order: its number from 0, and its
-    `result` or the `error` that it was refused with. A call with the same arguments resumes where
+    `result`, or the `error` if it was refused. A call with the same arguments resumes where
     an earlier one ended; once all is done it returns the summary again.
 
     Args:
         source: JSON lines (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`) or `.parquet`.
-        target: the file to write; beside it `.part` and `.job` are kept while the job is under way.
+        target: the file to write; `.part` and `.job` are beside it while the job runs.
         endpoint: logprob, diagnostics, gradient, perplexity, generate or steer.
-        options: of its requests, the same for all rows. Row k of `generate` and `steer` has the
+        options: of the requests, the same for all rows. Row k of `generate` and `steer` has the
             seed `seed` + k n, where `seed` is 0 unless given.
         fields: field of an item -> column that holds it: {"context": "question"}.
-        id_column: column that is given again as `id`.
-        targets: those of rows that have none.
+        id_column: column to copy to each result as `id`.
+        targets: for rows without any.
         base_url: one server, or several with the same model.
         api_key: as `Client` has it.
         model: as `Client` has it.
         timeout: as `Client` has it.
         limits: of requests and memory.
         strict: whether the first failed row ends the job.
-        restart: whether to begin again, whatever is there.
-        priority: of the requests; `batch` waits behind those of others.
+        restart: whether to start over, whatever is there.
+        priority: of the requests; `batch` lets others pass.
         progress: whether a terminal shows a bar.
-        transport: makes what replaces the network to a server of this address.
+        transport: makes the transport to a server of this address, instead of the network.
 
     Errors: LogsteerError and its kinds, OSError. What was finished until then is kept.
 

@@ -65,7 +65,7 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
     hook: HookName = Field(default="resid_post", description=HOOK)
     positions: AllPositions | SlicePositions = Field(
         default="all",
-        description="Of the tokens that are read, as the model reads them: all, or slices.",
+        description="Which of the tokens that the model reads: all, or slices.",
     )
     read: ActivationRead = Field(
         default="each",
@@ -74,11 +74,11 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
 
     sae: VectorName | None = Field(
         default=None,
-        description="In place of layers and hook: a stored sparse autoencoder, which says both. "
-        "Given are the strongest features of each token.",
+        description="A stored sparse autoencoder, in place of layers and hook: return the "
+        "strongest features of each token.",
     )
     top: Annotated[int, Field(ge=1, le=MAX_TOP)] = Field(
-        default=10, description="Features of a token that are given at most, of sae alone."
+        default=10, description="Maximum number of features for each token; only with sae."
     )
 
     @model_validator(mode="after")

@@ -142,9 +142,9 @@ class ChatFields(Request):
     )
     add_generation_prompt: bool | None = Field(
         default=None,
-        description="Whether the head of the assistant's next turn follows the last one. null: it "
-        "does, but not after an assistant's turn where whole conversations are read "
-        "(/perplexity, /activations, pairs).",
+        description="Whether to append the head of the assistant's next turn. null: yes, except "
+        "after an assistant's turn where whole conversations are read (/perplexity, /activations, "
+        "pairs).",
     )
     tools: list[Tool] | None = Field(
         default=None, description="Functions that the template describes."

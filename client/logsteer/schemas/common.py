@@ -169,8 +169,8 @@ class RequestOptions(SequenceOptions):
 
     cache: bool = Field(
         default=True,
-        description="Whether results of earlier equal work may be given again, and the results of "
-        "this request kept. They are the same numbers, bit for bit.",
+        description="Whether cached results of equal work may answer this request, and its results "
+        "be cached. They are the same numbers, bit for bit.",
     )
 
 
@@ -185,8 +185,8 @@ class ItemOptions(Request):
 
 
 TEMPERATURE = "0, or anything below 0.00001: greedy."
-TOP_P = "The most probable tokens that come to this probability are drawn from."
-MIN_P = "Tokens less probable than this share of the most probable one are not drawn."
+TOP_P = "Draw from the most probable tokens whose probabilities sum to this."
+MIN_P = "Never draw a token less probable than this share of the most probable one."
 
 
 class SamplingPolicy(Request):
@@ -217,7 +217,7 @@ class Aggregate(Reply):
 
 ALL_COLUMNS: tuple[Column, ...] = get_args(Column)
 Window = Annotated[
-    int, Field(ge=1, le=2**20, description="Tokens that `early` and `late` are means over.")
+    int, Field(ge=1, le=2**20, description="Number of tokens in the means `early` and `late`.")
 ]
 
 
@@ -226,8 +226,8 @@ class PrecisionOption(Request):
 
     precision: Precision = Field(
         default="float32",
-        description="What softmax and columns are computed in, from the model's logits, and tokens "
-        "drawn in. Numbers of MessagePack answers are float32 all the same.",
+        description="Precision in which softmax and columns are computed from the model's logits, "
+        "and tokens are drawn. MessagePack answers carry float32 in any case.",
     )
 
 

@@ -1,6 +1,6 @@
-"""What is wrong with a message, in words: faults that its schema finds, as sentences about fields.
+"""What is wrong with a message: the faults that its schema finds, as sentences about fields.
 
-No regular expression, and nothing of the library that looks for the faults, is shown to anybody.
+Users see neither regular expressions nor the words of the library that finds the faults.
 """
 
 import difflib
@@ -60,9 +60,9 @@ FOREIGN: Mapping[str, str] = {
 """Fields of other libraries -> what the same is called here, and where it stands."""
 _NOTES: Mapping[str, str] = {"do_sample": ", 0 for the most probable tokens"}
 
-_NAME = "must begin with a letter or a digit and have letters, digits, `.`, `_` and `-` alone"
+_NAME = "must begin with a letter or a digit and have only letters, digits, `.`, `_` and `-`"
 PATTERNS: Mapping[str, str] = {
-    r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$": f"{_NAME}, behind `shared/` where it is everybody's",
+    r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$": f"{_NAME}, after `shared/` for one that all share",
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": _NAME,
     r"^[0-9a-f]{64}$": "must be a SHA-256, 64 digits of 0 to 9 and a to f",
     r"^(0|[1-9][0-9]{0,5})$": "must be the number of a layer",
@@ -186,7 +186,7 @@ def _describe(found: _Found, kind: type[BaseModel] | None) -> Fault:
     if given == "json_invalid":
         return Fault(field, f"{field or 'The body'} is not valid JSON: {context.get('error')}.")
     if given == "string_pattern_mismatch":
-        unknown = "has characters that are not taken"
+        unknown = "has characters that are not allowed"
         return Fault(field, _write(path, PATTERNS.get(context.get("pattern", ""), unknown)))
     if noun := _find_kind(entry):
         return Fault(field, _write(path, f"must be {noun}"))

@@ -89,11 +89,11 @@ class GradientRequest(RequestOptions, ItemOptions, InterventionFields, ChatField
         "et al. 2017).",
     )
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = Field(
-        default=100, description="Points of the line (Gauss-Legendre), of `integrated` alone."
+        default=100, description="Gauss-Legendre points on that line; only for `integrated`."
     )
     baseline: TokenId | None = Field(
         default=0,
-        description="Of `integrated` alone: e' is the embedding of this token; null: zeros, near "
+        description="Only for `integrated`: e' is the embedding of this token; null: zeros, near "
         "which models with RMSNorm are not smooth: see `convergence_delta`.",
     )
     boundary: Boundary = "joint"

@@ -221,15 +221,15 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
 
     messages: list[Message] = Field(min_length=1)
     response_format: ResponseFormat | None = Field(
-        default=None, description="The form that the reply is forced into."
+        default=None, description="Force the reply into this form."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = Field(
         default="auto",
-        description="`required`, or a function by name: the reply is forced into calls. `auto`: "
-        "calls are looked for in it, in the form of Qwen's and Hermes' models.",
+        description="`required`, or a function by name: forces the reply into calls. `auto`: finds "
+        "calls in the reply, in the form of Qwen's and Hermes' models.",
     )
     parallel_tool_calls: bool = Field(
-        default=True, description="false: `required` forces one call alone."
+        default=True, description="false: `required` forces exactly one call."
     )
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None

@@ -9,7 +9,7 @@ from logsteer.schemas.views import Tabled
 
 ModelState = Literal["loading", "testing", "ready", "restarting", "failed", "draining", "unloaded"]
 """`testing`: the engine is ready, and the self-test that `--selftest` asks for runs. `draining`:
-what is at work is answered, and new requests are told to come back. `unloaded`: it has no engine
+running requests are answered, and new ones get `model_loading`. `unloaded`: it has no engine
 until it is loaded again."""
 
 
@@ -86,8 +86,8 @@ class ModelList(Tabled):
 
 
 class Health(Reply):
-    """Whether the process is sound. Status 503: only a restart of the whole process helps, because
-    a required model was given up, which died too often.
+    """Whether the process is healthy. Status 503: a required model died too often and was given up,
+    so that only a restart of the whole process helps.
     """
 
     status: Literal["ok", "failing"]

@@ -30,7 +30,7 @@ class WaitQuery(BaseModel):
         default=0.0,
         ge=0,
         le=3600,
-        description="Seconds after which the answer comes at the latest; the change continues.",
+        description="Wait at most this many seconds for the change, which continues after.",
     )
 
 

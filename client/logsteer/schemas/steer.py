@@ -56,7 +56,9 @@ class PromptRequest(
         default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
     messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
-    max_tokens: Count = Field(default=64, description="Tokens at most of each completion.")
+    max_tokens: Count = Field(
+        default=64, description="Maximum number of tokens in each completion."
+    )
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
@@ -66,11 +68,10 @@ class PromptRequest(
         default=None,
         ge=0,
         lt=2**62,
-        description="Seed of the first completion; each further one, of this prompt and the next "
-        "ones, has the next number, so that all draws are independent. Null: the server draws one. "
-        "A seed gives the same tokens whatever else is in the batch, and on every engine, in "
-        "float32; in half precision a near tie may fall otherwise, unless provenance says "
-        "batch_invariant.",
+        description="Seed of the first completion; each further completion, of this prompt and the "
+        "next ones, takes the next number, so all draws are independent. Null: the server draws "
+        "one. In float32 a seed gives the same tokens in any batch and on every engine; in half "
+        "precision a near tie may fall otherwise, unless provenance says batch_invariant.",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, max_length=64, description="Texts that end a completion."

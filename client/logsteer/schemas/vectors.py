@@ -20,8 +20,8 @@ TrainMethod = Literal["mean_difference", "pca", "logistic", "lda"]
 TrainRead = Literal["last", "mean", "answer"]
 
 OVERWRITE = (
-    "Whether to replace what another request has stored under this name, which is else refused: "
-    "`exists`. The same request again gets the same answer."
+    "Whether to replace what another request has stored under this name, which is otherwise "
+    "refused: `exists`. The same request again gets the same answer."
 )
 
 
@@ -207,7 +207,7 @@ class TrainRequest(ChatFields):
     name: VectorName
     pairs: list[ContrastPair] = Field(
         min_length=1,
-        description="Texts that differ in what the vector is to stand for.",
+        description="Texts that differ in what the vector should represent.",
     )
     method: TrainMethod = Field(
         default="mean_difference",
@@ -216,8 +216,8 @@ class TrainRequest(ChatFields):
     )
     whiten: bool = Field(
         default=False,
-        description="Whether pca and logistic count less what varies among texts of one side, too: "
-        "activations are measured by the covariance of these.",
+        description="Whether pca and logistic, too, discount what varies among texts of one side: "
+        "whiten activations by that covariance.",
     )
     read: TrainRead = Field(
         default="last",

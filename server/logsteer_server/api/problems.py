@@ -179,7 +179,7 @@ def _name_path(request: Request) -> str:
             and route.matches(scope)[0] is Match.FULL
         ):
             return (
-                f"There is no {path} here; send this to {scope['path']}, without a slash behind it."
+                f"There is no {path} here; send this to {scope['path']}, without the final slash."
             )
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     close = difflib.get_close_matches(path[:MAX_NAME], known, 1)

@@ -57,7 +57,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--calls-per-replica",
         type=float,
         default=4.0,
-        help="requests at work in a replica at which max_replicas has another start (default 4)",
+        help="requests running in a replica at which max_replicas starts another (default 4)",
     )
     return parser.parse_args(argv)
 

@@ -64,22 +64,22 @@ class ClusterArguments(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     config: Path = Field(description="The configuration file, as `logsteer-server` has it.")
-    ingresses: int = Field(
-        1, ge=1, description="Processes that answer HTTP, one on a node at most."
-    )
-    cpus: float = Field(1.0, ge=0, description="CPUs set aside for each replica.")
+    ingresses: int = Field(1, ge=1, description="Ingress processes, at most one a node.")
+    cpus: float = Field(1.0, ge=0, description="CPUs reserved for each replica.")
     gpus: bool = Field(
         False,
-        description="Set GPUs aside: tensor_parallel x pipeline_parallel for each model of a "
-        "replica that does not run on CPUs.",
+        description="Reserve GPUs: tensor_parallel x pipeline_parallel for each model of a replica "
+        "that does not run on CPUs.",
     )
     calls_per_replica: float = Field(
-        4.0, gt=0, description="Requests at work in a replica above which max_replicas adds one."
+        4.0, gt=0, description="Requests running in a replica above which max_replicas adds one."
     )
-    scale_up_s: float = Field(30.0, gt=0, description="Seconds of more work before one is added.")
-    scale_down_s: float = Field(600.0, gt=0, description="Seconds of less before one ends.")
+    scale_up_s: float = Field(
+        30.0, gt=0, description="Seconds of higher load before a replica is added."
+    )
+    scale_down_s: float = Field(600.0, gt=0, description="Seconds of lower load before one ends.")
     revision: int = Field(
-        0, description="Raise it to have KubeRay read the configuration file again."
+        0, description="Raise it, and KubeRay reads the configuration file again."
     )
 
 

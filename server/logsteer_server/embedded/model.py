@@ -111,7 +111,7 @@ class LocalModel:
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The model's own parameters by its names, one name for those that are tied."""
+        """The model's own parameters under its names; tied ones have one name."""
         tensors = self._model.parameters.by_name.items()
         named = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter)]
         by_id = {id(tensor): name for name, tensor in reversed(named)}
@@ -133,7 +133,7 @@ class LocalModel:
     def read(
         self, contexts: Sequence[Ids], targets: Sequence[Ids], **changes: Unpack[Changes]
     ) -> list[DifferentiableRows]:
-        """Return the rows in front of each target's tokens, logits and all, read in one pass.
+        """Return the rows that predict each target's tokens, logits included, read in one pass.
 
         Errors: ValueError for an empty context or target, for changes that do not fit, and for more
         tokens than the model reads.
@@ -200,7 +200,7 @@ class LocalModel:
     ) -> list[np.ndarray]:
         """Return continuations that the policy draws, int32, without a graph.
 
-        The k-th has the seed `seed` + k; without a seed one is drawn. One ends behind a token that
+        The k-th has the seed `seed` + k; without a seed one is drawn. Each ends after a token that
         ends the sequence. Errors: as `read`.
         """
         start = draw_seed() if seed is None else seed
@@ -282,7 +282,7 @@ class LocalModel:
         if self._count_writes(changes) != writes:
             raise RuntimeError(
                 "a parameter was written to between `columns` and the backward pass, which would "
-                "compute the gradients of another model: take the optimizer's step behind it"
+                "compute the gradients of another model: take the optimizer's step after it"
             )
         rows = self._read(entries, changes)
         return [list(row.columns(names, policy).values()) for row in rows]
@@ -333,7 +333,7 @@ class _NoVectors:
 def _open_vectors(directory: Path) -> VectorStore:
     """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
     if not (directory / VECTORS.plural).is_dir():
-        raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
+        raise ValueError(f"vectors: {directory} is not a server's store_directory; it has none")
     objects = Objects(directory)
     saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
     vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads

@@ -82,7 +82,7 @@ _OF_GRAPH = COLUMNS | {"entropy": _entropy, "two_point_entropy": _two_point_entr
 
 @dataclass(eq=False)
 class DifferentiableRows:
-    """The logits [R, V] in front of the R tokens of one target, and numbers computed from them.
+    """The logits [R, V] that predict the R tokens of one target, and numbers computed from them.
 
     Float32, or float64 where the model is. All of it carries the graph of the parameters.
     `eos_ids` are the tokens that end a sequence.
@@ -137,8 +137,8 @@ def baseline_features(columns: Mapping[str, Tensor], max_tokens: int | None = No
     They are known before the step's token is drawn, so that a baseline that is computed from them
     leaves a policy's gradient unbiased: `surprisal` is -log p of the token drawn the step before, 0
     at the first. `position` is the step's number over `max_tokens`, from 0 on; None: over R, which
-    is unbiased only where no sequence ends early. `log_effective_support` is log exp(rb_entropy) by
-    its definition, and so `rb_entropy` again: a regression needs a ridge, or the least norm.
+    is unbiased only where no sequence ends early. `log_effective_support` is log exp(rb_entropy),
+    which is `rb_entropy` again: a regression needs a ridge, or the least norm.
     """
     surprisal_R = -columns["logprob"].detach()
     count = len(surprisal_R)

@@ -132,7 +132,7 @@ def _measure_tensors(file: Path, dtype: str) -> Iterator[int]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         header = json.loads(stream.read(length))
     for name, entry in header.items():
         if name == "__metadata__":

@@ -70,7 +70,7 @@ class Stores:
             return
         for name in INTERVENTIONS:
             if getattr(asked, name, None) is not None:
-                detail = f"{name} takes a key with the scope steer, which this one lacks."
+                detail = f"{name} needs a key with the scope steer, which this one lacks."
                 raise api_error("forbidden", detail, param=name)
 
 

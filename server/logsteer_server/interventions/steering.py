@@ -121,7 +121,7 @@ def _check_order(probe: Probe, layer: int, hook: str) -> None:
     if probe.layer > layer or reads_behind:
         detail = (
             f"A vector at layer {layer}, {hook}, cannot wait for a condition that is read at layer "
-            f"{probe.layer}, {probe.hook}, behind it: read it there or before."
+            f"{probe.layer}, {probe.hook}, after it: read it there or before."
         )
         raise api_error("invalid_request", detail, param=PARAM)
 

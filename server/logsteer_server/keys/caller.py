@@ -50,7 +50,7 @@ class KeyLimits(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    concurrency: int | None = Field(None, ge=1, description="Requests at work.")
+    concurrency: int | None = Field(None, ge=1, description="Requests running.")
     tokens_per_minute: int | None = Field(None, ge=1, description="Tokens given to engines.")
     stored_bytes: int | None = Field(
         None, ge=1, description="Bytes of each: vectors, overrides, adapters."
@@ -149,7 +149,7 @@ class Allowance:
             await asyncio.sleep(GRACE_S)
             if self._at_work >= limit:
                 detail = (
-                    f"{self._at_work} requests of this key are at work, its limit is {limit}: "
+                    f"{self._at_work} requests of this key are running, its limit is {limit}: "
                     "send fewer at once."
                 )
                 raise api_error("rate_limited", detail, retry_after=BUSY_RETRY_S)

@@ -51,7 +51,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--concurrency",
         type=int,
         default=CONCURRENCY,
-        help="requests at work at once, on each server (default %(default)s)",
+        help="concurrent requests on each server (default %(default)s)",
     )
     add.add_argument("--tokens-per-minute", type=int, help="tokens given to engines")
     add.add_argument(

@@ -109,7 +109,7 @@ def _now() -> str:
 def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     """Return the keys of a file, and what the file was when they were read.
 
-    Errors: ConfigurationError for one that cannot be read, is no key file, or that anybody may
+    Errors: ConfigurationError for one that cannot be read, is not a key file, or that anybody may
     write to. No secret is in the message.
     """
     try:
@@ -128,7 +128,7 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigurationError(
-            f"key_file: {path} is no key file: {place}: {first['msg']}; "
+            f"key_file: {path} is not a key file: {place}: {first['msg']}; "
             "`logsteer-server keys add NAME --scope … --file FILE` writes one"
         ) from None
 

@@ -20,8 +20,8 @@ from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
-WRONG_KEY = "The key that was sent is none of this server's: it is mistyped, or was removed."
-UNAUTHORIZED = "This server asks for a key: send the header Authorization: Bearer <key>."
+WRONG_KEY = "This server does not know the key: it is mistyped, or was removed."
+UNAUTHORIZED = "This server needs a key: send the header Authorization: Bearer <key>."
 
 
 class KeyRing:
@@ -126,7 +126,7 @@ def check_metrics_key(key: str | None, authorization: str) -> None:
     """Refuse a request for metrics without their key. Errors: APIError `unauthorized`."""
     token = _read_bearer(authorization)
     if key is not None and not hmac.compare_digest(token.encode(), key.encode()):
-        detail = "Metrics ask for a key: send the header Authorization: Bearer <metrics_key>."
+        detail = "/metrics needs a key: send the header Authorization: Bearer <metrics_key>."
         raise api_error("unauthorized", detail)
 
 

@@ -107,7 +107,7 @@ def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     try:
         return _unpack(value, columns)
     except (TypeError, LookupError, OverflowError, StopIteration, MemoryError) as error:
-        raise ValueError(f"it is no packed result: {error}") from error
+        raise ValueError(f"it is not a packed result: {error}") from error
 
 
 def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
@@ -133,7 +133,7 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
 def _check_dtype(name: object) -> str:
     """Return the name of a dtype of numbers: numpy would evaluate others as Python."""
     if not isinstance(name, str) or not re.fullmatch(r"[<>|][iuf][1248]", name):
-        raise ValueError(f"{str(name)[:20]!r} is no type of numbers")
+        raise ValueError(f"{str(name)[:20]!r} is not a type of numbers")
     return name
 
 

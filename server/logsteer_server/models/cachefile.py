@@ -86,7 +86,7 @@ class CacheFile:
         try:
             return cls(path)
         except DamagedCacheError as error:
-            log.error("%s; it is set aside as %s, and made anew", error, set_aside(path))
+            log.error("%s; it is set aside as %s, and another is made", error, set_aside(path))
             return cls(path)
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
@@ -117,7 +117,7 @@ class CacheFile:
             return DamagedCacheError(f"cache_file: {self._path} is damaged ({error})")
         return ConfigurationError(
             f"cache_file: {self._path} cannot hold results ({error}); name a file in a directory "
-            "that can be written to, or delete this one, and it is made anew"
+            "that can be written to, or delete this one, and the server makes another"
         )
 
     def _prepare_in_turn(self) -> None:

@@ -269,7 +269,7 @@ class ModelChanges:
         """Refuse a second change of a model. Errors: APIError `overloaded`."""
         change = self._find(model.id)
         if change is not None and not change.only_waits:
-            detail = f"Another change of model {model.id} is at work; wait for its end."
+            detail = f"Another change of model {model.id} is running; wait for its end."
             raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
     async def reload(self, wait_s: float = 0.0) -> ReloadReport:

@@ -54,10 +54,10 @@ class AdapterConfig:
             found: Any = json.loads(data)
         except (ValueError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise AdapterLayoutError(f"its configuration is no JSON: {reason}") from error
+            raise AdapterLayoutError(f"its configuration is not JSON: {reason}") from error
         if not isinstance(found, dict) or found.get("peft_type") != "LORA":
             raise AdapterLayoutError(
-                "its configuration is none of a LoRA; send PEFT's adapter_config.json"
+                "its configuration is not that of a LoRA; send PEFT's adapter_config.json"
             )
         for name, neutral in _NEUTRAL.items():
             if found.get(name) not in neutral:
@@ -118,7 +118,7 @@ def pair_factors(names: Iterable[str]) -> list[Factors]:
         match = _NAME.fullmatch(name)
         if match is None:
             raise AdapterLayoutError(
-                f"{name} is no factor of a weight's update (lora_A, lora_B); embeddings and "
+                f"{name} is not a factor of a weight's update (lora_A, lora_B); embeddings and "
                 "whole modules are not served"
             )
         found.setdefault(match["module"], {})[match["factor"]] = name

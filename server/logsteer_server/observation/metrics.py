@@ -96,18 +96,18 @@ OF_HEARTBEATS = (
     _gauge("engine_sequences_waiting", ENGINE, lambda r: r.waiting,
            "Sequences that the engine has and has not begun."),
     _gauge("kv_cache_blocks", ENGINE, lambda r: r.cache_blocks,
-           "Blocks of the key-value cache; vLLM alone has them."),
+           "Blocks of the key-value cache; only vLLM has them."),
     _gauge("kv_cache_blocks_used", ENGINE, lambda r: r.cache_blocks_used,
            "Blocks that sequences hold; one that only the prefix cache has is free."),
     _counter("engine_preemptions", ENGINE, lambda r: r.preemptions,
              "Sequences that had to give their blocks back and are computed again, each time; "
-             "vLLM alone has them."),
+             "only vLLM has them."),
     _gauge("steering_slots", ENGINE, lambda r: r.steering_slots,
-           "Different steering plans that can run at once: steering_slots; vLLM alone has them."),
+           "Different steering plans that can run at once: steering_slots; only vLLM has them."),
     _gauge("steering_slots_used", ENGINE, lambda r: r.steering_slots_used,
            "Steering plans that run."),
     _gauge("adapter_slots", ENGINE, lambda r: r.adapter_slots,
-           "Different adapters that can run at once: adapter_slots; vLLM alone has them."),
+           "Different adapters that can run at once: adapter_slots; only vLLM has them."),
     _gauge("adapter_slots_used", ENGINE, lambda r: r.adapter_slots_used, "Adapters that run."),
 )  # fmt: skip
 """Read from an `EngineReading`, which comes with the engine's heartbeats."""
@@ -125,7 +125,7 @@ OF_DEVICES = (
            "Memory of a GPU that the engine holds; absent without a GPU. Its name is that of "
            "CUDA_VISIBLE_DEVICES, or its index."),
     _gauge("gpu_memory_free_bytes", DEVICE, lambda d: d.free_bytes,
-           "Memory of the GPU that nobody holds."),
+           "Memory of the GPU that is free."),
     _gauge("gpu_memory_bytes", DEVICE, lambda d: d.size_bytes, "Memory of the GPU."),
 )  # fmt: skip
 """Read from a `DeviceMemory`."""
@@ -145,7 +145,7 @@ STORE_BYTES = (
     "Bytes of stored vectors, overrides and adapters, read now and then; owner: shared, or keys "
     "for those of all keys together."
 )
-STORE_LIMIT = "What the store of everybody may hold of a kind."
+STORE_LIMIT = "Limit of the shared store for a kind."
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +216,7 @@ class Metrics:
         gauge = self._gauge
         build = gauge("build_info", ("version", "python"), "1; the labels say what runs.")
         build.labels(__version__, platform.python_version()).set(1)
-        text = "Requests that have come and are not answered to the end."
+        text = "Requests that have arrived and are not completely answered."
         self.in_flight: Gauge = gauge("requests_in_flight", (), text)
         text = "Memory expected for running requests and answers."
         self.pending_bytes: Gauge = gauge("pending_bytes", (), text)

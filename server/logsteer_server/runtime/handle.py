@@ -341,7 +341,7 @@ class EngineHandle:
             if differs and replica.process is not None:
                 replica.is_lasting = True
                 replica.process.kill()
-                why = f"not like the other replicas ({', '.join(differs)}): load it anew"
+                why = f"not like the other replicas ({', '.join(differs)}): load it again"
                 self._fail(replica, why, accuses=False)
                 return
         if replica.apply("loads"):

@@ -177,7 +177,7 @@ def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float, style:
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone, and with it everyone who waits for results
     except Exception as error:
-        log.exception("engine %s broke at work for requests %s", spec.id, loop.list_requests())
+        log.exception("engine %s failed while it ran requests %s", spec.id, loop.list_requests())
         loop.send(Failed(f"{type(error).__name__}: {error}", lacks_memory(error)))
     finally:
         engine.close()

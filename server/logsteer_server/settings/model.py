@@ -23,22 +23,20 @@ class ModelSettings(BaseModel):
     id: str = Field(
         min_length=1,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
-        description="The name under which requests ask for it.",
+        description="The name that requests use.",
     )
-    default: bool = Field(
-        False, description="Whether it is meant where a request names no model, of several."
-    )
+    default: bool = Field(False, description="Whether requests that name no model mean this one.")
     engine: EngineKind = Field(
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
     )
     path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        "auto", description="What the model runs in; float64 takes engine transformer_lens."
+        "auto", description="Dtype that the model runs in; float64 needs engine transformer_lens."
     )
     logits_dtype: Literal["auto", "float32"] = Field(
         "auto",
-        description="What the head is computed in; auto: float32 in vLLM on GPUs unless the head "
-        "is quantised, else as the model.",
+        description="Dtype of the output layer; auto: float32 in vLLM on GPUs unless the head is "
+        "quantised, else as the model.",
     )
     tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
     devices: Literal["auto", "cpu"] | list[int] = Field(
@@ -57,24 +55,23 @@ class ModelSettings(BaseModel):
         None,
         ge=1,
         le=256,
-        description="On Ray alone: as many replicas as this while load asks for them, and "
-        "`replicas` at least; null: `replicas`.",
+        description="Only on Ray: the largest number of replicas under load; null: `replicas`.",
     )
     group: str | None = Field(
         None,
         min_length=1,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
-        description="On Ray alone: models of one group share their servers, which `reference` and "
+        description="Only on Ray: models of one group share their servers, which `reference` and "
         "`against` need; null: a group of its own.",
     )
     quantization: str | None = Field(
-        None, description="A method of vLLM's; null: what the checkpoint says itself."
+        None, description="A method of vLLM; null: the checkpoint's own."
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Tokens that the model reads; null: what it names. A LongRoPE model reads what "
-        "keeps its short factors: its original length, in vLLM one token less.",
+        description="Longest sequence in tokens; null: as the checkpoint says. A LongRoPE model "
+        "keeps its short factors: at most its original length, in vLLM one token less.",
     )
     memory: float | str | None = Field(
         None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
@@ -82,13 +79,12 @@ class ModelSettings(BaseModel):
     compile: bool = Field(
         True, description="Compile the model: slower to start, faster to answer; false: eager."
     )
-    required: bool = Field(True, description="Whether /readyz waits for it.")
+    required: bool = Field(True, description="Whether /readyz waits for this model.")
     chunk_bytes: int = Field(
         256 * 2**20,
         ge=2**20,
-        description="Bytes of scored rows' logits that one product with the head makes, at most. "
-        "Each product reads the whole head, so keep it at 256 rows or more: 1024 bytes a token of "
-        "the vocabulary.",
+        description="Maximum bytes of logits in one product with the output layer. Each product "
+        "reads the whole layer, so leave room for 256 rows: 1024 bytes a token of the vocabulary.",
     )
     steering_slots: int = Field(
         64, ge=0, description="Different steering plans that vLLM runs at once; 0: no steering."
@@ -100,34 +96,33 @@ class ModelSettings(BaseModel):
         16,
         ge=1,
         le=128,
-        description="Probes that a request may have, each layer of each counting, those of "
-        "conditions included.",
+        description="Maximum probes of a request, counting each layer, and those of conditions.",
     )
     capture_bytes: int = Field(
         128 * 2**20,
         ge=2**10,
-        description="Room for the activations that vLLM captures at once, in float32.",
+        description="Bytes of activations that vLLM captures at once, in float32.",
     )
     hooks: list[Hook] = Field(
         ["resid_post"],
         min_length=1,
         description="Activations of every layer that vLLM can steer and read: resid_pre, attn_out, "
-        "resid_mid, mlp_out, resid_post. Each is compiled in, and costs a call a layer and room "
-        "for steering_slots; transformer_lens has all without.",
+        "resid_mid, mlp_out, resid_post. Each costs a call and a table of steering_slots a layer; "
+        "transformer_lens always has all.",
     )
     adapter_slots: int = Field(
         0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
     )
     adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
-        16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
+        16, description="The largest rank of an adapter in vLLM, which reserves memory for it."
     )
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
-        description="Which of vLLM's model runners runs it; auto: v1. v2 is on trial: on GPUs with "
-        "one pipeline stage, on CPUs with one rank and compile: false, where it is slow.",
+        description="vLLM's model runner; auto: v1. v2 is experimental: on GPUs with one pipeline "
+        "stage; on CPUs, slowly, with one rank and compile: false.",
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Anything else the engine takes, under its own names."
+        default_factory=dict, description="Other arguments of the engine, under its own names."
     )
 
     @model_validator(mode="after")

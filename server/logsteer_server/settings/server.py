@@ -43,16 +43,16 @@ class Settings(BaseSettings):
     )
     allowed_hosts: list[str] | None = Field(
         None,
-        description="Names under which the server is asked (Host), beside addresses, localhost, "
-        "`host` and the machine's name; `*`: any. null: those alone, any where keys are set.",
+        description="Host names that requests may use, beside addresses, localhost, `host` and the "
+        "machine's name; `*`: any. null: no others, or with keys any.",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
-        description="Origins whose pages may send what changes or computes something, such as "
-        "https://lab.example; this server's own may.",
+        description="Other origins whose pages may send requests that compute or change something, "
+        "such as https://lab.example.",
     )
     api_key: str | None = Field(
-        None, min_length=1, repr=False, description="Asked for as a bearer token."
+        None, min_length=1, repr=False, description="The key that requests send as a bearer token."
     )
     key_file: Path | None = Field(
         None, description="Keys with scopes and limits; `logsteer-server keys` writes it."
@@ -61,77 +61,80 @@ class Settings(BaseSettings):
         None,
         pattern=r"^redis(s|\+unix)?://",
         repr=False,
-        description="Redis that counts the tokens of keys for all servers that name it; null: each "
-        "counts its own. While it does not answer, requests are served uncounted. Takes "
-        "logsteer-server[redis].",
+        description="Redis where servers count the tokens of keys together; null: each counts "
+        "alone. While it does not answer, requests are not counted. Needs logsteer-server[redis].",
     )
     share_caches: bool = Field(
         False,
-        description="Have the keys of a key file share results and prefixes: each may then learn "
-        "what others have scored.",
+        description="Share results and prefixes among all keys: each can then find out what others "
+        "have scored.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least that is logged."
+        "info", description="Lowest level to log."
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="How lines of the log are written; json: an object a line."
+        "text", description="Form of the log; json: an object a line."
     )
-    access_log: bool = Field(False, description="Log every request: who, what, how long, how much.")
+    access_log: bool = Field(
+        False, description="Log every request: caller, endpoint, times, sizes."
+    )
     access_log_file: Path | None = Field(
-        None, description="File of those lines, opened again once moved; null: standard error."
+        None, description="File of the access log, opened again once moved; null: standard error."
     )
     audit_log_file: Path | None = Field(
         None,
-        description="File of what keys with the scopes write and admin did; null: standard error.",
+        description="File of the audit log, of what keys with the scopes write and admin did; "
+        "null: standard error.",
     )
     tracing: bool = Field(
         False,
-        description="Send a trace of each request as the standard OTEL_… variables say; takes "
+        description="Send a trace of each request as the standard OTEL_… variables say; needs "
         "logsteer-server[otel].",
     )
     metrics_key: str | None = Field(
-        None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
+        None, min_length=1, repr=False, description="The key that /metrics needs as a bearer token."
     )
 
     max_connections: int = Field(
-        2048, ge=1, description="Connections at once, as far as the system's descriptors reach."
+        2048,
+        ge=1,
+        description="Maximum open connections, as far as the system's descriptors reach.",
     )
     stall_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="In which a request's headers come whole, some of its body comes, and its "
-        "caller reads some of the answer; else the connection is closed.",
+        description="Time for a request's headers, for each part of its body, and for its caller "
+        "to read some of the answer; then the connection is closed.",
     )
-    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Maximum bytes of a JSON request.")
     max_text_chars: int = Field(
         1_500_000,
         ge=1024,
-        description="Characters of one text; /perplexity/stream takes any number.",
+        description="Maximum characters of one text; /perplexity/stream has no limit.",
     )
     max_answer_bytes: int = Field(
-        128 * 2**20, ge=2**10, description="Bytes of one answer, estimated before any work."
+        128 * 2**20, ge=2**10, description="Maximum bytes of one answer, estimated before any work."
     )
     max_pending_bytes: int = Field(
         768 * 2**20,
         ge=2**20,
         description="Memory for running requests and answers, estimated; all models.",
     )
-    max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
+    max_items: int = Field(16_384, ge=1, description="Maximum items or texts of one request.")
     max_pending_tokens: int = Field(
         8_000_000,
         ge=1,
-        description="Tokens of accepted unfinished work, per model and replica of it.",
+        description="Maximum tokens of accepted unfinished work, for each replica of a model.",
     )
     max_reference_bytes: int = Field(
-        2**30, ge=2**20, description="Bytes on disk while models are compared, by all requests."
+        2**30, ge=2**20, description="Maximum bytes on disk of all requests that compare models."
     )
     cache_bytes: int = Field(
         256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
     )
     cache_file: Path | None = Field(
         None,
-        description="SQLite file behind that memory, of at most 4 GiB, so that results survive a "
-        "restart.",
+        description="SQLite file of at most 4 GiB that keeps those results over a restart.",
     )
     store_directory: Path | None = Field(
         None,
@@ -141,70 +144,75 @@ class Settings(BaseSettings):
     store_url: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
-        description="Where several machines share vectors, overrides and adapters, such as "
-        "s3://bucket/logsteer, gs://… or az://…; store_directory then keeps what was fetched.",
+        description="Bucket in which several machines share vectors, overrides and adapters, such "
+        "as s3://bucket/logsteer, gs://… or az://…; store_directory then caches it.",
     )
     store_options: dict[str, str] = Field(
         default_factory=dict,
         repr=False,
         description="obstore's options of that URL, such as endpoint and region of an S3 store; "
-        "what is not here is read from the variables that its vendor's tools read, such as AWS_….",
+        "others come from the vendor's variables, such as AWS_….",
     )
     store_cache_bytes: int = Field(
         2**35,
         ge=2**10,
-        description="Bytes of contents of store_url in store_directory; the one unused for longest "
-        "goes.",
+        description="Maximum bytes of store_url's contents kept in store_directory; the least "
+        "recently used goes first.",
     )
     store_grace_s: float = Field(
         3600.0,
         ge=1,
-        description="A content that no name points to goes after two to three times as long. "
-        "Servers' clocks may differ, and a file may take to be sent to store_url, less than that.",
+        description="Contents without a name are deleted after two to three times as long. Clocks "
+        "of servers, and an upload to store_url, must stay within it.",
     )
     max_key_bytes: int = Field(
         2**33,
         ge=2**10,
-        description="Bytes of all vectors, of all overrides and of all adapters that a key stores, "
-        "unless its entry has stored_bytes: one file of max_upload_bytes.",
+        description="Maximum bytes of vectors, of overrides and of adapters that a key stores, "
+        "unless its entry has stored_bytes.",
     )
-    max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
+    max_vector_bytes: int = Field(
+        64 * 2**20, ge=2**10, description="Maximum bytes of a vector's file."
+    )
     max_upload_bytes: int = Field(
-        2**33, ge=2**10, description="Bytes of one override's file, and of one adapter's files."
+        2**33,
+        ge=2**10,
+        description="Maximum bytes of an override's file, or of an adapter's files.",
     )
     max_activation_bytes: int = Field(
         128 * 2**20,
         ge=2**10,
-        description="Bytes of the activations of one answer, estimated before any work.",
+        description="Maximum bytes of activations in one answer, estimated before any work.",
     )
     selftest: bool = Field(
         False, description="Test each model at its start; one that fails does not answer."
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="Longest time for a request without streaming."
+    )
     heartbeat_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Silence after which an engine counts as hung and is killed; one that loads, "
-        "after ten times as long without progress.",
+        description="An engine silent for this long counts as hung and is killed; while loading, "
+        "one without progress for ten times as long.",
     )
     max_step_s: float | None = Field(
         600.0,
         gt=0,
-        description="The longest step of an engine before it counts as hung; null: any.",
+        description="Longest step of an engine, which then counts as hung; null: no limit.",
     )
     max_load_s: float | None = Field(
-        7200.0, gt=0, description="For loading a model, download included; null: any time."
+        7200.0, gt=0, description="Longest time to load a model, download included; null: no limit."
     )
     max_restarts: int = Field(
         8,
         ge=0,
-        description="Restarts of an engine within ten minutes; where one more would be needed, it "
-        "is given up.",
+        description="Maximum restarts of an engine within ten minutes; then it is given up.",
     )
     exit_when_given_up: bool = Field(
         True,
-        description="End the server, with status 3, when a required model is given up. A model "
-        "whose first load fails for a reason that stays is not restarted, and the server stays up.",
+        description="Exit with status 3 when a required model is given up. If its first load fails "
+        "for a lasting reason, the server does not restart it, and stays up.",
     )
     model_drain_s: float = Field(
         600.0,
@@ -214,8 +222,8 @@ class Settings(BaseSettings):
     )
     reload_beside: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Start a model of changed settings beside the one that it replaces; auto: on a "
-        "CPU where memory is estimated to be enough, on GPUs where they are others.",
+        description="Start a changed model before the old one ends; auto: on a CPU if memory "
+        "should suffice, on GPUs if they are not the same ones.",
     )
     drain_s: float = Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C."
@@ -347,4 +355,4 @@ def _explain(error: yaml.YAMLError) -> str:
     """Say what is wrong and where, without the line, in which a key may stand."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return "it is no YAML"
+    return "it is not YAML"

@@ -84,7 +84,7 @@ class LayerVectors:
 
     def __post_init__(self) -> None:
         if not _HOOK.fullmatch(self.hook):
-            raise invalid_vector(f"hook {self.hook[:200]!r} is no name of an activation.")
+            raise invalid_vector(f"hook {self.hook[:200]!r} is not the name of an activation.")
         if not self.layers:
             raise invalid_vector("it has no layers: give the numbers of at least one.")
         checked: dict[int, Vector] = {}
@@ -187,7 +187,7 @@ def parse_readouts(text: str) -> dict[int, Readout]:
         return {int(layer): Readout(**one) for layer, one in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise invalid_vector(
-            f"its {READOUTS} is no readouts by layer, such as "
+            f"its {READOUTS} does not map layers to readouts, such as "
             '{"3": {"kind": "logistic", "slope": 2.0, "bias": -1.5}}.'
         ) from error
 

@@ -53,7 +53,7 @@ class StoreRoom:
                 raise refuse_size(self.noun, total, self.max_bytes)
             if total + others > self.max_bytes:
                 detail = (
-                    f"The {self.noun} store has no room beside the uploads at work, which reserve "
+                    f"The {self.noun} store has no room beside running uploads, which reserve "
                     f"{others} of {self.max_bytes} bytes: try again when they are done."
                 )
                 raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)

@@ -87,7 +87,7 @@ def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     for name in form.variables:
         if name in own:
-            detail = f"chat_template_kwargs has {name}, which is no variable of the template."
+            detail = f"chat_template_kwargs has {name}, which is not a variable of the template."
             raise _refuse(detail, "chat_template_kwargs")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             detail = (

@@ -70,7 +70,7 @@ async def _read_form(
             form = _LimitedForm(request, limit, upload)
             return await form.form(max_files=max_files, max_fields=0)
     except HTTPException as error:
-        detail = f"The body is no form of {max_files} files: {error.detail}."
+        detail = f"The body is not a form of {max_files} files: {error.detail}."
         raise api_error("invalid_request", detail) from error
 
 

@@ -69,7 +69,7 @@ async def selftest(
 
 @router.post("/models/{model_id}/load")
 async def load(model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep) -> ModelCard:
-    """Have a model answer that was unloaded, drained or failed."""
+    """Start a model that was unloaded, drained or has failed."""
     await changes.load(models.find(model_id), query.wait_s)
     return models.find(model_id).describe()
 
@@ -78,7 +78,7 @@ async def load(model_id: str, query: WaitDep, models: ModelsDep, changes: Change
 async def unload(
     model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep
 ) -> ModelCard:
-    """Answer what a model has at work, then end its engine; `load` starts it again.
+    """Finish a model's running requests, then end its engine; `load` starts it again.
 
     New requests get `model_loading`. A required model that is unloaded fails `/readyz`.
     """
@@ -90,7 +90,7 @@ async def unload(
 async def drain_model(
     model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep
 ) -> ModelCard:
-    """Answer what a model has at work, and refuse it new requests; `load` has it take them."""
+    """Finish a model's running requests and refuse new ones, until `load`."""
     await changes.drain(models.find(model_id), query.wait_s)
     return models.find(model_id).describe()
 
@@ -99,8 +99,8 @@ async def drain_model(
 async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     """Read the configuration again; add, remove and replace models while others answer.
 
-    One that cannot be used changes nothing. SIGHUP does the same. A reload that comes while an
-    earlier one is at work is taken: what goes on to be wanted goes on, and the rest is given up.
+    An invalid configuration changes nothing. SIGHUP does the same. A reload during an earlier one
+    is accepted: it keeps the changes that it wants, too, and cancels the others.
     """
     report = await changes.reload(query.wait_s)
     return ReloadAnswer(
@@ -116,7 +116,7 @@ async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
 
 @router.get("/healthz")
 async def healthz(models: ModelsDep, response: Response) -> Health:
-    """Whether the process is sound: a liveness probe. Status 503 where only a restart helps."""
+    """Whether the process is healthy: a liveness probe. Status 503 where only a restart helps."""
     given_up = models.find_given_up()
     if given_up is None:
         return Health(status="ok", version=__version__)

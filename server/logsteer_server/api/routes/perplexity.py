@@ -42,8 +42,8 @@ async def perplexity_stream(
 ) -> Response:
     """Perplexity of the text in the body, of any length; answers with server-sent events.
 
-    The body is read as fast as it is scored. Events follow once it has been read: windows that are
-    still at work then, and the result.
+    The server reads the body as fast as it scores it. Events follow the end of the body: the
+    windows still running then, and the result.
     """
     body = ByteBuffer(MAX_UNREAD_BYTES)
     task = PerplexityStreamTask(query, _read_text(body), models, stores)

@@ -54,8 +54,8 @@ WRITTEN_AT_ONCE = 2**22
 READ_BYTES = 2**26
 """Memory for reading a file of tensors in pieces, with a header of the largest size."""
 OVERWRITE = Query(
-    description="Whether to replace what another request has stored under this name, which is else "
-    "refused: `exists`. The same request again gets the same answer."
+    description="Whether to replace what another request has stored under this name, which is "
+    "otherwise refused: `exists`. The same request again gets the same answer."
 )
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ async def write_body(
 
 @asynccontextmanager
 async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
-    """Wait for the caller's turn at work on stored files; reserve its memory for so long.
+    """Wait for the caller's turn to work on stored files; reserve its memory for so long.
 
     Errors: APIError `overloaded` and `payload_too_large`, as `Reservation.cover`.
     """

@@ -69,7 +69,7 @@ class LiveModel(CausalModel):
         name = type(causal).__name__
         if not isinstance(causal, PreTrainedModel) or causal.get_output_embeddings() is None:
             raise ValueError(
-                f"{name} is no causal language model of transformers, nor one in PEFT's wrapper; "
+                f"{name} is not a causal language model of transformers, with or without PEFT; "
                 "give the model itself, without what spreads or compiles it around it"
             )
         if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -298,7 +298,7 @@ class BridgeModel(CausalModel):
         """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
         heads = self._list_linear_heads()
         if len(heads) != 1:
-            raise ValueError(f"{path}: its head is no linear layer; leave logits_dtype out")
+            raise ValueError(f"{path}: its head is not a linear layer; leave logits_dtype out")
         for name, linear in heads.items():
             self._head._modules[name] = _WideLinear(linear)
 

@@ -97,13 +97,13 @@ def parse_gguf(data: bytes) -> ControlVectorFile:
     architecture = fields.get("general.architecture", ARCHITECTURE)
     if architecture != ARCHITECTURE:
         raise ValueError(
-            f"its architecture is {str(architecture)[:80]!r}, so it is a model and no control "
-            f"vector, which has {ARCHITECTURE!r}"
+            f"its architecture is {str(architecture)[:80]!r}, so it is a model; a control "
+            f"vector has {ARCHITECTURE!r}"
         )
     places = [_read_place(cursor) for _ in range(num_tensors)]
     alignment = fields.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"its alignment is {alignment!r}, which is no power of two")
+        raise ValueError(f"its alignment is {alignment!r}, which is not a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, npt.NDArray[np.floating]] = {}
     for name, count, dtype, offset in places:

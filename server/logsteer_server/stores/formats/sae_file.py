@@ -148,7 +148,7 @@ class SaeFile:
         if len(found) == 1:
             return found[0]
         told = f"features {found} have" if found else "no feature has"
-        detail = f"{told[0].upper()}{told[1:]} the label {feature!r}: name one by its id."
+        detail = f"{told[0].upper()}{told[1:]} the label {feature!r}: give an id."
         raise api_error("invalid_request", detail, param="feature")
 
     def read_vectors(self, feature: int, *, reads: bool) -> LayerVectors:

@@ -91,14 +91,14 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     """
     size = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size > MAX_HEADER_BYTES:
-        raise TensorFileError("it is no safetensors file; send one as it is")
+        raise TensorFileError("it is not a safetensors file; send one as it is")
     try:
         header = json.loads(file.read(size))
     except (ValueError, RecursionError) as error:
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
         raise TensorFileError(f"it cannot be read as safetensors: {reason}") from error
     if not isinstance(header, dict):
-        raise TensorFileError("it cannot be read as safetensors: its header is no object")
+        raise TensorFileError("it cannot be read as safetensors: its header is not an object")
     return header, LENGTH_BYTES + size
 
 

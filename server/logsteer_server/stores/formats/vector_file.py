@@ -166,8 +166,8 @@ def _place_tensors(tensors: Mapping[str, Array], readouts: Mapping[int, Readout]
             place = int(found[1]), RESID_POST
         if place is None:
             raise invalid_vector(
-                f"tensor {name[:80]!r} names no layer; name each by its layer's number, such as "
-                "'3', 'layer.3' or 'blocks.3.hook_resid_post'."
+                f"tensor {name[:80]!r} names no layer; put the layer's number into its name, such "
+                "as '3', 'layer.3' or 'blocks.3.hook_resid_post'."
             )
         layer, hook = place
         if layer in layers:
