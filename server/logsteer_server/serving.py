@@ -33,7 +33,6 @@ from logsteer_server.listening import (
     open_listener,
     raise_descriptor_limit,
 )
-from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings, name_model
 from logsteer_server.stores.objects import check_store_directory
@@ -149,7 +148,6 @@ def check_places(settings: Settings) -> None:
 
     Errors: ConfigurationError.
     """
-    check_cache_file(settings)
     check_store_directory(settings)
     check_key_file(settings)
     check_exposure(settings)

@@ -131,8 +131,6 @@ OF_DEVICES = (
 """Read from a `DeviceMemory`."""
 
 OF_DISK = (
-    _gauge("result_cache_file_bytes", (), lambda d: d.cache_file_bytes,
-           "Bytes of cache_file; absent without one."),
     _gauge("store_disk_free_bytes", (), lambda d: d.free_bytes,
            "Free bytes of the disk that the stores lie on."),
     _gauge("store_disk_bytes", (), lambda d: d.size_bytes, "Size of that disk."),
