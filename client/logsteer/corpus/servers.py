@@ -157,8 +157,9 @@ def score_file(
     an earlier one ended; once all is done it returns the summary again.
 
     Args:
-        source: JSON lines (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`) or `.parquet`.
-        target: the file to write; beside it `.part` and `.job` are kept while the job is under way.
+        source: JSON lines (`.jsonl`, `.jsonl.gz`) or `.parquet`.
+        target: the file of JSON lines to write; beside it `.part` and `.job` are kept while the job
+            is under way.
         endpoint: logprob, diagnostics, gradient, perplexity, generate or steer.
         options: of its requests, the same for all rows. Row k of `generate` and `steer` has the
             seed `seed` + k n, where `seed` is 0 unless given.
