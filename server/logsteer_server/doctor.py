@@ -158,7 +158,7 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFind
             yield _fit_gpus(subject, model, needs, gpus)
             on_cpu += model.replicas * needs.process_bytes
         else:
-            yield MachineFinding("ok", subject, _tell_needs(model, needs))
+            yield MachineFinding("ok", subject, _describe_needs(model, needs))
             on_cpu += model.replicas * needs.num_bytes
     free = measure_memory()[1]
     text = f"about {_write(on_cpu)} of memory for all models and the HTTP process"
@@ -171,7 +171,7 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFind
         yield MachineFinding("warn", "together", f"{replicas} engine processes share {cores} cores")
 
 
-def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
+def _describe_needs(model: ModelSettings, needs: ModelNeeds) -> str:
     parts = [f"weights {_write(needs.weights_bytes)}"]
     if needs.cache_bytes:
         tokens = f" ({needs.cache_tokens} tokens)" if needs.cache_tokens else ""

@@ -78,7 +78,7 @@ class TestCounts:
         card = {"name": "a", "sha256": "f" * 64}
         score, write = RequestRecord(scope="score"), RequestRecord(scope="write")
         for record in (score, write):
-            record.note_answer(card)
+            record.record_answer(card)
         assert (score.stored, score.sha256) == ("", "")
         assert (write.stored, write.sha256) == ("a", "f" * 64)
 

@@ -242,7 +242,7 @@ class LocalModel:
             asked = Steering.model_validate(given)
             steering = resolve_steering(asked, self._vectors, self._info)
             jobs = [
-                replace(job, plan=steering.plan.settle(job.tokens[: job.prompt_len]))
+                replace(job, plan=steering.plan.resolve(job.tokens[: job.prompt_len]))
                 for job in jobs
             ]
             check_reach(steering, jobs)

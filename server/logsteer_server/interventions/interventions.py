@@ -214,7 +214,7 @@ class Interventions:
         """Return the job on the changed model."""
         plan = self.plan
         if plan is not None and plan.knows_tokens:
-            plan = plan.settle(job.tokens[: job.prompt_len])
+            plan = plan.resolve(job.tokens[: job.prompt_len])
         return replace(
             job,
             plan=plan,

@@ -141,7 +141,7 @@ class ModelChange:
             if why is not None:
                 report.failed[self.model_id] = why
 
-    def tell(self, report: ReloadReport) -> None:
+    def report_to(self, report: ReloadReport) -> None:
         """Have a report say how this ends."""
         self._reports.append(report)
         report.pending.add(self.model_id)
@@ -322,7 +322,7 @@ class ModelChanges:
             elif model_id in working:
                 working[model_id].aim = wanted[model_id]
         for change in self._at_work:
-            change.tell(report)
+            change.report_to(report)
         return report
 
     def _place(self, settings: ModelSettings) -> ResidentModel:

@@ -341,12 +341,12 @@ class LiveCollector(Collector):
         """Yield every family with what it is now."""
         models = list(self._metrics.read_models())
         engines = [((m.model, e.replica), e) for m in models for e in m.engines]
-        beats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
+        heartbeats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
         disk = self._metrics.read_disk()
         yield from _read(OF_MODELS, [((m.model,), m) for m in models])
         yield from _read(OF_ENGINES, engines)
         yield _read_steps(engines)
-        yield from _read(OF_HEARTBEATS, beats)
+        yield from _read(OF_HEARTBEATS, heartbeats)
         yield from _read(
             OF_PROCESSES,
             [
@@ -357,7 +357,7 @@ class LiveCollector(Collector):
         )
         yield from _read(
             OF_DEVICES,
-            [((*labels, memory.device), memory) for labels, r in beats for memory in r.memory],
+            [((*labels, memory.device), memory) for labels, r in heartbeats for memory in r.memory],
         )
         yield from _read(OF_DISK, [((), disk)])
         yield from _read_stores(disk)
