@@ -230,8 +230,9 @@ async def _reload(state: State, asked: asyncio.Event) -> None:
         except APIError as error:
             log.error("SIGHUP: %s", error.detail)
             continue
-        for name, found in report.by_kind.items():
-            log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
+        for name in ("added", "removed", "replaced", "needs_restart"):
+            if found := getattr(report, name):
+                log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
 
 
 async def _serve(

@@ -103,15 +103,8 @@ async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     earlier one is at work is taken: what goes on to be wanted goes on, and the rest is given up.
     """
     report = await changes.reload(query.wait_s)
-    return ReloadAnswer(
-        added=report.added,
-        removed=report.removed,
-        replaced=report.replaced,
-        unchanged=report.unchanged,
-        pending=sorted(report.pending),
-        failed=report.failed,
-        needs_restart=report.needs_restart,
-    )
+    report.pending.sort()
+    return report
 
 
 @router.get("/healthz")
