@@ -17,6 +17,7 @@ from typing import get_args
 
 import uvicorn
 from starlette.datastructures import State
+from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
@@ -235,6 +236,20 @@ async def _reload(state: State, asked: asyncio.Event) -> None:
                 log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
 
 
+def configure_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Config:
+    """Return how uvicorn is to serve an application: with the bounds of connections."""
+    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
+    return uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+        log_config=None,  # its lines are written as all others
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=max(1, round(end_s)),
+    )
+
+
 async def _serve(
     settings: Settings, listener: socket.socket, reread: Callable[[], Settings]
 ) -> tuple[int, str]:
@@ -244,17 +259,7 @@ async def _serve(
     """
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings, reread)
-    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
-        log_config=None,  # its lines are written as all others
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=END_S,
-    )
-    server = DrainingServer(config, app.state, settings)
+    server = DrainingServer(configure_server(settings, app), app.state, settings)
     hung_up = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
