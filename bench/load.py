@@ -27,7 +27,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from tests.conftest import DEMO_MODEL, STORIES_MODEL, tlens_model, vllm_model
+from tests.faults.processes import find_engines
 from tests.servers import Server
 
 from bench.load_requests import (
@@ -169,36 +171,14 @@ async def run_client(
         report.waits.append(time.monotonic() - began)
 
 
-def find_engines(pid: int) -> list[int]:
-    """Return the engine processes of a server."""
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    engines = []
-    for child in children:
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"spawn_main" in command:
-            engines.append(child)
-    return engines
-
-
-async def inject(pid: int, report: Report, rng: random.Random, every_s: float) -> None:
+async def inject(server: Server, report: Report, rng: random.Random, every_s: float) -> None:
     """Kill or stop an engine again and again."""
     while True:
         await asyncio.sleep(every_s * rng.uniform(0.7, 1.3))
-        if engines := find_engines(pid):
+        if engines := find_engines(server):
             victim, what = rng.choice(engines), rng.choice([signal.SIGKILL, signal.SIGSTOP])
             os.kill(victim, what)
             report.faults.append(f"{what.name} of {victim}")
-
-
-def read_status(pid: int, name: str) -> int:
-    """Return a number of a process's status."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    raise KeyError(name)
 
 
 async def watch(pid: int, report: Report, total: int) -> None:
@@ -206,7 +186,7 @@ async def watch(pid: int, report: Report, total: int) -> None:
     last = time.monotonic()
     while True:
         share = sum(report.done.values()) / total
-        report.memory.append((share, read_status(pid, "VmRSS") // 1024))
+        report.memory.append((share, psutil.Process(pid).memory_info().rss >> 20))
         if time.monotonic() - last > 30:
             last = time.monotonic()
             print(
@@ -220,8 +200,8 @@ async def watch(pid: int, report: Report, total: int) -> None:
 def read_left(pid: int, metrics: str) -> dict[str, float]:
     """Return what the server has open or reserved."""
     left: dict[str, float] = {
-        "descriptors": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
-        "threads": read_status(pid, "Threads"),
+        "descriptors": psutil.Process(pid).num_fds(),
+        "threads": psutil.Process(pid).num_threads(),
     }
     for line in metrics.splitlines():
         if "pending" in line and not line.startswith("#"):
@@ -249,7 +229,7 @@ async def run_load(server: Server, arguments: argparse.Namespace, models: Sequen
         began = time.monotonic()
         others = [asyncio.create_task(watch(pid, report, arguments.requests))]
         if arguments.fault_every_s:
-            others.append(asyncio.create_task(inject(pid, report, rng, arguments.fault_every_s)))
+            others.append(asyncio.create_task(inject(server, report, rng, arguments.fault_every_s)))
         caller = Caller(http, report)
         await asyncio.gather(
             *(run_client(caller, plans, wanted, todo, report, n) for n in range(arguments.clients))

@@ -88,7 +88,6 @@ BENCHMARKS = {
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
     "score_file": in_directory(score_file.compare_with_loop),
-    "score_file_forms": in_directory(score_file.compare_forms),
     "start": in_directory(start.measure_start),
 }
 SHARING = ("choices", "overhead")

@@ -1,7 +1,6 @@
-"""`logsteer score-file` against a loop over the same requests that reads no answer; Parquet against
-JSON lines.
+"""`logsteer score-file` against a loop over the same requests that reads no answer.
 
-    .venv/bin/python -m bench.run --only score_file score_file_forms
+    .venv/bin/python -m bench.run --only score_file
 
 The server is on one core, with its engine, and what asks it on another, each run a process of its
 own. The fake engine's answers take next to no work: rows come as fast as HTTP can take them.
@@ -33,8 +32,6 @@ FIELD = {"logprob": "items", "perplexity": "texts"}
 AT_ONCE = 8
 """Requests of the loop that are under way at once."""
 JOB, LOOP = "score-file", "loop that reads no answer"
-PARQUET = "score-file, Parquet in and out"
-FORM_ROWS = 24_576
 LIMITS = JobLimits(batch_size=256)
 
 
@@ -73,39 +70,6 @@ def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
     return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
 
 
-def compare_forms(directory: Path, runs: int) -> dict[str, object]:
-    """Rows per second and CPU time a row of `logprob` by the fake engine, by form of the files."""
-    import pyarrow
-    from pyarrow import parquet
-
-    from bench.short_items import FAKE, as_text, make_pairs
-
-    if (os.cpu_count() or 1) < 2:
-        raise RuntimeError("this row takes two cores")
-    rows = as_text(make_pairs(FORM_ROWS, seed=3))
-    lines, columns = directory / "forms.jsonl", directory / "forms.parquet"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parquet.write_table(pyarrow.Table.from_pylist(rows), columns)
-    found: dict[str, list[dict[str, float]]] = {JOB: [], PARQUET: []}
-    with on_cores({0}), run_logsteer({"demo": DEMO}, directory, "fake", engine_args=FAKE) as url:
-        for run in range(runs + 1):
-            for way, figures in found.items():
-                source = columns if way == PARQUET else lines
-                figure = _run(url, "logprob", source, way)
-                figures.extend([figure] if run else [])
-    ways = {
-        way: {
-            "rows_per_s": spread([FORM_ROWS / one["seconds"] for one in figures]),
-            "us_per_row": spread([1e6 * one["cpu_s"] / FORM_ROWS for one in figures]),
-        }
-        for way, figures in found.items()
-    }
-    seconds = {way: [one["seconds"] for one in figures] for way, figures in found.items()}
-    ratios = {f"{PARQUET} / {JOB}": compare(seconds[PARQUET], seconds[JOB])}
-    note = f"logprob of {FORM_ROWS} items of 25 tokens, requests of 256"
-    return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
-
-
 @contextlib.contextmanager
 def on_cores(numbers: set[int]) -> Iterator[None]:
     """Have this process, and those that it starts, on some cores."""
@@ -127,7 +91,7 @@ def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
 
 def run_job(url: str, endpoint: str, source: Path) -> None:
     """Score the file."""
-    target = source.with_name(f"{endpoint}-scores{source.suffix}")
+    target = source.with_name(f"{endpoint}-scores.jsonl")
     scores = logsteer.score_file(
         source, target, endpoint, base_url=url, restart=True, progress=False, limits=LIMITS
     )
@@ -157,7 +121,7 @@ def main() -> None:
     parser.add_argument("url", help="of the server")
     parser.add_argument("endpoint", choices=list(FIELD))
     parser.add_argument("source", type=Path)
-    parser.add_argument("way", choices=[JOB, LOOP, PARQUET])
+    parser.add_argument("way", choices=[JOB, LOOP])
     given = parser.parse_args()
     cpu, started = time.process_time(), time.perf_counter()
     if given.way == LOOP:

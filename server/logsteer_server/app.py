@@ -106,7 +106,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state.store_upkeep.start()
     stack.callback(state.store_upkeep.close)
     stack.callback(state.capacity.close)
-    results = ResultCache.open(settings)
+    results = ResultCache(settings.cache_bytes)
     stack.push_async_callback(asyncio.to_thread, results.close)
     metrics, memory = state.metrics, state.capacity.memory
     metrics.read_disk = lambda: state.store_upkeep.reading

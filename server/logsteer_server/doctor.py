@@ -75,7 +75,7 @@ def examine(settings: Settings | None) -> Iterator[MachineFinding]:
         )
         return
     yield _try_port(settings)
-    yield from _measure_disks(settings)
+    yield _measure_disk(settings.store_path)
     yield from _ask_store(settings)
     yield from _fit_models(settings, gpus)
 
@@ -113,18 +113,13 @@ def _try_port(settings: Settings) -> MachineFinding:
     return MachineFinding("ok", "port", f"{place} is free")
 
 
-def _measure_disks(settings: Settings) -> Iterator[MachineFinding]:
-    places = {"stores": settings.store_path}
-    if settings.cache_file is not None:
-        places["cache file"] = settings.directory / settings.cache_file
-    for name, path in places.items():
-        there = next(parent for parent in (path, *path.parents) if parent.exists())
-        free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK):
-            yield MachineFinding("fail", name, f"{path}: {there} cannot be written to")
-        else:
-            verdict: MachineVerdict = "warn" if free < FREE_DISK_BYTES else "ok"
-            yield MachineFinding(verdict, name, f"{path}: {_write(free)} free on its disk")
+def _measure_disk(path: Path) -> MachineFinding:
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK):
+        return MachineFinding("fail", "stores", f"{path}: {there} cannot be written to")
+    verdict: MachineVerdict = "warn" if free < FREE_DISK_BYTES else "ok"
+    return MachineFinding(verdict, "stores", f"{path}: {_write(free)} free on its disk")
 
 
 def _ask_store(settings: Settings) -> Iterator[MachineFinding]:
@@ -163,7 +158,7 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFind
             yield _fit_gpus(subject, model, needs, gpus)
             on_cpu += model.replicas * needs.process_bytes
         else:
-            yield MachineFinding("ok", subject, _tell_needs(model, needs))
+            yield MachineFinding("ok", subject, _describe_needs(model, needs))
             on_cpu += model.replicas * needs.num_bytes
     free = measure_memory()[1]
     text = f"about {_write(on_cpu)} of memory for all models and the HTTP process"
@@ -176,7 +171,7 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFind
         yield MachineFinding("warn", "together", f"{replicas} engine processes share {cores} cores")
 
 
-def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
+def _describe_needs(model: ModelSettings, needs: ModelNeeds) -> str:
     parts = [f"weights {_write(needs.weights_bytes)}"]
     if needs.cache_bytes:
         tokens = f" ({needs.cache_tokens} tokens)" if needs.cache_tokens else ""

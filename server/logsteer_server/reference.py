@@ -41,8 +41,7 @@ SERVER_TOPICS = {
         "max_pending_tokens max_pending_bytes max_reference_bytes"
     ),
     "What is kept": (
-        "cache_bytes cache_file store_directory store_url store_options store_cache_bytes "
-        "store_grace_s"
+        "cache_bytes store_directory store_url store_options store_cache_bytes store_grace_s"
     ),
     "Models while the server runs": (
         "models selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "

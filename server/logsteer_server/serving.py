@@ -17,6 +17,7 @@ from typing import get_args
 
 import uvicorn
 from starlette.datastructures import State
+from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
@@ -33,7 +34,6 @@ from logsteer_server.listening import (
     open_listener,
     raise_descriptor_limit,
 )
-from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings, name_model
 from logsteer_server.stores.objects import check_store_directory
@@ -149,7 +149,6 @@ def check_places(settings: Settings) -> None:
 
     Errors: ConfigurationError.
     """
-    check_cache_file(settings)
     check_store_directory(settings)
     check_key_file(settings)
     check_exposure(settings)
@@ -232,8 +231,23 @@ async def _reload(state: State, asked: asyncio.Event) -> None:
         except APIError as error:
             log.error("SIGHUP: %s", error.detail)
             continue
-        for name, found in report.by_kind.items():
-            log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
+        for name in ("added", "removed", "replaced", "needs_restart"):
+            if found := getattr(report, name):
+                log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
+
+
+def configure_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Config:
+    """Return how uvicorn is to serve an application: with the bounds of connections."""
+    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
+    return uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+        log_config=None,  # its lines are written as all others
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=max(1, round(end_s)),
+    )
 
 
 async def _serve(
@@ -245,17 +259,7 @@ async def _serve(
     """
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings, reread)
-    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
-        log_config=None,  # its lines are written as all others
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=END_S,
-    )
-    server = DrainingServer(config, app.state, settings)
+    server = DrainingServer(configure_server(settings, app), app.state, settings)
     hung_up = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow.parquet as parquet
 import pytest
 
 from .documents import (
@@ -65,8 +64,6 @@ def test_rows_in_every_format(capsys: Output, argv: list[str], document: Any, co
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(cells) == len(rows) == count
     assert list(cells[0]) == list(rows[0])
-    assert run(answer(document), *argv, "--output", "rows.parquet") == 0
-    assert parquet.read_table("rows.parquet").to_pylist() == rows
     assert run(answer(document), *argv, "--format", "json") == 0
     found, err = capsys.readouterr()
     assert run(answer(document), *argv, "--json") == 0
@@ -111,7 +108,6 @@ def test_a_selftest_has_a_row_a_check(capsys: Output) -> None:
     "argv",
     [
         ["models", "--json", "--format", "csv"],
-        ["models", "--format", "parquet"],
         ["models", "--output", "rows"],
         ["models", "--format", "xml"],
         ["models", "--plot", "a.png"],
@@ -128,15 +124,10 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     assert "See logsteer" in capsys.readouterr().err and server.requests == []
 
 
-def test_what_is_missing_is_told_before_anything_is_asked_for(
-    capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_told_before_anything_is_asked_for(capsys: Output) -> None:
     server = answer(MODELS)
     assert run(server, "models", "--output", "none/rows.csv") == 1
     assert "there is no directory" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert run(server, "models", "--output", "rows.parquet") == 1
-    assert 'pip install "logsteer[tables]"' in capsys.readouterr().err
     assert server.requests == []
 
 

@@ -48,7 +48,7 @@ def test_lines_cut_anywhere_are_gone_on_with(
         target.unlink()
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_an_end_that_is_interrupted_is_made_again(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `logsteer.score_file` reads and writes: files of gzip, Zstandard and Parquet.
+"""What `logsteer.score_file` reads and writes: files of gzip and Parquet.
 
 Files that cannot be read, a package that is missing, and the memory that a file of any size takes.
 """
@@ -7,17 +7,16 @@ import gzip
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from logsteer import LogsteerError
 
-from .corpus_server import CorpusServer, serve_corpus, value_of
-from .score_file_cases import interrupt, read_rows, score, texts, write_rows
+from .corpus_server import CorpusServer, serve_corpus
+from .score_file_cases import interrupt, score, texts, write_rows
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
 def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: str) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -27,60 +26,18 @@ def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: s
     if kind == "parquet":
         table = pyarrow.Table.from_pylist([{**row, "more": 1} for row in texts(50)])
         parquet.write_table(table, packed, row_group_size=7)
-    elif kind == "jsonl.gz":
-        packed.write_bytes(gzip.compress(corpus.read_bytes()))
     else:
-        with pyarrow.CompressedOutputStream(str(packed), "zstd") as file:
-            file.write(corpus.read_bytes())
-    target = tmp_path / f"out.{kind}"
+        packed.write_bytes(gzip.compress(corpus.read_bytes()))
+    target = tmp_path / "out.jsonl.gz"
     interrupt(packed, target, after=5)
     scores = score(packed, target, CorpusServer(), id_column="id")
     assert (scores.rows, scores.resumed_rows, scores.total) == (50, 20, expected.total)
-    if kind == "parquet":
-        rows = parquet.read_table(target).to_pylist()
-        assert all(row.pop("error") is None for row in rows)
-        for row in rows:
-            row["result"] = {n: v for n, v in row["result"].items() if v is not None}
-        assert rows == read_rows(plain)
-        return
-    opened = pyarrow.input_stream(str(target), compression="detect")
-    assert opened.read() == plain.read_bytes()
+    assert gzip.decompress(target.read_bytes()) == plain.read_bytes()
 
 
-def test_parquet_has_errors_and_ids_in_columns_of_their_own(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [{"context": "a", "targets": [" b"], "n": 7}, {"context": "a", "targets": [], "n": 8}]
-    table = pyarrow.Table.from_pylist(rows)
-    parquet.write_table(table, tmp_path / "in.parquet")
-    target = tmp_path / "out.parquet"
-    score(tmp_path / "in.parquet", target, CorpusServer(), "logprob", id_column="n")
-    one, other = parquet.read_table(target).to_pylist()
-    assert (one["row"], one["id"], one["error"]) == (0, 7, None)
-    assert one["result"]["targets"][0]["logprob"] == value_of('"a" b')
-    assert (other["id"], other["result"], other["error"]["code"]) == (8, None, "invalid_request")
-    assert parquet.read_schema(target).field("id").type == table.schema.field("n").type
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        (["7", None, "a\u00e9\n"], ["7", None, "a\u00e9\n"]),
-        ([7, "8", None], ["7", "8", None]),
-        ([{"a": 1}, [2], "x"], ['{"a":1}', "[2]", "x"]),
-    ],
-    ids=["text", "mixed", "structures"],
-)
-def test_ids_of_json_lines_are_text_in_parquet(
-    tmp_path: Path, ids: list[Any], expected: list[Any]
-) -> None:
-    from pyarrow import parquet
-
-    source = write_rows(tmp_path / "in.jsonl", [{"text": "\ud83d\ude00", "n": n} for n in ids])
-    score(source, tmp_path / "out.parquet", CorpusServer(), id_column="n")
-    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert [row["id"] for row in rows] == expected
+def test_results_are_not_written_as_parquet(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(LogsteerError, match=r"name a \.jsonl"):
+        score(corpus, tmp_path / "out.parquet", CorpusServer())
 
 
 @pytest.mark.parametrize(
@@ -100,11 +57,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, to
 
 
 def test_what_is_missing_for_parquet_is_named(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    packed = tmp_path / "in.parquet"
+    packed.touch()
     with pytest.raises(LogsteerError, match=r"pip install \"logsteer\[tables\]\""):
-        score(corpus, tmp_path / "out.parquet", CorpusServer())
+        score(packed, tmp_path / "out.jsonl", CorpusServer())
 
 
 MEASURE = """

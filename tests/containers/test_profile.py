@@ -21,10 +21,9 @@ RATE = f"{4 * SCRAPE_S}s"
 NOTHING_HERE = (
     "logsteer_gpu_",
     "logsteer_key_",
-    "logsteer_result_cache_file_bytes",
     "logsteer_cluster_",
 )
-"""How names of metrics begin that the demo has no data of: no GPU, key file, cache_file or Ray."""
+"""How names of metrics begin that the demo has no data of: no GPU, key file or Ray."""
 ASK = """
 import json, sys, urllib.parse, urllib.request
 answers = []

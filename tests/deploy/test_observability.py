@@ -177,7 +177,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             fake_model("fake", delay_s=0.02, fail_id=FAIL),
         ],
         "key_file": str(keys),
-        "cache_file": "cache.sqlite",
         "metrics_key": "to-scrape",
         "max_pending_tokens": 500,
         "log_format": "json",

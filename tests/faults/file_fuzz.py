@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,7 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError
 from logsteer.schemas import Steering, VectorCard
-from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.models.cache import pack_outputs, unpack_output
-from logsteer_server.models.cachefile import CacheFile
-from logsteer_server.settings import ConfigurationError
 from logsteer_server.stores.formats import vector_file
 from logsteer_server.stores.formats.adapter_file import join_files, read_adapter
 from logsteer_server.stores.formats.gguf_file import render_gguf
@@ -52,7 +47,6 @@ from logsteer_server.stores.layer_vectors import (
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import VECTORS, NameRecord, Store
 from logsteer_server.stores.vectors import StoredVectors
-from tests.server.cached_jobs import JOB, output_of
 from tests.server.steering_cases import INFO
 
 SECONDS = 5
@@ -268,38 +262,6 @@ def read_card(data: bytes, place: Path) -> None:
     assert record is None or (record.card.name == "a" and len(record.card.sha256) == 64)
 
 
-def make_values() -> list[bytes]:
-    return [pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0]]
-
-
-def read_value(data: bytes, _place: Path) -> None:
-    unpack_output(data, JOB.columns)
-
-
-@cache
-def make_caches() -> list[bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "results.db"
-        file = CacheFile(path, 2**20)
-        file.write([(bytes([n]) * 32, bytes([n]) * 300) for n in range(60)])
-        file.close()
-        return [path.read_bytes()]
-
-
-def read_cache(data: bytes, place: Path) -> None:
-    """Open a cache, read it, write to it: whatever it is, values come back as they were written."""
-    for path in place.glob("results.db*"):
-        path.unlink()
-    (place / "results.db").write_bytes(data)
-    file = CacheFile.open(place / "results.db")
-    keys = [bytes([n]) * 32 for n in range(60)]
-    for _ in range(2):
-        found = file.read(keys)
-        assert all(value == key[:1] * len(value) for key, value in found.items())
-        file.write([(b"k" * 32, b"k" * 100), *((key, key[:1] * 300) for key in keys[:5])])
-    file.close()
-
-
 STEERINGS: list[dict[str, Any]] = [
     {"vectors": [{"name": "happy", "scale": 4.0}], "positions": "all"},
     {"vectors": [{"sha256": "0" * 64, "op": "ablate", "layers": [1]}]},
@@ -347,12 +309,10 @@ TARGETS: dict[str, Target] = {
     "override": Target(make_tensors, mutate_safetensors, read_override),
     "adapter": Target(make_adapters, mutate_adapter, read_adapter_files),
     "card": Target(make_cards, mutate_text, read_card),
-    "cache value": Target(make_values, mutate, read_value, (ValueError,)),
     # One whose mark has changed is another program's for all that can be told: it is left alone.
-    "cache file": Target(make_caches, mutate, read_cache, (ConfigurationError,)),
     "steering": Target(make_steerings, mutate_text, read_steering, (ValidationError,)),
 }
-SHARES = {"cache file": 0.05, "steering": 0.3}
+SHARES = {"steering": 0.3}
 """Of all inputs; the other targets share the rest."""
 
 

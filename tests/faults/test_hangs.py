@@ -40,10 +40,10 @@ class TestWatchdog:
     def dog(self) -> Watchdog:
         return Watchdog(LIMITS)
 
-    def look(self, dog: Watchdog, beats: Iterator[Heartbeat], looks: int) -> tuple[int, str]:
+    def look(self, dog: Watchdog, heartbeats: Iterator[Heartbeat], looks: int) -> tuple[int, str]:
         """The number of the look that finds a hang, and what it says; 0 where none does."""
         for number in range(1, looks + 1):
-            if why := dog.watch_work(next(beats), 1.0):
+            if why := dog.watch_work(next(heartbeats), 1.0):
                 return number, why
         return 0, ""
 
@@ -51,16 +51,16 @@ class TestWatchdog:
         assert self.look(dog, (Heartbeat(n, n, False) for n in range(1000)), 1000) == (0, "")
 
     def test_silence_is_a_hang_even_in_a_step(self, dog: Watchdog) -> None:
-        beats = iter([Heartbeat(1, 1, True)] * 100)
-        assert self.look(dog, beats, 100) == (12, "it was silent for 10 s")
+        heartbeats = iter([Heartbeat(1, 1, True)] * 100)
+        assert self.look(dog, heartbeats, 100) == (12, "it was silent for 10 s")
 
     def test_a_loop_that_stands_still_outside_of_the_engine_hangs(self, dog: Watchdog) -> None:
-        beats = (Heartbeat(n, 7, False) for n in range(100))
-        assert self.look(dog, beats, 100) == (12, "its loop has stood still for 10 s")
+        heartbeats = (Heartbeat(n, 7, False) for n in range(100))
+        assert self.look(dog, heartbeats, 100) == (12, "its loop has stood still for 10 s")
 
     def test_a_long_step_is_no_hang_and_a_very_long_one_is(self, dog: Watchdog) -> None:
-        beats = (Heartbeat(n, 7, True) for n in range(100))
-        assert self.look(dog, beats, 100) == (52, "one step took 50 s")
+        heartbeats = (Heartbeat(n, 7, True) for n in range(100))
+        assert self.look(dog, heartbeats, 100) == (52, "one step took 50 s")
         endless = Watchdog(SupervisionLimits(10.0, None, None))
         assert self.look(endless, (Heartbeat(n, 7, True) for n in range(10_000)), 10_000) == (0, "")
 

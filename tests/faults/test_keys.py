@@ -312,7 +312,7 @@ def test_the_lower_of_two_priorities_holds(tmp_path: Path) -> None:
         (day, "batch", "batch"),
         (night, "interactive", "batch"),
     ):
-        assert ring.identify(f"Bearer {token}", asked).lane.priority == priority  # type: ignore[arg-type]
+        assert ring.identify(f"Bearer {token}", asked).routing.priority == priority  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ tokens a minute

@@ -42,7 +42,7 @@ def tokens(place: Path) -> Tokens:
 @pytest.fixture(scope="module")
 def server(place: Path, tokens: Tokens) -> Iterator[Server]:
     """A fake with keys; `start` is what was stored before there were any."""
-    store = {"store_directory": str(place / "store"), "cache_file": str(place / "cache")}
+    store = {"store_directory": str(place / "store")}
     config = {"models": [fake_model()]} | store
     with serve(config, place / "before") as before, connect(before, None) as http:
         assert http.put("/vectors/start", content=vector(0.5)).status_code == 200
@@ -158,9 +158,7 @@ def test_no_other_slash_is_in_a_name(server: Server, tokens: Tokens, path: str) 
 
 def test_files_are_the_owners_alone(ann: Client, place: Path) -> None:
     ann.vectors.put("private", vector(1.5))
-    ann.logprob([ITEM])
     assert (place / "store" / "keys" / "ann" / "vectors" / "names" / "private.json").exists()
-    assert stat.S_IMODE((place / "cache").stat().st_mode) == 0o600
     assert stat.S_IMODE((place / "store" / "keys" / "ann" / "vectors").stat().st_mode) == 0o700
 
 

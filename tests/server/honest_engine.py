@@ -19,8 +19,8 @@ from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
     Job,
-    Lane,
     Output,
+    Routing,
     ScoreJob,
     ScoreOutput,
 )
@@ -177,7 +177,7 @@ class HonestEngine(ScriptedHandle):
         )  # fmt: skip
 
     async def run(
-        self, jobs: Sequence[Job], lane: Lane | None = None
+        self, jobs: Sequence[Job], routing: Routing | None = None
     ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self._serial += 1
@@ -193,7 +193,7 @@ class HonestEngine(ScriptedHandle):
                 case ScoreJob():
                     cached = self._find_cached(job)
                     moment = Moment(
-                        job, jobs, self._serial, cached, len(steps) > 1, lane and lane.replica
+                        job, jobs, self._serial, cached, len(steps) > 1, routing and routing.replica
                     )
                     output = self._score(job, moment)
                 case GenerateJob():

@@ -21,7 +21,7 @@ from logsteer_server.contract.jobs import (
     Job,
     JobFailure,
     JobResult,
-    Lane,
+    Routing,
     ScoreJob,
 )
 from logsteer_server.engines.fake import (
@@ -126,7 +126,7 @@ class ScriptedHandle:
         return self.info
 
     async def run(
-        self, jobs: Sequence[Job], lane: Lane | None = None
+        self, jobs: Sequence[Job], routing: Routing | None = None
     ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self.open += 1

@@ -80,12 +80,12 @@ def test_who_is_refused_waits_as_long_as_the_work_is_measured_to_take() -> None:
     admission = Admission(1000)
     admission.enter().cover(1000)
     assert refused_after(admission) == UNKNOWN_WAIT_S
-    admission.note_speed(500, 5.0)  # 100 tokens/s
+    admission.record_speed(500, 5.0)  # 100 tokens/s
     assert refused_after(admission) == 10
-    admission.note_speed(500, 2.5)  # 200 tokens/s, of which a fifth counts: 120
+    admission.record_speed(500, 2.5)  # 200 tokens/s, of which a fifth counts: 120
     assert refused_after(admission) == 8
     for _ in range(50):
-        admission.note_speed(10**6, 0.0)
+        admission.record_speed(10**6, 0.0)
     assert refused_after(admission) == 1, "never told to come back at once"
 
 

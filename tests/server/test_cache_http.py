@@ -4,7 +4,6 @@ The fake takes half a second a step, so an answer within less came from the cach
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -77,21 +76,3 @@ def test_perplexity_is_cached_by_window(client: Client, slow: Server) -> None:
     assert client.perplexity([text], cache=False, **options).usage.cached_results == 0
     third = client.perplexity([text], reference="fake", **options)
     assert third.usage.cached_results == 0, "comparisons go through files and are computed"
-
-
-@pytest.mark.full
-def test_results_survive_a_restart_of_the_server(
-    start_server: ServerFactory, tmp_path: Path
-) -> None:
-    config = {"models": [fake_model()], "cache_file": str(tmp_path / "results.db")}
-    answers = []
-    for _ in range(2):
-        server = start_server(config)
-        with Client(server.url, max_retries=0) as client:
-            answers.append(client.logprob(ITEMS, **OPTIONS))
-        computed = engine_tokens(server)
-        server.stop()
-    first, second = answers
-    assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
-    assert computed == 0
-    assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]

@@ -78,7 +78,7 @@ class TestCounts:
         card = {"name": "a", "sha256": "f" * 64}
         score, write = RequestRecord(scope="score"), RequestRecord(scope="write")
         for record in (score, write):
-            record.note_answer(card)
+            record.record_answer(card)
         assert (score.stored, score.sha256) == ("", "")
         assert (write.stored, write.sha256) == ("a", "f" * 64)
 
@@ -175,7 +175,7 @@ class TestProcesses:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    given = {"models": [fake_model()], "store_directory": "store", "cache_file": "cache.sqlite"}
+    given = {"models": [fake_model()], "store_directory": "store"}
     return parse_settings(given, tmp_path)
 
 
@@ -186,21 +186,18 @@ class TestDisk:
             contents.mkdir(parents=True)
             (contents / "a.safetensors").write_bytes(b"x" * size)
             (contents.parent / "lock").write_bytes(b"not a content")
-        (settings.directory / "cache.sqlite").write_bytes(b"x" * 99)
-        found = read_disk(settings, Objects.open(settings))
+        found = read_disk(Objects.open(settings))
         vectors = next(store for store in found.stores if store.kind == "vectors")
         assert (vectors.shared_bytes, vectors.keys_bytes) == (10, 7)
         assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
             "overrides": 0, "adapters": 0, "saes": 0,
         }  # fmt: skip
-        assert found.cache_file_bytes == 99
         assert found.free_bytes is not None and found.size_bytes is not None
         assert 0 < found.free_bytes <= found.size_bytes
 
     def test_nothing_stored_yet_is_no_error(self, settings: Settings) -> None:
-        found = read_disk(settings, Objects.open(settings))
+        found = read_disk(Objects.open(settings))
         assert not settings.store_path.exists()
-        assert found.cache_file_bytes is None
         assert found.free_bytes
 
     def test_a_disk_that_hangs_delays_nobody(
@@ -208,10 +205,10 @@ class TestDisk:
     ) -> None:
         begun, release = threading.Event(), threading.Event()
 
-        def hang(given: Settings, objects: Objects) -> object:
+        def hang(objects: Objects) -> object:
             begun.set()
             release.wait(60)
-            return read_disk(given, objects)
+            return read_disk(objects)
 
         monkeypatch.setattr(upkeep, "read_disk", hang)
 

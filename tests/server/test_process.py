@@ -166,7 +166,7 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
     loop = EngineLoop(there, engine)
     threads = [
         threading.Thread(target=loop.run, args=(0.01,)),
-        threading.Thread(target=loop.beat, args=(0.01,), daemon=True),
+        threading.Thread(target=loop.send_heartbeats, args=(0.01,), daemon=True),
     ]
     for thread in threads:
         thread.start()
@@ -176,15 +176,15 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
         assert time.monotonic() < deadline, "the loop turns without work, too"
         idle.append(read_beat(here))
     assert idle[-1].turns > idle[0].turns
-    assert not any(beat.in_engine for beat in idle)
+    assert not any(heartbeat.in_engine for heartbeat in idle)
     here.send(add(1))
     assert engine.stepping.wait(60)
     while not read_beat(here).in_engine:
         pass
     first = read_beat(here)  # the one before may have been made just as the step began
     later = [read_beat(here) for _ in range(5)]
-    assert {(beat.turns, beat.in_engine) for beat in later} == {(first.turns, True)}
-    assert [beat.serial - first.serial for beat in later] == [1, 2, 3, 4, 5]
+    assert {(heartbeat.turns, heartbeat.in_engine) for heartbeat in later} == {(first.turns, True)}
+    assert [heartbeat.serial - first.serial for heartbeat in later] == [1, 2, 3, 4, 5]
     engine.go_on.set()
     here.send(Close())
     threads[0].join(60)

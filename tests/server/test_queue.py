@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.contract.jobs import GenerateJob, Job, Lane, Priority, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Priority, Routing, ScoreJob
 from logsteer_server.runtime.queue import LOOK_AHEAD, EngineCall, FairQueue
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
@@ -107,7 +107,7 @@ def test_what_is_sent_when(rule: str) -> None:
 
 def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
     queue = FairQueue(EngineRoom(4), replicas=2)
-    named = Lane(replica=1)
+    named = Routing(replica=1)
     queue.put(EngineCall(make_call(0, 4, 4, 4).jobs, 0, named))
     assert queue.dequeue().keys() == {1}, "also more than it has room for"
     queue.replicas[1].is_open = False
@@ -211,7 +211,7 @@ def lane_call(
 ) -> EngineCall:
     """A call of one tenant."""
     call = make_call(first_id, *sizes)
-    return EngineCall(call.jobs, first_id, Lane(tenant, priority))
+    return EngineCall(call.jobs, first_id, Routing(tenant, priority))
 
 
 def drain(queue: FairQueue) -> list[int]:
@@ -315,7 +315,7 @@ def test_batch_work_that_is_due_and_waits_for_room_keeps_nobody_back() -> None:
     queue.put(chat_call(0, 1))
     assert ids(queue) == [0]
     night = chat_call(10, 1)
-    queue.put(EngineCall(night.jobs, 10, Lane("night", "batch")))
+    queue.put(EngineCall(night.jobs, 10, Routing("night", "batch")))
     queue.put(lane_call(100, "ann", *[1] * 40))
     assert ids(queue) == list(range(100, 140))
     queue.finish([0])
@@ -334,7 +334,7 @@ def test_reading_and_generation_each_end_within_their_room(
     expected = []
     for n, (generates, tenant, sizes) in enumerate(calls):
         jobs = (chat_call if generates else make_call)(100 * n, *sizes).jobs
-        queue.put(EngineCall(jobs, 100 * n, Lane(tenant)))
+        queue.put(EngineCall(jobs, 100 * n, Routing(tenant)))
         expected += range(100 * n, 100 * n + len(sizes))
     generating = {100 * n for n, (generates, _, _) in enumerate(calls) if generates}
     running: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 
 from logsteer.errors import APIError
 from logsteer_server.contract.batches import ResultPart
-from logsteer_server.contract.jobs import Job, JobResult, Lane, ScoreJob
+from logsteer_server.contract.jobs import Job, JobResult, Routing, ScoreJob
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import PreparedJobs, ResidentModel
@@ -212,8 +212,8 @@ class SlowHandle(ScriptedHandle):
     """Takes a tenth of a second for each job."""
 
     async def run(
-        self, jobs: Sequence[Job], lane: Lane | None = None
+        self, jobs: Sequence[Job], routing: Routing | None = None
     ) -> AsyncGenerator[ResultPart, None]:
-        async for part in super().run(jobs, lane):
+        async for part in super().run(jobs, routing):
             await asyncio.sleep(0.1)
             yield part

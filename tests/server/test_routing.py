@@ -9,7 +9,7 @@ import pytest
 
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, Lane, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Routing, ScoreJob
 from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.runtime import queue as queue_module
@@ -205,8 +205,8 @@ class TestSplit:
     def test_tenants_take_turns_over_all_replicas(self) -> None:
         queue = FairQueue(EngineRoom(10), replicas=2)
         ten = [Job(np.zeros(10, np.int32)) for _ in range(8)]
-        queue.put(EngineCall(ten, 0, Lane("ann")))
-        queue.put(EngineCall(ten, 100, Lane("eve")))
+        queue.put(EngineCall(ten, 0, Routing("ann")))
+        queue.put(EngineCall(ten, 100, Routing("eve")))
         order = []
         for _ in range(8):
             for job_id, replica in send(queue).items():

@@ -11,7 +11,7 @@ import pytest
 
 from logsteer.errors import APIError, OverloadedError, api_error
 from logsteer.schemas import SelftestAnswer, SelftestCheck, SelftestRequest
-from logsteer_server.contract.jobs import GenerateJob, Job, Lane, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Routing, ScoreJob
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
@@ -380,7 +380,7 @@ class TestAtStart:
 
     def test_an_engine_that_is_restarted_is_tested_again(self) -> None:
         class Restarted(HonestEngine):
-            def run(self, jobs: Sequence[Job], lane: Lane | None = None) -> Any:
+            def run(self, jobs: Sequence[Job], routing: Routing | None = None) -> Any:
                 if len(self.calls) == 3:
                     self.calls.append([])
                     raise api_error("engine_restarting", "It died.", retry_after=0.01)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.text.incremental import IncrementalEncoder
-from logsteer_server.text.sums import Tally, count_text, log_sum_exp
+from logsteer_server.text.sums import TextSums, count_text, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, STORIES_MODEL, needs_shared
 
@@ -19,8 +19,8 @@ logprob_arrays = st.lists(st.floats(-30, 0, width=32), min_size=1, max_size=40).
 )
 
 
-def tally(logprobs: np.ndarray) -> Tally:
-    result = Tally()
+def tally(logprobs: np.ndarray) -> TextSums:
+    result = TextSums()
     result.add_scores(logprobs, np.ones((len(logprobs), 3), dtype=np.int64))
     return result
 
@@ -48,7 +48,7 @@ def test_stderr_is_the_delta_method_on_the_mean(logprobs: np.ndarray) -> None:
 
 
 def test_what_is_not_finite_is_null_with_a_flag() -> None:
-    assert Tally().summarize()["flags"] == ["nothing_scored"]
+    assert TextSums().summarize()["flags"] == ["nothing_scored"]
     broken = tally(np.array([-np.inf], dtype=np.float32)).summarize()
     assert (broken["sum_logprob"], broken["perplexity"]) == (None, None)
     assert broken["flags"] == ["non_finite"]

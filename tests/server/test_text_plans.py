@@ -131,10 +131,10 @@ class TestTexts:
         assert {len(found[name]) for name in ("logprobs", "ranks")} == {length - first}
         assert found["columns"].keys() == {"entropy"}
         assert np.array_equal(found["columns"]["entropy"], -found["logprobs"] / 2)
-        assert scores.tally.num_scored == length - first
+        assert scores.sums.num_scored == length - first
         if not first:
-            assert scores.tally.num_bytes == len(TEXT.encode())
-            assert scores.tally.num_words == len(TEXT.split())
+            assert scores.sums.num_bytes == len(TEXT.encode())
+            assert scores.sums.num_words == len(TEXT.split())
 
     @pytest.mark.parametrize(
         ("options", "code", "param"),

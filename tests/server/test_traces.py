@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.plan import Positions
+from logsteer_server.engines.vllm.steering import TraceRecorder
 from logsteer_server.engines.vllm.tables import TraceSums
-from logsteer_server.engines.vllm.traces import TraceRecorder
 
 KINDS = st.sampled_from(
     [

@@ -17,8 +17,8 @@ from logsteer.errors import LogsteerError
 from logsteer.extras.plots import check_plot_path, plot_answer
 from logsteer.extras.rows import FlatRow, list_grains, list_rows
 
-FORMATS = ("table", "json", "jsonl", "csv", "parquet")
-_ROWS = ("jsonl", "csv", "parquet")
+FORMATS = ("table", "json", "jsonl", "csv")
+_ROWS = ("jsonl", "csv")
 _PLOT = "plot to a .png, .svg or .pdf file"
 
 
@@ -37,14 +37,15 @@ def add_output_options(
     group = parser.add_argument_group("output")
     group.add_argument(
         "--format", choices=FORMATS, dest="output_format",
-        help="; default table, or by the name of --output; parquet needs a file",
+        help=f"table, the whole answer as json, or a row per {found[0]}; default table, or by the "
+        "name of --output",
     )  # fmt: skip
     group.add_argument("--output", metavar="FILE", help="write to this file")
     if len(found) > 1:
         group.add_argument(
             "--per",
             choices=found,
-            help="what a row of jsonl, csv or parquet is; default ",
+            help=f"what a row of jsonl or csv is; default {found[0]}",
         )
     if plot:
         group.add_argument("--plot", metavar="FILE", help=_PLOT)
@@ -80,14 +81,10 @@ def check_output(arguments: argparse.Namespace) -> None:
         arguments.refuse(
             f"--json and --format {arguments.output_format} are two formats: leave out one"
         )
-    if form == "parquet" and file is None:
-        arguments.refuse("--format parquet needs a file: give --output FILE")
     if file is not None and form == "table" and arguments.output_format is None:
         arguments.refuse(f"--output {file}: give --format, or a name that ends in one of {_ROWS}")
     if getattr(arguments, "per", None) is not None and form not in _ROWS:
-        arguments.refuse("--per goes with --format jsonl, csv or parquet")
-    if form == "parquet":
-        _load_arrow()
+        arguments.refuse("--per goes with --format jsonl or csv")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise LogsteerError(f"{file}: there is no directory {Path(file).absolute().parent}")
     if getattr(arguments, "plot", None):
@@ -137,11 +134,6 @@ def _open_output(arguments: argparse.Namespace) -> Any:
 def _write_rows(arguments: argparse.Namespace, rows: Sequence[FlatRow]) -> None:
     form = choose_format(arguments)
     names = list(dict.fromkeys(name for row in rows for name in row))
-    if form == "parquet":
-        arrow, parquet = _load_arrow()
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        parquet.write_table(arrow.table(columns), arguments.output)
-        return
     with _open_output(arguments) as file:
         if form == "jsonl":
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -154,12 +146,3 @@ def _write_rows(arguments: argparse.Namespace, rows: Sequence[FlatRow]) -> None:
 def _write_cell(value: Any) -> Any:
     """Return a value as CSV has it: as JSON where it is no text or number, empty for null."""
     return json.dumps(value) if isinstance(value, bool | list | dict) else value
-
-
-def _load_arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise LogsteerError('parquet needs pyarrow: pip install "logsteer[tables]"') from error
-    return arrow, parquet

@@ -18,7 +18,7 @@ from logsteer.errors import LogsteerError
 
 EXAMPLES = """
   logsteer score-file corpus.jsonl scores.jsonl --endpoint perplexity --context-length 128
-  logsteer score-file items.jsonl scores.parquet --options '{"per_token": false}'
+  logsteer score-file items.jsonl targets.jsonl --options '{"per_token": false}'
   logsteer score-file corpus.jsonl moods.jsonl.gz --column text --target " glad" --target " sad"
 
 A row of IN is an object with the fields of one item: context and targets, context_ids and
@@ -48,9 +48,9 @@ _BOUNDS = {
 def add_score_file(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer score-file`."""
     add_examples(parser, EXAMPLES)
-    files = "JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) or .parquet"
-    parser.add_argument("source", metavar="IN", help=files)
-    parser.add_argument("target", metavar="OUT", help="the same formats")
+    lines = "JSON lines (.jsonl, .jsonl.gz)"
+    parser.add_argument("source", metavar="IN", help=f"{lines} or .parquet")
+    parser.add_argument("target", metavar="OUT", help=lines)
     parser.add_argument("--endpoint", choices=KINDS, default="logprob", help="default logprob")
     rows = parser.add_argument_group("rows")
     rows.add_argument(

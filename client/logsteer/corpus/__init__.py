@@ -3,8 +3,7 @@
     source     rows of JSON lines or Parquet, as bytes of JSON
     form       what is asked of each row, and which item of the endpoint a row is
     answers    chunks of rows -> requests; their answers -> a line for each row
-    record     lines as they are finished, how far they reach, and the lock on both
-    output     the finished lines as the file that was asked for
+    record     lines as they are finished, how far they reach, the lock on both; the file of them
     job        all of it, in order and within bounds
     servers    one server or several: who is asked next, and how much at once
 

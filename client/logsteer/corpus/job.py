@@ -25,8 +25,7 @@ from logsteer.corpus.answers import (
     sum_up,
 )
 from logsteer.corpus.form import RowForm
-from logsteer.corpus.output import check_target, place
-from logsteer.corpus.record import JobRecord, Record
+from logsteer.corpus.record import JobRecord, Record, check_target, place
 from logsteer.corpus.source import Chunk, RowSource, find_format
 from logsteer.errors import LogsteerError
 
@@ -211,7 +210,7 @@ class FileJob:
         if not self.record.is_placed:
             if not self.record.last.is_whole:
                 self.commit(is_whole=True)
-            place(self.record.part_path, self.target, self.form, self.source)
+            place(self.record.part_path, self.target)
         self.record.is_placed = True
         scores = sum_up(self.form, self.tally, self.record.identity, self.seconds)
         scores = scores.model_copy(update={"resumed_rows": self.resumed, **told})

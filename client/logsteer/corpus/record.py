@@ -4,19 +4,23 @@
     OUT.job      what was asked for, and the last commit; at last that the job is done
 
 A commit is written once the lines that it counts are on the disk, as a new file in the place of the
-old one. Lines behind the last commit are cut off, so a job goes on from there wherever it was
-interrupted.
+old one. Lines behind the last commit are cut off, so a job resumes there wherever it was
+interrupted. The finished lines become the file that was asked for, which has its name once it is
+whole.
 """
 
 import errno
+import gzip
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from logsteer.corpus.answers import RowCounts
+from logsteer.corpus.source import find_format
 from logsteer.errors import LogsteerError
 
 VERSION = 2
@@ -160,6 +164,37 @@ class JobRecord:
                 f"{self.path} is of another job: {told}. Name another file, or --restart to begin "
                 "again"
             )
+
+
+def check_target(path: Path) -> None:
+    """Make sure that a file of this name can be written. Errors: LogsteerError."""
+    if find_format(path) == "parquet":
+        raise LogsteerError(
+            f"{path}: results are written as JSON lines: name a .jsonl or .jsonl.gz"
+        )
+    if not path.absolute().parent.is_dir():
+        raise LogsteerError(f"{path}: there is no directory {path.absolute().parent}")
+
+
+def place(lines: Path, target: Path) -> None:
+    """Make the target of the finished lines, and give it its name. Errors: OSError.
+
+    The same lines give the same bytes: a job that was interrupted here does this again.
+    """
+    new = lines
+    if find_format(target) == "jsonl.gz":
+        new = target.with_name(f"{target.name}.new")
+        # Without a name and a time, which would differ from run to run.
+        with (
+            new.open("wb") as file,
+            lines.open("rb") as plain,
+            gzip.GzipFile("", "wb", 6, file, mtime=0) as packed,
+        ):
+            shutil.copyfileobj(plain, packed, 2**20)
+    with new.open("rb") as whole:
+        os.fsync(whole.fileno())
+    new.replace(target)
+    sync_directory(target.absolute().parent)
 
 
 def lock(path: Path) -> int:

@@ -157,8 +157,8 @@ def score_file(
     an earlier one ended; once all is done it returns the summary again.
 
     Args:
-        source: JSON lines (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`) or `.parquet`.
-        target: the file to write; `.part` and `.job` are beside it while the job runs.
+        source: JSON lines (`.jsonl`, `.jsonl.gz`) or `.parquet`.
+        target: the JSON lines to write; `.part` and `.job` are beside it while the job runs.
         endpoint: logprob, diagnostics, gradient, perplexity, generate or steer.
         options: of the requests, the same for all rows. Row k of `generate` and `steer` has the
             seed `seed` + k n, where `seed` is 0 unless given.

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pydantic_core import to_json
 
 from logsteer.errors import LogsteerError
 
-FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+FileFormat = Literal["jsonl", "jsonl.gz", "parquet"]
 MAX_ROW_BYTES = 16 * 2**20
 """Bytes of one row: more is no JSON lines, and would have to be held in memory."""
 PARQUET_ROWS = 1024
@@ -22,7 +21,6 @@ PARQUET_ROWS = 1024
 _SUFFIXES: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".gz": "jsonl.gz",
-    ".zst": "jsonl.zst",
     ".jsonl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
@@ -34,20 +32,10 @@ def find_format(path: Path) -> FileFormat:
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:
         raise LogsteerError(
-            f"{path}: its name does not say what it holds: JSON lines end in .jsonl, .jsonl.gz or "
-            ".jsonl.zst, Parquet in .parquet"
+            f"{path}: its name does not say what it holds: JSON lines end in .jsonl or .jsonl.gz, "
+            "Parquet in .parquet"
         )
     return found
-
-
-def load_arrow(what: str) -> tuple[Any, Any]:
-    """Return pyarrow and its module of Parquet. Errors: LogsteerError that says what to install."""
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise LogsteerError(f'{what} needs pyarrow: pip install "logsteer[tables]"') from error
-    return arrow, parquet
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +65,10 @@ class RowSource:
         self._raw: BinaryIO = path.open("rb")
         self.file_bytes = path.stat().st_size
         self.size = self.file_bytes
-        self.schema: Any = None
-        """The schema of a Parquet file; None for JSON lines."""
         self._rows_read = 0
         try:
             is_parquet = self.format == "parquet"
-            self._rows = self._read_parquet() if is_parquet else self._read_lines(self._unpack())
+            self._rows = self._read_parquet() if is_parquet else self._read_lines()
         except BaseException:
             self._raw.close()
             raise
@@ -119,15 +105,9 @@ class RowSource:
         if rows:
             yield Chunk(first, rows, self.size)
 
-    def _unpack(self) -> Any:
-        if self.format == "jsonl.gz":
-            return gzip.GzipFile(fileobj=self._raw)
-        if self.format == "jsonl.zst":
-            arrow, _ = load_arrow("zstd")
-            return io.BufferedReader(arrow.CompressedInputStream(self._raw, "zstd"))
-        return self._raw
-
-    def _read_lines(self, file: Any) -> Iterator[bytes]:
+    def _read_lines(self) -> Iterator[bytes]:
+        is_packed = self.format == "jsonl.gz"
+        file = gzip.GzipFile(fileobj=self._raw) if is_packed else self._raw
         number = 0
         try:
             while line := file.readline(MAX_ROW_BYTES + 1):
@@ -147,14 +127,17 @@ class RowSource:
             raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
 
     def _read_parquet(self) -> Iterator[bytes]:
-        arrow, parquet = load_arrow("Parquet")
+        try:
+            import pyarrow as arrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise LogsteerError('Parquet needs pyarrow: pip install "logsteer[tables]"') from error
         try:
             file = parquet.ParquetFile(self._raw, pre_buffer=False)
         except arrow.ArrowInvalid as error:
             raise LogsteerError(f"{self.path} is not a Parquet file: {error}") from error
         self.size = file.metadata.num_rows
-        self.schema = file.schema_arrow
-        columns = [name for name in self._wanted if name in self.schema.names]
+        columns = [name for name in self._wanted if name in file.schema_arrow.names]
         return self._decode(file, columns)
 
     def _decode(self, file: Any, columns: Sequence[str]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Answers as flat rows: what tables, CSV and Parquet files and pandas have of them.
+"""Answers as flat rows: what tables, CSV files and pandas have of them.
 
 Each kind of answer has rows of one or more grains, such as one a token or one a target. Arrays of
 an answer are columns; nothing is left out, and nothing is computed that an answer does not say.

@@ -96,7 +96,7 @@ async def respond(
     )
     if not task.streams:
         document = await run_within(request, settings.request_timeout_s, run.finish())
-        run.record.note_answer(document)
+        run.record.record_answer(document)
         encode = ENCODERS.get(media_type) or partial(_lay_out, task)
         if run.expected_bytes < LONG_ANSWER:
             content = encode(document)
@@ -299,6 +299,6 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 def answer(request: Request, document: dict[str, Any]) -> Response:
     """Answer with the document in the encoding that the caller accepts."""
-    find_record(request.scope).note_answer(document)
+    find_record(request.scope).record_answer(document)
     media_type = choose_encoding(request.headers.get("accept", ""))
     return Response(ENCODERS[media_type](document), media_type=media_type)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+import uvicorn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
@@ -22,12 +23,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from logsteer.schemas import ReloadAnswer
 from logsteer_server.app import create_app, open_logs
-from logsteer_server.cluster.exchange import make_server
 from logsteer_server.cluster.ingress import SERVICE, Ingress, Models, name_deployment
 from logsteer_server.listening import listen_at
 from logsteer_server.models.changes import COMES_UP, refuse_configuration
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.serving import check_places, check_vllm_arguments
+from logsteer_server.serving import check_places, check_vllm_arguments, configure_server
 from logsteer_server.settings import (
     ConfigurationError,
     ModelSettings,
@@ -304,7 +304,7 @@ class ModelServer:
         self._state = app.state
         listener = listen_at(host, 0)
         self.address = f"{host}:{listener.getsockname()[1]}"
-        self._server = make_server(settings, app)
+        self._server = uvicorn.Server(configure_server(settings, app))
         self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))
         try:
             await self._wait_until_ready()

@@ -2,24 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 import httpcore
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from logsteer.errors import APIError
-from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.encoding import JSON, encode_json
 from logsteer_server.api.problems import OPENAI_PATHS, answer_problem
 from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS
-from logsteer_server.listening import raise_descriptor_limit
-from logsteer_server.serving import END_S, IDLE_CONNECTION_S, OWN_DESCRIPTORS
-from logsteer_server.settings import Settings
 
 CONNECT_S = 5.0
 HOP_BY_HOP = frozenset(
@@ -29,21 +23,6 @@ HOP_BY_HOP = frozenset(
 """Headers of one connection, and those that the ingress sets itself."""
 OWN_OF_ANSWERS = HOP_BY_HOP | {b"date", b"server"}
 EVENTS = b"text/event-stream"
-
-
-def make_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Server:
-    """Return a server of an application, with the bounds of connections of one machine's."""
-    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=max(1, round(end_s)),
-    )
-    return uvicorn.Server(config)
 
 
 class HangUpError(Exception):

@@ -19,6 +19,7 @@ from typing import Any
 import httpcore
 import msgspec
 import orjson
+import uvicorn
 from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -31,11 +32,12 @@ from logsteer.schemas import ReloadAnswer
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
-from logsteer_server.cluster.exchange import Exchange, HangUpError, make_server
+from logsteer_server.cluster.exchange import Exchange, HangUpError
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.listening import listen_at
 from logsteer_server.models.admission import BYTES, Admission, Reservation
 from logsteer_server.observation.logs import LogStyle, configure_logs
+from logsteer_server.serving import configure_server
 from logsteer_server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -154,7 +156,7 @@ class Ingress:
         hosts = AllowedHosts(settings, needs_key=self._keys.needs_key)
         memory = Admission(settings.max_pending_bytes, BYTES)
         app = RequestGate(self, hosts, Drain(), memory)
-        self._server = make_server(settings, app, settings.drain_s)
+        self._server = uvicorn.Server(configure_server(settings, app, settings.drain_s))
         self._server.config.lifespan = "off"
         listener = listen_at(settings.host, settings.port)
         self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))

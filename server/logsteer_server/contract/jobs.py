@@ -50,8 +50,8 @@ Priority = Literal["interactive", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Where the calls of one caller wait: whose turn they take, whose cached work they may see.
+class Routing:
+    """How the calls of one caller are queued, whose cached work they may see, and where they run.
 
     Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
     ones pass. Results and prefixes are shared among jobs of the same `salt` alone. `request_id` is

@@ -27,7 +27,7 @@ class Positions:
     `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
     last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
     one of `slices`, each [start, end). Of all these, tokens at each of `within` and none of
-    `without`. What depends on a prompt's tokens, `find` returns as slices; `settle` calls it.
+    `without`. What depends on a prompt's tokens, `find` returns as slices; `resolve` calls it.
     """
 
     kind: str = "all"
@@ -100,19 +100,19 @@ class Positions:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that `settle` is called before it is used."""
+        """Whether it depends on a prompt's tokens, so that it is used after `resolve` alone."""
         joint = (*self.within, *self.without)
         return self.find is not None or any(one.knows_tokens for one in joint)
 
-    def settle(self, prompt: npt.NDArray[np.int32]) -> "Positions":
+    def resolve(self, prompt: npt.NDArray[np.int32]) -> "Positions":
         """Return the positions in a sequence with this prompt, which are the same tokens."""
         if not self.knows_tokens:
             return self
         return replace(
             self,
             slices=self.slices if self.find is None else self.find(prompt),
-            within=tuple(one.settle(prompt) for one in self.within),
-            without=tuple(one.settle(prompt) for one in self.without),
+            within=tuple(one.resolve(prompt) for one in self.within),
+            without=tuple(one.resolve(prompt) for one in self.without),
             find=None,
         )
 
@@ -243,17 +243,17 @@ class SteeringPlan:
             if any(op.condition == condition for site in part.sites for op in site.ops)
         )
 
-    def settle(self, prompt: npt.NDArray[np.int32]) -> "SteeringPlan":
-        """Return the plan for a sequence with this prompt, as `Positions.settle`."""
+    def resolve(self, prompt: npt.NDArray[np.int32]) -> "SteeringPlan":
+        """Return the plan for a sequence with this prompt, as `Positions.resolve`."""
         return replace(
             self,
-            positions=self.positions.settle(prompt),
-            more=tuple(part.settle(prompt) for part in self.more),
+            positions=self.positions.resolve(prompt),
+            more=tuple(part.resolve(prompt) for part in self.more),
         )
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that `settle` is called before it is used."""
+        """Whether it depends on a prompt's tokens, so that it is used after `resolve` alone."""
         return any(part.positions.knows_tokens for part in self.parts)
 
     def first_changed(self, prompt_len: int) -> int:

@@ -44,9 +44,8 @@ from logsteer_server.numerics.rows import NEUTRAL
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.saes import SaeStore
 from logsteer_server.stores.store import SAES, VECTORS, Store
-from logsteer_server.stores.vectors import StoredVectors, VectorStore
+from logsteer_server.stores.vectors import SaeStore, StoredVectors, VectorStore
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]
@@ -243,7 +242,7 @@ class LocalModel:
             asked = Steering.model_validate(given)
             steering = resolve_steering(asked, self._vectors, self._info)
             jobs = [
-                replace(job, plan=steering.plan.settle(job.tokens[: job.prompt_len]))
+                replace(job, plan=steering.plan.resolve(job.tokens[: job.prompt_len]))
                 for job in jobs
             ]
             check_reach(steering, jobs)

@@ -40,10 +40,9 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.saes import SaeStore
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VECTORS, C, Kind, Store
 from logsteer_server.stores.upkeep import SHARED_BYTES
-from logsteer_server.stores.vectors import ParsedVectors, VectorStore
+from logsteer_server.stores.vectors import ParsedVectors, SaeStore, VectorStore
 from logsteer_server.text.tokenizer import TextCodec
 
 J = TypeVar("J", bound=Job)
@@ -215,7 +214,7 @@ class Interventions:
         """Return the job on the changed model."""
         plan = self.plan
         if plan is not None and plan.knows_tokens:
-            plan = plan.settle(job.tokens[: job.prompt_len])
+            plan = plan.resolve(job.tokens[: job.prompt_len])
         return replace(
             job,
             plan=plan,

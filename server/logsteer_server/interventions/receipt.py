@@ -14,7 +14,7 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
     Errors: APIError `invalid_request` where no token of any job would be steered.
     """
     reached = any(
-        part.positions.settle(job.tokens[: job.prompt_len]).count(job.num_read, job.prompt_len)
+        part.positions.resolve(job.tokens[: job.prompt_len]).count(job.num_read, job.prompt_len)
         for job in jobs
         for part in steering.plan.parts
     )

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from logsteer.errors import api_error
 from logsteer.schemas import SCOPES, KeyScope
-from logsteer_server.contract.jobs import Lane
+from logsteer_server.contract.jobs import Routing
 from logsteer_server.settings import ConfigurationError
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class Requester:
 
     scopes: frozenset[KeyScope] = frozenset(SCOPES)
     namespace: str | None = None
-    lane: Lane = field(default_factory=Lane)
+    routing: Routing = field(default_factory=Routing)
     allowance: Allowance = field(default_factory=Allowance)
 
     def require(self, scope: KeyScope) -> None:

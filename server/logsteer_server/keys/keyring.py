@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from logsteer.errors import api_error
-from logsteer_server.contract.jobs import Lane, Priority
+from logsteer_server.contract.jobs import Priority, Routing
 from logsteer_server.keys.caller import Allowance, Requester, TokenCounts
 from logsteer_server.keys.entries import (
     TOKEN,
@@ -63,17 +63,17 @@ class KeyRing:
         if self._path is None:
             if self._api_key and not hmac.compare_digest(token.encode(), self._api_key):
                 raise api_error("unauthorized", WRONG_KEY)
-            lane = Lane(priority=priority, request_id=request_id)
-            return Requester(lane=lane, allowance=self._everybody)
+            routing = Routing(priority=priority, request_id=request_id)
+            return Requester(routing=routing, allowance=self._everybody)
         self._reload_if_changed(self._path)
         key = self._verify(token)
-        lane = Lane(
+        routing = Routing(
             key.name,
             "batch" if priority == "batch" else key.priority,
             "" if self._shares_caches else name_cache(key.name),
             request_id,
         )
-        return Requester(frozenset(key.scopes), key.name, lane, self._allowances[key.id])
+        return Requester(frozenset(key.scopes), key.name, routing, self._allowances[key.id])
 
     def _verify(self, token: str) -> KeyEntry:
         """Return the key of a token. Errors: APIError `unauthorized`."""

@@ -68,7 +68,7 @@ class Admission:
         )
         return api_error("overloaded", detail, retry_after=max(1.0, round(wait)))
 
-    def note_speed(self, amount: int, seconds: float) -> None:
+    def record_speed(self, amount: int, seconds: float) -> None:
         """Remember how fast work was done; refused callers are told to wait accordingly."""
         rate = amount / max(1e-3, seconds)
         old = self._per_s or rate

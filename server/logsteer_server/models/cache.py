@@ -2,10 +2,9 @@
 
     key     SHA-256 of the scope (what computes) and the job (what is computed)
     value   the job's columns and alternatives, as raw buffers in MessagePack
-    stores  a dictionary in memory, and where a file is named, SQLite behind it
 
-Each store belongs to one thread, so neither needs a lock, and what one call keeps is found by the
-next: a thread works in the order in which it was asked.
+One thread has them, so there is no lock, and what one call keeps is found by the next: the thread
+works in the order in which it was asked.
 """
 
 import asyncio
@@ -13,13 +12,10 @@ import hashlib
 import json
 import logging
 import math
-import re
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgpack
@@ -32,13 +28,9 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.finite import find_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
-from logsteer_server.models.cachefile import CacheFile
-from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.settings import ModelSettings
 
 log = logging.getLogger(__name__)
-
-VERSION = "logsteer-results-6"
-"""Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
 """What an entry takes in memory beyond its value: its key, object headers, places in three dicts.
@@ -48,9 +40,6 @@ Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
 
 FOUND_AT_ONCE = 1024
 """Jobs of a call that are looked up before others have a turn."""
-
-MAX_WAITING_WRITES = 64
-"""Batches that may wait for the disk; further ones stay in memory only."""
 
 
 def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
@@ -63,7 +52,7 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     harmless |= {"capture_bytes", "steering_probes", "replicas"}
-    facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
+    facts = [engine, settings.model_dump(mode="json", exclude=harmless)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
@@ -100,17 +89,7 @@ def _write_trace(trace: SteeringTrace) -> list[Any]:
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """Unpack what `pack_outputs` packed, with read-only arrays. No token of it was read again.
-
-    Errors: ValueError for anything else.
-    """
-    try:
-        return _unpack(value, columns)
-    except (TypeError, LookupError, OverflowError, StopIteration, MemoryError) as error:
-        raise ValueError(f"it is not a packed result: {error}") from error
-
-
-def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
+    """Unpack what `pack_outputs` packed, with read-only arrays. No token of it was read again."""
     fields = iter(msgpack.unpackb(value))
     trace = next(fields)
     if trace is not None:
@@ -120,21 +99,11 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)
-        for array in (np.frombuffer(data, _check_dtype(dtype)),)
+        for array in (np.frombuffer(data, dtype),)
     ]
-    if len(arrays) < len(columns):
-        raise ValueError(f"it has {len(arrays)} arrays for {len(columns)} columns")
     top_ids, top_logprobs = arrays[len(columns) :] or (None, None)
     own = dict(zip(columns, arrays, strict=False))
     return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
-
-
-@lru_cache(64)
-def _check_dtype(name: object) -> str:
-    """Return the name of a dtype of numbers: numpy would evaluate others as Python."""
-    if not isinstance(name, str) or not re.fullmatch(r"[<>|][iuf][1248]", name):
-        raise ValueError(f"{str(name)[:20]!r} is not a type of numbers")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,29 +139,17 @@ Computed = tuple[Sequence[MissingJob], Sequence[Output]]
 
 
 class ResultCache:
-    """Results by key: at most `max_bytes` in memory, and all that `file` has room for."""
+    """Results by key, in at most `max_bytes` of memory."""
 
-    def __init__(self, max_bytes: int, file: CacheFile | None = None) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._values: LRUCache[bytes, bytes] = LRUCache(max_bytes, getsizeof=_measure)
-        self._file = file
-        self._memory_thread = ThreadPoolExecutor(1, "result-cache")
-        self._disk_thread = ThreadPoolExecutor(1, "result-cache-disk")
-        self._disk_room = threading.Semaphore(MAX_WAITING_WRITES)
+        self._thread = ThreadPoolExecutor(1, "result-cache")
         self._open = True
-
-    @classmethod
-    def open(cls, settings: Settings) -> "ResultCache":
-        """Open the cache that the settings describe. Errors: ConfigurationError."""
-        file = None
-        if settings.cache_file is not None:
-            path = settings.directory / settings.cache_file.expanduser()
-            file = CacheFile.open(path)
-        return cls(settings.cache_bytes, file)
 
     @property
     def is_on(self) -> bool:
         """Whether anything is ever kept."""
-        return self._open and (self._values.maxsize > 0 or self._file is not None)
+        return self._open and self._values.maxsize > 0
 
     @property
     def num_bytes(self) -> int:
@@ -207,19 +164,11 @@ class ResultCache:
         loop, found = asyncio.get_running_loop(), Findings()
         for first in range(0, len(jobs), FOUND_AT_ONCE):
             part = range(first, min(len(jobs), first + FOUND_AT_ONCE))
-            find = partial(self._find, scope, jobs, part, found)
-            keys = await loop.run_in_executor(self._memory_thread, find)
-            if self._file is None or not keys:
-                continue
-            values = await loop.run_in_executor(self._disk_thread, self._file.read, keys)
-            if values:
-                add = partial(self._add, found, values)
-                await loop.run_in_executor(self._memory_thread, add)
+            await loop.run_in_executor(self._thread, self._find, scope, jobs, part, found)
         return found
 
-    def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> list[bytes]:
-        """Look for some of the jobs in memory; return the keys that are new among those missing."""
-        new: list[bytes] = []
+    def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> None:
+        """Add what is known of some of the jobs to `found`."""
         own = jobs[part.start : part.stop]
         for index, key, columns in zip(part, make_keys(scope, own), list_columns(own), strict=True):
             if key is None:
@@ -230,25 +179,6 @@ class ResultCache:
                 found.by_key[key].indices.append(index)
             else:
                 found.by_key[key] = MissingJob(key, [index], columns)
-                new.append(key)
-        return new
-
-    def _add(self, found: Findings, values: dict[bytes, bytes]) -> None:
-        """Move what the disk had to the hits; it stays in memory from now on."""
-        for key, value in values.items():
-            entry = found.by_key[key]
-            try:
-                hits = [(index, unpack_output(value, entry.columns)) for index in entry.indices]
-            except ValueError as error:
-                log.warning("a result in the cache's file is passed by: %s", error)
-                continue
-            self._remember(key, value)
-            del found.by_key[key]
-            found.hits.extend(hits)
-
-    def _remember(self, key: bytes, value: bytes) -> None:
-        with suppress(ValueError):  # it is larger than the memory
-            self._values[key] = value
 
     def keep(self, computed: Sequence[Computed]) -> None:
         """Keep results; returns at once, and a `find` that begins later finds them.
@@ -256,28 +186,18 @@ class ResultCache:
         One that has a NaN is not kept: it says more of the machine or the text than of the model.
         """
         if self.is_on:
-            self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
+            self._thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:
-        packed = [entry for missing, outputs in computed for entry in _pack(missing, outputs)]
-        for key, value in packed:
-            self._remember(key, value)
-        if self._file is None or not packed:
-            return
-        if not self._disk_room.acquire(blocking=False):
-            log.warning("the disk is behind: %d results are kept in memory only", len(packed))
-            return
-        future = self._disk_thread.submit(self._file.write, packed)
-        future.add_done_callback(lambda _: self._disk_room.release())
-        future.add_done_callback(_report)
+        for missing, outputs in computed:
+            for key, value in _pack(missing, outputs):
+                with suppress(ValueError):  # it is larger than the memory
+                    self._values[key] = value
 
     def close(self) -> None:
-        """Write what still waits, and close the file. Blocks."""
+        """Keep no more, and end the thread. Blocks."""
         self._open = False
-        self._memory_thread.shutdown()
-        if self._file is not None:
-            self._disk_thread.submit(self._file.close)
-        self._disk_thread.shutdown()
+        self._thread.shutdown()
 
 
 def list_columns(jobs: Sequence[Job]) -> list[tuple[str, ...]]:

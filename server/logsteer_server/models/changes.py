@@ -23,11 +23,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import ModelState
+from logsteer.schemas import ModelState, ReloadAnswer
 from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry, Prove
@@ -58,36 +57,20 @@ class SupersededError(ChangeError):
         super().__init__("a later change of this model took its place")
 
 
-@dataclass(slots=True)
-class ReloadReport:
-    """What a configuration that was read again changes: ids of models, names of settings.
+def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings]) -> ReloadAnswer:
+    """Return which models are added, removed, replaced and left alone by other settings.
 
-    `pending` and `failed` also have models that it leaves as an earlier change has them.
+    Changes keep up `pending` and `failed` of an answer: see `ModelChange.report_to`.
     """
-
-    added: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    pending: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
-    needs_restart: list[str] = field(default_factory=list)
-
-    @property
-    def by_kind(self) -> dict[str, list[str]]:
-        """What a log tells of it, without what did not change."""
-        named = ("added", "removed", "replaced", "needs_restart")
-        return {name: found for name in named if (found := getattr(self, name))}
-
-
-def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings]) -> ReloadReport:
-    """Return which models are added, removed, replaced and left alone by other settings."""
     wanted = {model.id: model for model in new}
-    return ReloadReport(
+    return ReloadAnswer(
         added=[name for name in wanted if name not in old],
         removed=[name for name in old if name not in wanted],
         replaced=[name for name, own in wanted.items() if name in old and old[name] != own],
         unchanged=[name for name, own in wanted.items() if name in old and old[name] == own],
+        pending=[],
+        failed={},
+        needs_restart=[],
     )
 
 
@@ -118,7 +101,7 @@ class ModelChange:
         self.only_waits = False
         self.task: asyncio.Task[None]
         self._given_up = asyncio.Event()
-        self._reports: list[ReloadReport] = []
+        self._reports: list[ReloadAnswer] = []
 
     async def run(
         self, lock: asyncio.Lock, work: Callable[["ModelChange"], Awaitable[None]]
@@ -137,14 +120,14 @@ class ModelChange:
             why = f"the change ended with {error!r}"
             log.exception("model %s: a change broke", self.model_id)
         for report in self._reports:
-            report.pending.discard(self.model_id)
+            report.pending.remove(self.model_id)
             if why is not None:
                 report.failed[self.model_id] = why
 
-    def tell(self, report: ReloadReport) -> None:
+    def report_to(self, report: ReloadAnswer) -> None:
         """Have a report say how this ends."""
         self._reports.append(report)
-        report.pending.add(self.model_id)
+        report.pending.append(self.model_id)
 
     def give_up(self) -> None:
         """Have it end at its next wait, or where it already waits."""
@@ -272,7 +255,7 @@ class ModelChanges:
             detail = f"Another change of model {model.id} is running; wait for its end."
             raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
-    async def reload(self, wait_s: float = 0.0) -> ReloadReport:
+    async def reload(self, wait_s: float = 0.0) -> ReloadAnswer:
         """Read the configuration again and change what is other in it.
 
         Errors: APIError `invalid_request` where it cannot be used; nothing is changed then.
@@ -302,7 +285,7 @@ class ModelChanges:
     def _at_work(self) -> list[ModelChange]:
         return [change for name in self._latest if (change := self._find(name)) is not None]
 
-    def _begin_all(self, models: Iterable[ModelSettings]) -> ReloadReport:
+    def _begin_all(self, models: Iterable[ModelSettings]) -> ReloadAnswer:
         """Begin the changes that lead to these models; report them and all that are at work.
 
         A model that is being changed counts as what it becomes. Where one differs only in whether
@@ -322,7 +305,7 @@ class ModelChanges:
             elif model_id in working:
                 working[model_id].aim = wanted[model_id]
         for change in self._at_work:
-            change.tell(report)
+            change.report_to(report)
         return report
 
     def _place(self, settings: ModelSettings) -> ResidentModel:

@@ -22,7 +22,7 @@ from logsteer_server.contract.batches import (
     sum_expected,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Job, Lane, Output
+from logsteer_server.contract.jobs import Job, Output, Routing
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
@@ -165,12 +165,12 @@ class ResidentModel:
         return self._codec, info
 
     async def prepare(
-        self, jobs: Sequence[Job], cache: bool, lane: Lane | None = None
+        self, jobs: Sequence[Job], cache: bool, routing: Routing | None = None
     ) -> PreparedJobs:
         """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
         jobs = pack_jobs(jobs)
-        if lane is not None and lane.salt:
-            jobs = change_all(jobs, partial(replace, salt=lane.salt))
+        if routing is not None and routing.salt:
+            jobs = change_all(jobs, partial(replace, salt=routing.salt))
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs, sum_expected(jobs))
         found = await self._results.find(self._find_scope(), jobs)
@@ -189,11 +189,11 @@ class ResidentModel:
         return known[2]
 
     async def run(
-        self, prepared: PreparedJobs, lane: Lane | None = None
+        self, prepared: PreparedJobs, routing: Routing | None = None
     ) -> AsyncGenerator[OutputPart, None]:
         """Yield indices and outputs of jobs as they end, piece by piece where they stream.
 
-        The jobs wait for the engine in `lane`, with which they were prepared.
+        The jobs wait for the engine in `routing`, with which they were prepared.
         Known results come first; what is computed is kept for later. Leaving the loop early
         cancels the rest. Errors: as `EngineHandle.run`.
         """
@@ -204,7 +204,7 @@ class ResidentModel:
         started = time.monotonic()
         computed: list[Computed] = []
         try:
-            async with aclosing(self.handle.run(prepared.jobs, lane)) as parts:
+            async with aclosing(self.handle.run(prepared.jobs, routing)) as parts:
                 async for numbers, results, taken_at in parts:
                     part = OutputPart(numbers, cast(Sequence[Output], results), taken_at)
                     if prepared.missing is None:
@@ -217,7 +217,7 @@ class ResidentModel:
                         computed = []
                     for again in _repeat(entries, part):
                         yield again
-            self.admission.note_speed(prepared.num_tokens, time.monotonic() - started)
+            self.admission.record_speed(prepared.num_tokens, time.monotonic() - started)
         finally:
             if computed:
                 self._results.keep(computed)

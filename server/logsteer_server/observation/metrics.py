@@ -131,8 +131,6 @@ OF_DEVICES = (
 """Read from a `DeviceMemory`."""
 
 OF_DISK = (
-    _gauge("result_cache_file_bytes", (), lambda d: d.cache_file_bytes,
-           "Bytes of cache_file; absent without one."),
     _gauge("store_disk_free_bytes", (), lambda d: d.free_bytes,
            "Free bytes of the disk that the stores lie on."),
     _gauge("store_disk_bytes", (), lambda d: d.size_bytes, "Size of that disk."),
@@ -343,12 +341,12 @@ class LiveCollector(Collector):
         """Yield every family with what it is now."""
         models = list(self._metrics.read_models())
         engines = [((m.model, e.replica), e) for m in models for e in m.engines]
-        beats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
+        heartbeats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
         disk = self._metrics.read_disk()
         yield from _read(OF_MODELS, [((m.model,), m) for m in models])
         yield from _read(OF_ENGINES, engines)
         yield _read_steps(engines)
-        yield from _read(OF_HEARTBEATS, beats)
+        yield from _read(OF_HEARTBEATS, heartbeats)
         yield from _read(
             OF_PROCESSES,
             [
@@ -359,7 +357,7 @@ class LiveCollector(Collector):
         )
         yield from _read(
             OF_DEVICES,
-            [((*labels, memory.device), memory) for labels, r in beats for memory in r.memory],
+            [((*labels, memory.device), memory) for labels, r in heartbeats for memory in r.memory],
         )
         yield from _read(OF_DISK, [((), disk)])
         yield from _read_stores(disk)

@@ -60,7 +60,6 @@ class DiskReading:
     stores: Sequence[StoreReading] = ()
     free_bytes: int | None = None
     size_bytes: int | None = None
-    cache_file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class RequestRecord:
     usage: UsageCounter = field(default_factory=UsageCounter)
     phases: list[Phase] | None = None
 
-    def note_answer(self, document: Mapping[str, Any]) -> None:
+    def record_answer(self, document: Mapping[str, Any]) -> None:
         """Note the model that an answer names, and of one to a write the card, or the name that is
         gone.
         """

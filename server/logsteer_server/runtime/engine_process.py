@@ -61,8 +61,8 @@ class EngineProcess:
 
     Both directions have a thread of their own, because a pipe blocks when its reader is busy, and
     the event loop must not. `receive` is called in the one that receives, with the process and each
-    message; the last one is `Ended`, when nothing of the process is left. `beat` is its latest
-    heartbeat, `beat_at` when that came (monotonic seconds). It logs in `style`.
+    message; the last one is `Ended`, when nothing of the process is left. `heartbeat` is its latest
+    one, `heartbeat_at` when that came (monotonic seconds). It logs in `style`.
 
     To be made in a thread that lives as long as the server, because the process dies with it.
     Errors: OSError or RuntimeError where the machine lacks descriptors, processes or threads.
@@ -71,13 +71,13 @@ class EngineProcess:
     def __init__(
         self,
         spec: EngineSpec,
-        beat_every_s: float,
+        heartbeat_every_s: float,
         receive: Callable[["EngineProcess", FromEngine | Ended], None],
         style: LogStyle | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self.beat: Heartbeat | None = None
-        self.beat_at = 0.0
+        self.heartbeat: Heartbeat | None = None
+        self.heartbeat_at = 0.0
         self._receive = receive
         self._pid: int | None = None
         self._killing = threading.Lock()
@@ -87,7 +87,7 @@ class EngineProcess:
         self._connection, remote = context.Pipe()
         self._process = context.Process(
             target=run_engine,
-            args=(remote, spec, beat_every_s, style or LogStyle()),
+            args=(remote, spec, heartbeat_every_s, style or LogStyle()),
             name=f"engine-{spec.id}",
         )
         self._sender, self._receiver = (
@@ -129,7 +129,7 @@ class EngineProcess:
             except (EOFError, OSError):
                 break
             if isinstance(message, Heartbeat):
-                self.beat, self.beat_at = message, time.monotonic()
+                self.heartbeat, self.heartbeat_at = message, time.monotonic()
                 self._memory_kills.look()
             else:
                 self._receive(self, message)

@@ -19,7 +19,7 @@ from logsteer_server.contract.batches import (
     name_contents,
 )
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
-from logsteer_server.contract.jobs import Job, Lane
+from logsteer_server.contract.jobs import Job, Routing
 from logsteer_server.engines.lifetime import measure_progress
 from logsteer_server.observation.readings import EngineStatus
 from logsteer_server.runtime.engine_process import Ended, EngineProcess
@@ -131,7 +131,7 @@ class EngineHandle:
         return self.state == "failed" and any(replica.given_up for replica in self.replicas)
 
     def read(self) -> Sequence[ReplicaCard]:
-        """Return what each replica is at right now; a lane names one by its place in the order."""
+        """Return what each replica is at right now; a `Routing` names one by its place."""
         return [
             ReplicaCard(
                 state=own.state,
@@ -153,10 +153,13 @@ class EngineHandle:
             status = EngineStatus(str(own.number), restarts=own.restarts, queued=queued)
             if process is not None:
                 status = replace(status, pid=process.pid)
-                if (beat := process.beat) is not None:
-                    age_s = max(0.0, time.monotonic() - process.beat_at)
+                if (heartbeat := process.heartbeat) is not None:
+                    age_s = max(0.0, time.monotonic() - process.heartbeat_at)
                     status = replace(
-                        status, heartbeat_age_s=age_s, reading=beat.reading, steps=beat.steps
+                        status,
+                        heartbeat_age_s=age_s,
+                        reading=heartbeat.reading,
+                        steps=heartbeat.steps,
                     )
             found.append(status)
         return found
@@ -190,7 +193,7 @@ class EngineHandle:
     # ------------------------------------------------------------------ calls
 
     async def run(
-        self, jobs: Sequence[Job], lane: Lane | None = None
+        self, jobs: Sequence[Job], routing: Routing | None = None
     ) -> AsyncGenerator[ResultPart, None]:
         """Yield the results of jobs as they come, by the jobs' indices and in any order.
 
@@ -204,7 +207,7 @@ class EngineHandle:
             self.check_ready()
             if self._poison.deaths and any(map(self._poison.is_poison, own)):
                 raise self._refuse_poison()
-            waiter, missing = self._enter(own, lane or Lane()), len(own)
+            waiter, missing = self._enter(own, routing or Routing()), len(own)
             try:
                 while missing:
                     part = await waiter.results.get()
@@ -222,10 +225,10 @@ class EngineHandle:
                     self._drop(waiter)
                     self._send_jobs()
 
-    def _enter(self, jobs: Sequence[Job], lane: Lane) -> _Waiter:
+    def _enter(self, jobs: Sequence[Job], routing: Routing) -> _Waiter:
         first = next(self._ids)
         self._ids = itertools.count(first + max(1, len(jobs)))
-        waiter = _Waiter(EngineCall(jobs, first, lane))
+        waiter = _Waiter(EngineCall(jobs, first, routing))
         self._waiters |= dict.fromkeys(waiter.call.unsent, waiter)
         self._queue.put(waiter.call)
         self._send_jobs()
@@ -250,7 +253,7 @@ class EngineHandle:
             groups = []
             for call, ids in own.by_call.items():
                 replica.in_engine |= dict.fromkeys(ids, call)
-                groups.append(JobGroup(ids, call.select(ids), call.lane.request_id))
+                groups.append(JobGroup(ids, call.select(ids), call.routing.request_id))
             if replica.process is not None:
                 replica.process.send(Add(groups, own.order))
 
@@ -330,7 +333,7 @@ class EngineHandle:
                 replica.is_lasting = not (replica.has_loaded or can_restart)
                 self._fail(replica, detail, out_of_memory=out_of_memory)
             case Ended(detail, from_outside):
-                self._end(replica, detail, accuses=not from_outside)
+                self._end(replica, detail, is_to_blame=not from_outside)
         self._send_jobs()
 
     def _open(self, replica: Replica, info: EngineInfo) -> None:
@@ -342,7 +345,7 @@ class EngineHandle:
                 replica.is_lasting = True
                 replica.process.kill()
                 why = f"not like the other replicas ({', '.join(differs)}): load it again"
-                self._fail(replica, why, accuses=False)
+                self._fail(replica, why, is_to_blame=False)
                 return
         if replica.apply("loads"):
             self.info = self.info if others else info
@@ -351,19 +354,19 @@ class EngineHandle:
             self.ready.set()
 
     def _fail(
-        self, replica: Replica, why: str, *, accuses: bool = True, out_of_memory: bool = False
+        self, replica: Replica, why: str, *, is_to_blame: bool = True, out_of_memory: bool = False
     ) -> None:
         """See to the jobs of a replica whose process is about to be gone."""
         if replica.apply("fails", why):
             log.error("engine %s: %s", replica.name, why)
-            self._lose_jobs(replica, accuses=accuses, out_of_memory=out_of_memory)
+            self._lose_jobs(replica, is_to_blame=is_to_blame, out_of_memory=out_of_memory)
 
-    def _end(self, replica: Replica, why: str, *, accuses: bool = False) -> None:
+    def _end(self, replica: Replica, why: str, *, is_to_blame: bool = False) -> None:
         """See to the jobs of a replica whose process is gone, and start another one later."""
         replica.process = None
         if not replica.apply("ends", why):
             return
-        self._lose_jobs(replica, accuses=accuses)
+        self._lose_jobs(replica, is_to_blame=is_to_blame)
         delay, why = replica.plan_restart(), replica.detail
         if delay is None:
             log.error("engine %s: %s", replica.name, why)
@@ -373,8 +376,13 @@ class EngineHandle:
         )
         asyncio.get_running_loop().call_later(delay, self._relaunch, replica)
 
-    def _lose_jobs(self, replica: Replica, *, accuses: bool, out_of_memory: bool = False) -> None:
-        """Have other replicas do what one had, or tell whoever waits; `accuses`: it died of it."""
+    def _lose_jobs(
+        self, replica: Replica, *, is_to_blame: bool, out_of_memory: bool = False
+    ) -> None:
+        """Have other replicas do what one had, or answer whoever waits.
+
+        `is_to_blame`: the replica may have died of a job.
+        """
         lost, replica.in_engine = replica.in_engine, {}
         self._queue.replicas[replica.number].is_open = False
         self._queue.lose(replica.number)
@@ -382,7 +390,7 @@ class EngineHandle:
         if out_of_memory:
             error = api_error("out_of_memory", error.detail, retry_after=10)
         jobs = (call.job(job_id) for job_id, call in lost.items())
-        if accuses and self._poison.record_death(jobs):
+        if is_to_blame and self._poison.record_death(jobs):
             for waiter in set(self._waiters.values()):
                 if any(map(self._poison.is_poison, waiter.call.jobs)):
                     self._drop(waiter, self._refuse_poison())
@@ -431,8 +439,8 @@ class EngineHandle:
         why = None
         if replica.phase == "starting":
             why = self._look_at_load(replica, progress, elapsed)
-        elif replica.phase == "ready" and process.beat is not None:
-            why = replica.watchdog.watch_work(process.beat, elapsed)
+        elif replica.phase == "ready" and process.heartbeat is not None:
+            why = replica.watchdog.watch_work(process.heartbeat, elapsed)
         elif replica.phase == "silent" and time.monotonic() - replica.since > SILENT_S:
             process.kill()
             if time.monotonic() - replica.since > 2 * SILENT_S:
@@ -440,7 +448,7 @@ class EngineHandle:
         if why is not None:
             was_stopped = process.is_stopped
             process.kill()
-            self._fail(replica, f"it hangs and is killed: {why}", accuses=not was_stopped)
+            self._fail(replica, f"it hangs and is killed: {why}", is_to_blame=not was_stopped)
 
     def _look_at_load(self, replica: Replica, progress: float | None, elapsed: float) -> str | None:
         """Return why a load hangs; log once that it may."""

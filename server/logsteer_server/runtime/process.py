@@ -140,7 +140,7 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 
 def run_engine(
-    connection: Connection, spec: EngineSpec, beat_every_s: float, style: LogStyle
+    connection: Connection, spec: EngineSpec, heartbeat_every_s: float, style: LogStyle
 ) -> None:
     """Serve one engine until it is told to close, breaks, or its parent is gone; then exit.
 
@@ -152,14 +152,16 @@ def run_engine(
     follow_parent()
     let_threads_sleep()
     configure_engine_logs(style)
-    _serve(connection, spec, beat_every_s, style)
+    _serve(connection, spec, heartbeat_every_s, style)
     util._exit_function()  # type: ignore[attr-defined]  # noqa: SLF001
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float, style: LogStyle) -> None:
+def _serve(
+    connection: Connection, spec: EngineSpec, heartbeat_every_s: float, style: LogStyle
+) -> None:
     try:
         take_share(spec)
         engine = build_engine(spec)
@@ -169,11 +171,13 @@ def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float, style:
         lacking = lacks_memory(error)  # which another process may give back
         connection.send(Failed(f"{type(error).__name__}: {error}", lacking, can_restart=lacking))
         return
-    loop = EngineLoop(connection, engine, beat_every_s)
+    loop = EngineLoop(connection, engine, heartbeat_every_s)
     try:
         loop.send(Ready(engine.info))
-        threading.Thread(target=loop.beat, args=(beat_every_s,), name="beat", daemon=True).start()
-        loop.run(beat_every_s)
+        threading.Thread(
+            target=loop.send_heartbeats, args=(heartbeat_every_s,), name="heartbeats", daemon=True
+        ).start()
+        loop.run(heartbeat_every_s)
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone, and with it everyone who waits for results
     except Exception as error:
@@ -217,7 +221,7 @@ class EngineLoop:
         with self._sending:
             self._connection.send(message)
 
-    def beat(self, every_s: float) -> None:
+    def send_heartbeats(self, every_s: float) -> None:
         """Send signs of life until the other end is gone; to be run in a thread of its own."""
         serial = 0
         with suppress(OSError):

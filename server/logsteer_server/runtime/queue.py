@@ -28,7 +28,7 @@ import numpy as np
 
 from logsteer_server.contract.batches import ScoreJobs, count_positions, select_jobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.contract.jobs import GenerateJob, Job, Lane, Priority
+from logsteer_server.contract.jobs import GenerateJob, Job, Priority, Routing
 from logsteer_server.runtime.poison import PoisonMemory
 
 BATCH_EVERY = 16
@@ -50,7 +50,7 @@ class EngineCall:
 
     jobs: Sequence[Job]
     first_id: int
-    lane: Lane = field(default_factory=Lane)
+    routing: Routing = field(default_factory=Routing)
     unsent: deque[int] = field(init=False)
     sizes: list[int] = field(init=False)
     only_reads: bool = field(init=False)
@@ -119,7 +119,7 @@ class CallQueue:
 
     def put(self, call: EngineCall) -> None:
         """Append a call to those of its tenant."""
-        tenant, priority = call.lane.tenant, call.lane.priority
+        tenant, priority = call.routing.tenant, call.routing.priority
         calls, served = self._calls[priority], self._served[priority]
         if tenant not in calls:
             calls[tenant] = deque()
@@ -128,7 +128,7 @@ class CallQueue:
 
     def pop(self, call: EngineCall, count: int = 1) -> list[int]:
         """Take the next jobs of a call, and return their ids; it has its next turn later."""
-        tenant, priority = call.lane.tenant, call.lane.priority
+        tenant, priority = call.routing.tenant, call.routing.priority
         has_batch = bool(self._calls["batch"])
         is_passed_over = has_batch and priority != "batch"
         self._turns_without_batch = self._turns_without_batch + 1 if is_passed_over else 0
@@ -150,7 +150,7 @@ class CallQueue:
 
     def drop(self, call: EngineCall) -> None:
         """Remove a call, if it is there."""
-        waiting, tenant = self._calls[call.lane.priority], call.lane.tenant
+        waiting, tenant = self._calls[call.routing.priority], call.routing.tenant
         if call in waiting.get(tenant, ()):
             waiting[tenant].remove(call)
             if not waiting[tenant]:
@@ -204,7 +204,7 @@ class ReplicaLoad:
     generation holds (`update`), a job that generates counts there with its prompt, until that has
     been read. A further one is let in while the prompts to come fit into the cache beside what is
     held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more. It
-    takes nothing unless it `is_open`. `suspect` is the one job of it that an engine died with.
+    takes nothing unless it `is_open`. `candidate` is the one job of it that an engine died with.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ReplicaLoad:
         self.is_open = is_open
         self.prefixes = PrefixMemory()
         self.ahead_tokens = 0
-        self.suspect: int | None = None
+        self.candidate: int | None = None
         self._ahead_of: dict[int, int] = {}
         """Job -> its tokens that count as not begun."""
         self._to_generate: dict[int, int] = {}
@@ -296,8 +296,8 @@ class ReplicaLoad:
 
     def finish(self, job_ids: Collection[int]) -> None:
         """Free the room of jobs that the replica no longer has."""
-        if self.suspect in job_ids:
-            self.suspect = None
+        if self.candidate in job_ids:
+            self.candidate = None
         for job_id in job_ids:
             size = self._ahead_of.pop(job_id, 0)
             self.ahead_tokens -= size
@@ -335,7 +335,8 @@ class FairQueue:
         22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
 
     Of the jobs that an engine died with (`poison`), a replica has one at a time, so that the second
-    death of one accuses no other. What is sent beside it goes past those that wait for their turn.
+    death of one says nothing of others. What is sent beside it goes past those that wait for their
+    turn.
     """
 
     def __init__(
@@ -381,8 +382,8 @@ class FairQueue:
                 continue
             # Each look at a job takes time: none is needed while nothing is remembered.
             has_deaths = bool(self.poison.deaths)
-            is_suspect = has_deaths and self.poison.remembers(call.job(call.unsent[0]))
-            if is_suspect and not (fit := [own for own in fit if own.suspect is None]):
+            is_candidate = has_deaths and self.poison.remembers(call.job(call.unsent[0]))
+            if is_candidate and not (fit := [own for own in fit if own.candidate is None]):
                 held.add(call)
                 continue
             replica = fit[0] if len(self.replicas) == 1 else self._choose(call, fit)
@@ -391,8 +392,8 @@ class FairQueue:
             count = replica.count_due(call) if is_alone and call.only_reads else 1
             ids = self._waiting.pop(call, count)
             replica.add(call, ids)
-            if is_suspect:
-                replica.suspect = ids[0]
+            if is_candidate:
+                replica.candidate = ids[0]
             jobs = found.setdefault(replica.number, ReplicaJobs())
             jobs.order += ids
             jobs.by_call.setdefault(call, []).extend(ids)
@@ -403,7 +404,7 @@ class FairQueue:
         """Return the replicas that a call's next job may be sent to; the one that the call names
         may always be sent it while it is open.
         """
-        number = call.lane.replica
+        number = call.routing.replica
         if number is not None and self.replicas[number].is_open:
             return [self.replicas[number]]
         return [replica for replica in self.replicas if replica.may_read(call)]

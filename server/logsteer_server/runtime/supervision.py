@@ -39,7 +39,7 @@ TRANSITIONS: Mapping[tuple[Phase, Happening], Phase] = {
 """What is not here changes nothing: what was killed as it had just loaded stays lost."""
 
 MAX_INTERVAL_S = 1.0
-BEATS_IN_TIMEOUT = 10
+HEARTBEATS_IN_TIMEOUT = 10
 LOAD_TIMEOUTS = 10
 """A load without progress hangs after so many times `heartbeat_timeout_s`: a disk or a hub that
 stalls for minutes comes back, and a kill costs all that was loaded."""
@@ -68,7 +68,7 @@ class SupervisionLimits:
     @property
     def interval_s(self) -> float:
         """Seconds from one heartbeat to the next, and from one look at them to the next."""
-        return min(MAX_INTERVAL_S, self.heartbeat_timeout_s / BEATS_IN_TIMEOUT)
+        return min(MAX_INTERVAL_S, self.heartbeat_timeout_s / HEARTBEATS_IN_TIMEOUT)
 
 
 class Watchdog:
@@ -106,16 +106,16 @@ class Watchdog:
             self._loading_s, self._limits.max_load_s, "its model was not loaded in"
         )
 
-    def watch_work(self, beat: Heartbeat, elapsed_s: float) -> str | None:
-        """Return why an engine that has loaded hangs, or None; `beat` is the latest heartbeat."""
+    def watch_work(self, heartbeat: Heartbeat, elapsed_s: float) -> str | None:
+        """Return why an engine that has loaded hangs, or None; `heartbeat` is its latest."""
         limits, counted_s = self._limits, self._count(elapsed_s)
-        last, self._last = self._last, beat
-        is_new = last is None or beat.serial != last.serial
-        has_moved = last is None or beat.turns != last.turns
+        last, self._last = self._last, heartbeat
+        is_new = last is None or heartbeat.serial != last.serial
+        has_moved = last is None or heartbeat.turns != last.turns
         self._silent_s = 0.0 if is_new else self._silent_s + counted_s
         self._standing_s = 0.0 if has_moved else self._standing_s + counted_s
         silence = _exceeds(self._silent_s, limits.heartbeat_timeout_s, "it was silent for")
-        if beat.in_engine:
+        if heartbeat.in_engine:
             return silence or _exceeds(self._standing_s, limits.max_step_s, "one step took")
         return silence or _exceeds(
             self._standing_s, limits.heartbeat_timeout_s, "its loop has stood still for"

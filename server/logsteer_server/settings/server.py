@@ -132,10 +132,6 @@ class Settings(BaseSettings):
     cache_bytes: int = Field(
         256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
     )
-    cache_file: Path | None = Field(
-        None,
-        description="SQLite file of at most 4 GiB that keeps those results over a restart.",
-    )
     store_directory: Path | None = Field(
         None,
         description="Directory of vectors, overrides and adapters, one below it for each; null: "

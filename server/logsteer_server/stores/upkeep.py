@@ -81,7 +81,7 @@ class StoreUpkeep:
         sweep(self._objects, self._settings.store_grace_s)
 
     def _read(self) -> None:
-        self.reading = read_disk(self._settings, self._objects)
+        self.reading = read_disk(self._objects)
 
     @property
     def is_local(self) -> bool:
@@ -106,8 +106,8 @@ def sweep(objects: Objects, grace_s: float) -> list[str]:
     return swept
 
 
-def read_disk(settings: Settings, objects: Objects) -> DiskReading:
-    """Return what the stores and the result cache's file hold, and what is free. Blocks.
+def read_disk(objects: Objects) -> DiskReading:
+    """Return what the stores hold, and what is free. Blocks.
 
     Errors: those of `Objects`.
     """
@@ -121,11 +121,6 @@ def read_disk(settings: Settings, objects: Objects) -> DiskReading:
         root = objects.root
         usage = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists()))
         free, size = usage.free, usage.total
-    file_bytes = None
-    if settings.cache_file is not None:
-        with suppress(OSError):
-            path = settings.directory / settings.cache_file.expanduser()
-            file_bytes = path.stat().st_size
     stores = [
         StoreReading(
             kind.plural,
@@ -135,4 +130,4 @@ def read_disk(settings: Settings, objects: Objects) -> DiskReading:
         )
         for kind in KINDS
     ]
-    return DiskReading(stores, free, size, file_bytes)
+    return DiskReading(stores, free, size)

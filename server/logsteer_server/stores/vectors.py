@@ -1,12 +1,17 @@
-"""The store of steering vectors, which come in and go out parsed."""
+"""The stores of steering vectors, which come in and go out parsed, and of sparse autoencoders, of
+which as much is read as is asked for.
+"""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from cachetools import LRUCache
 
-from logsteer.schemas import Recommendation, VectorAbout, VectorCard, VectorReadout
+from logsteer.schemas import Recommendation, SaeCard, VectorAbout, VectorCard, VectorReadout
+from logsteer_server.stores.contents import ContentFiles, DamagedContentError
+from logsteer_server.stores.formats.sae_file import SaeFile
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent, stamp
@@ -55,12 +60,33 @@ def _measure(vectors: LayerVectors) -> int:
     return vectors.num_bytes + ENTRY_BYTES + further
 
 
-class FeatureSource(Protocol):
-    """What finds features of autoencoders: a `SaeStore`."""
+@dataclass(frozen=True, slots=True)
+class SaeStore:
+    """Autoencoders by name. Its methods block, and raise what those of `Store` raise."""
+
+    names: Namespace[SaeCard]
+    files: ContentFiles
+
+    @contextmanager
+    def open(self, found: StoredContent) -> Iterator[SaeFile]:
+        """Give the autoencoder of a content, whose file stays for so long."""
+        try:
+            with self.files.open(found.sha256, found.source) as path:
+                yield SaeFile(path)
+        except (FileNotFoundError, DamagedContentError) as error:
+            raise self.names.report_damage(found) from error
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
-        """Return the vectors of a feature of the autoencoder of a name."""
-        ...
+        """Return a feature's vectors, as `SaeFile.read_vectors` does, named NAME/FEATURE.
+
+        Errors: APIError `unknown_sae`, `invalid_sae`; `invalid_request` for a feature that is not
+        there.
+        """
+        _, found = self.names.look_up(name)
+        with self.open(found) as file:
+            number = file.find(feature)
+            vectors = file.read_vectors(number, reads=reads)
+        return StoredVectors(f"{name}/{number}", vectors.sha256, vectors)
 
 
 class VectorStore:
@@ -73,7 +99,7 @@ class VectorStore:
         self,
         files: Namespace[VectorCard],
         parsed: ParsedVectors | None = None,
-        features: FeatureSource | None = None,
+        features: SaeStore | None = None,
     ) -> None:
         self.files = files
         self._features = features

@@ -34,7 +34,7 @@ from logsteer_server.tasks.texts import (
     TextScores,
     TextWindow,
     cut_texts,
-    sum_tallies,
+    merge_sums,
     summarize_progress,
 )
 from logsteer_server.text.chat import ChatForm
@@ -79,8 +79,8 @@ class WindowTask(Task):
 
     def _summarize(self, flags: Sequence[str]) -> dict[str, Any]:
         """Return results and total, each with these flags besides its own."""
-        summaries = [score.tally.summarize() for score in self._scores]
-        total = sum_tallies(self._scores).summarize()
+        summaries = [score.sums.summarize() for score in self._scores]
+        total = merge_sums(self._scores).summarize()
         for summary in (*summaries, total):
             summary["flags"] += flags
         return {"results": summaries, "total": total}
@@ -179,7 +179,7 @@ class PerplexityTask(WindowTask):
         steps = cut_texts(texts, windowing, read, self.codec, info, self._problems)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
-            score.tally.num_tokens = length
+            score.sums.num_tokens = length
         return windows
 
     def _take_compared(self, first: int, index: int, output: ScoreOutput) -> Event | None:
@@ -261,7 +261,7 @@ class PerplexityStreamTask(WindowTask):
                 ready, waiting = waiting[:limit], waiting[limit:]
                 yield self._batch(ready, silent=True)
         waiting += await planner.capacity.call(text.finish)
-        self._scores[0].tally.num_tokens = text.num_tokens
+        self._scores[0].sums.num_tokens = text.num_tokens
         if not text.num_tokens:
             raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")
         self._flags = text.flags

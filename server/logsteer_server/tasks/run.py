@@ -274,7 +274,7 @@ class Run:
         """
         record = self.record
         record.model = self.task.model.id
-        self.task.request_id = self.caller.lane.request_id
+        self.task.request_id = self.caller.routing.request_id
         self.task.check_limits(self.capacity.settings)
         self.task.require()
         await self.caller.allowance.check_tokens()
@@ -291,10 +291,10 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    lane = self.caller.lane
+                    routing = self.caller.routing
                     if batch.replica is not None:
-                        lane = replace(lane, replica=batch.replica)
-                    prepared = await model.prepare(batch.jobs, batch.cache, lane)
+                        routing = replace(routing, replica=batch.replica)
+                    prepared = await model.prepare(batch.jobs, batch.cache, routing)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
                     self._reserve(model.admission).cover(needed)
@@ -311,7 +311,7 @@ class Run:
                         record.usage.cached_results += prepared.num_known
                     self._batch_taken_at = None
                     self._times = self._time_tokens(batch, model) if self.task.streams else None
-                    async with aclosing(model.run(prepared, lane)) as parts:
+                    async with aclosing(model.run(prepared, routing)) as parts:
                         async for part in parts:
                             generated = self._count(batch, model, part)
                             if generated and self.caller.allowance.counts_tokens:
@@ -332,7 +332,7 @@ class Run:
     def _reserve(self, admission: Admission) -> Reservation:
         if admission not in self._reservations:
             self._reservations[admission] = self._room.enter_context(
-                admission.enter(self.caller.lane.tenant)
+                admission.enter(self.caller.routing.tenant)
             )
         return self._reservations[admission]
 

@@ -17,7 +17,7 @@ from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
-from logsteer_server.text.sums import Counts, Tally, count_ids, count_text
+from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
 
@@ -225,7 +225,7 @@ class StreamedText:
 class TextScores:
     """What has been scored of one text so far."""
 
-    tally: Tally = field(default_factory=Tally)
+    sums: TextSums = field(default_factory=TextSums)
     windows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
     starts: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -240,9 +240,9 @@ class TextScores:
         """Count a scored window in; return its entry, as `WindowScore`."""
         count = window.num_scored
         logprobs = output.columns["logprob"][:count]
-        own = Tally()
+        own = TextSums()
         own.add_scores(logprobs, window.counts_R3)
-        self.tally.merge(own)
+        self.sums.merge(own)
         entry = {
             "text": window.text,
             "start": window.start,
@@ -287,7 +287,7 @@ class TextScores:
 
 def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
     """Return the totals so far, as a `WindowEvent` has them."""
-    total = sum_tallies(scores)
+    total = merge_sums(scores)
     return {
         "sum_logprob": total.sum_logprob,
         "num_scored": total.num_scored,
@@ -295,9 +295,9 @@ def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
     }
 
 
-def sum_tallies(scores: Sequence[TextScores]) -> Tally:
-    """Return the tally of all texts together."""
-    total = Tally()
+def merge_sums(scores: Sequence[TextScores]) -> TextSums:
+    """Return the sums of all texts together."""
+    total = TextSums()
     for score in scores:
-        total.merge(score.tally)
+        total.merge(score.sums)
     return total

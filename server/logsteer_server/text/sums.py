@@ -51,8 +51,8 @@ def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sufficient statistics of scored tokens; tallies of shards add up to that of the whole."""
+class TextSums:
+    """Sufficient statistics of scored tokens; those of shards add up to that of the whole."""
 
     sum_logprob: float = 0.0
     sum_squared_logprob: float = 0.0
@@ -73,8 +73,8 @@ class Tally:
         self.num_chars += num_chars
         self.num_words += num_words
 
-    def merge(self, other: "Tally") -> None:
-        """Count another tally in."""
+    def merge(self, other: "TextSums") -> None:
+        """Add those of another text."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

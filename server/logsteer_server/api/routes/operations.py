@@ -103,15 +103,8 @@ async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     is accepted: it keeps the changes that it wants, too, and cancels the others.
     """
     report = await changes.reload(query.wait_s)
-    return ReloadAnswer(
-        added=report.added,
-        removed=report.removed,
-        replaced=report.replaced,
-        unchanged=report.unchanged,
-        pending=sorted(report.pending),
-        failed=report.failed,
-        needs_restart=report.needs_restart,
-    )
+    report.pending.sort()
+    return report
 
 
 @router.get("/healthz")

@@ -226,7 +226,7 @@ async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
     """
     state = request.app.state
     turns: FairTurns = state.store_turns
-    async with turns.take(request.state.caller.lane.tenant):
+    async with turns.take(request.state.caller.routing.tenant):
         with state.capacity.memory.enter() as room:
             room.cover(num_bytes)
             yield

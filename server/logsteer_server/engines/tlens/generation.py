@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
     JobResult,
 )
 from logsteer_server.contract.parameters import ParameterDelta
-from logsteer_server.engines.drawn import DrawnValues
+from logsteer_server.engines.readings import DrawnValues
 from logsteer_server.engines.tlens.batch import accept_row
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens

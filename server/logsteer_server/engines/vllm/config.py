@@ -388,3 +388,21 @@ def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, st
     if not spec.adapter_slots:
         lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
     return lacks
+
+
+def clear_new_blocks() -> None:
+    """Have vLLM clear each block that a request takes, on every rank, before it is first read.
+
+    Attention multiplies what it masks by 0, and 0 times NaN is NaN: the numbers that a text leaves
+    in a block where another one has none yet are not without effect if they are not finite. A text
+    may be cancelled or preempted before anybody sees that they are not, so blocks are not cleared
+    where they are freed but where they are taken, whoever had them: what vLLM does for some models
+    on its own.
+
+    It counts for caches that are set up later in this process. Blocks of the prefix cache are whole
+    and stay as they are. States of state space layers are no blocks of this kind: vLLM begins a
+    text with zeros of its own.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)

@@ -35,8 +35,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
-from logsteer_server.engines.vllm.blocks import FreedPrefixes, clear_new_blocks
-from logsteer_server.engines.vllm.config import BREAKABLE, context_length, engine_args
+from logsteer_server.engines.vllm.config import (
+    BREAKABLE,
+    clear_new_blocks,
+    context_length,
+    engine_args,
+)
 from logsteer_server.engines.vllm.extra_args import SALT, SCORE
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
@@ -402,3 +406,36 @@ class PrefixHitLimit:
         """Return vLLM's answer, of at most as many tokens as stand before the first wanted row."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
+
+
+class FreedPrefixes:
+    """Forget what the prefix cache holds of a request that has ended in the last step, or runs.
+
+    A hit would be one of an equal request and give what that gives by itself, NaN. So this is no
+    protection of others; it leaves the cache to what can be used.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._free = manager.free
+        self._freed: dict[str, Any] = {}
+        manager.free = self.free
+
+    def free(self, request: Any) -> None:
+        """Free a request's blocks as vLLM does, in place of its own function; note which."""
+        request_id = request.request_id
+        self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
+        self._free(request)
+
+    def forget(self) -> None:
+        """Forget which blocks were freed: the next step that ends frees others.
+
+        Where the step after it has begun, others may have them when they are asked for. Those lose
+        no more than what the cache knows of theirs.
+        """
+        self._freed = {}
+
+    def evict(self, request_id: str) -> None:
+        """Take the request's blocks out of the prefix cache; those that run with them keep them."""
+        groups = self._freed.get(request_id) or self._manager.coordinator.get_blocks(request_id)
+        self._manager.evict_blocks({block.block_id for blocks in groups for block in blocks})

@@ -39,6 +39,29 @@ class Mark(IntEnum):
     UNUSED = 7  # 32 bytes are what a GPU loads at once
 
 
+@dataclass(slots=True)
+class LatestStep:
+    """The R requests of a step: where their tokens begin [R + 1], and each one's next position [R].
+
+    `repeats`: while the same requests go on, a token each, what is found of all their next tokens
+    is the same.
+    """
+
+    req_ids: list[str]
+    starts_R: Indices
+    next_R: Indices
+    repeats: bool
+
+    def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
+        """Return whether a step has the next token of each request, of which the same is found."""
+        return (
+            self.repeats
+            and self.req_ids == req_ids
+            and np.array_equal(self.starts_R, starts_R)
+            and np.array_equal(self.next_R, computed_R)
+        )
+
+
 def no_tokens() -> Indices:
     """Return the places of no token."""
     return np.zeros(0, np.int64)

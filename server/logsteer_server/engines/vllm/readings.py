@@ -16,8 +16,13 @@ from torch import Tensor
 from logsteer_server.contract.plan import Readings
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.vllm import staging
-from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, NONE_READ, ReadTokens
-from logsteer_server.engines.vllm.traces import LatestStep
+from logsteer_server.engines.vllm.layout import (
+    CLOSED,
+    DECIDED,
+    NONE_READ,
+    LatestStep,
+    ReadTokens,
+)
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]

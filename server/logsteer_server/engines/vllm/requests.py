@@ -23,7 +23,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Readings, SteeringPlan
-from logsteer_server.engines.drawn import DrawnValues
+from logsteer_server.engines.readings import DrawnValues
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY

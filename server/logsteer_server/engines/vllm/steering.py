@@ -1,29 +1,177 @@
 """The steering of one rank's steps: which tokens each is for, and what was measured of them.
 
 Free of vLLM, whose model runner says here which requests begin and end and where their tokens lie.
+A step reads tokens of many requests, one request after another: parts of prompts, and one token of
+each request that is being decoded. So all of it is arithmetic on arrays over the step's tokens T.
+Axis letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from logsteer_server.contract.plan import Readings
+from logsteer_server.contract.plan import Positions, Readings
 from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
-from logsteer_server.engines.vllm.layout import Step
+from logsteer_server.engines.vllm.layout import NONE_STEERED, LatestStep, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
-from logsteer_server.engines.vllm.traces import TraceRecorder
 
 Indices = npt.NDArray[np.int64]
+
+Parts = Sequence[tuple[int, Positions]]
+"""Slots and the tokens that each is for; no token is at two of these positions."""
 
 StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float]], tuple[int, ...]]
 """Of one request, at one pipeline stage: its steered tokens, by part of its plan; by layer, those
 changed and their ratios' sum; by condition, those where it held."""
+
+
+_ENTRY = np.dtype([("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8")])
+_ENDLESS = 2**62
+
+
+@dataclass(slots=True)
+class _LatestMarked(LatestStep):
+    """What was found in the latest step; `steps`: how many there were that went on from it, itself
+    included.
+    """
+
+    tokens: SteeredTokens
+    positions_t: Indices
+    steps: int = 1
+
+
+class TraceRecorder:
+    """Find the steered tokens of each step, and count them by request.
+
+    It serves one rank. Each steered request has an entry: the positions [first, end) around its
+    steered tokens and its slot in the steering tables; where its tokens are scattered, or have
+    slots by part of its plan, its parts say which. What was measured of tokens in front of
+    `recorded` is in the tables' sums: preemption makes the model read them again. Entry 0 is that
+    of all requests that are not steered.
+
+    Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere, with entry 1.
+    A step reads tokens 5 and 6 of `b` and the first three of `a`:
+
+        begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
+
+        tokens T         b5   b6   a0   a1   a2      starts_R = [0, 2, 5], computed_R = [5, 0]
+        entry             0    0    1    1    1
+        find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2],
+                                                     is_new_t = [True, True, True]
+        count("a"):                                  (3,)
+
+    Were `a` preempted here, the next step would read a0 to a3: `find` names all four, which are
+    steered again, and of which a3 alone is new.
+    """
+
+    def __init__(self) -> None:
+        self._entries = np.zeros(1, _ENTRY)
+        self._entry_of: dict[str, int] = {}
+        self._parts: dict[int, tuple[Parts, int]] = {}
+        self._scattered: set[int] = set()
+        self._latest: _LatestMarked | None = None
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    def begin(
+        self,
+        req_id: str,
+        entry: int,
+        parts: Parts,
+        prompt_len: int,
+        num_cached: int,
+    ) -> None:
+        """Begin the entry of a request whose first `num_cached` tokens the prefix cache holds.
+
+        Those were steered when they were computed.
+        """
+        self._add_up()
+        while entry >= len(self._entries):
+            self._entries = np.resize(self._entries, 2 * len(self._entries))
+        bounds = [positions.bounds(prompt_len) for _, positions in parts]
+        ends = [_ENDLESS if end is None else end for _, end in bounds]
+        first = min(start for start, _ in bounds)
+        self._entries[entry] = (first, max(ends), parts[0][0], num_cached)
+        self._entry_of[req_id] = entry
+        self._parts[entry] = parts, prompt_len
+        if len(parts) > 1 or not parts[0][1].is_range:
+            self._scattered.add(entry)
+
+    def end(self, req_id: str) -> None:
+        """Remove the entry of a request that has ended, if it has one."""
+        self._add_up()
+        entry = self._entry_of.pop(req_id, None)
+        if entry is not None:
+            del self._parts[entry]
+            self._scattered.discard(entry)
+
+    def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
+        """Return the steered tokens of a step, which counts them.
+
+        Args:
+            req_ids: the R requests of the step, in the order of their tokens.
+            starts_R: [R + 1], where each one's tokens begin, and where the last one's end.
+            computed_R: the position of each one's first token.
+
+        """
+        latest = self._latest
+        if latest is not None and latest.is_followed_by(req_ids, starts_R, computed_R):
+            latest.next_R += 1
+            latest.steps += 1
+            return latest.tokens
+        self._add_up()
+        if not self._entry_of:
+            return NONE_STEERED
+        entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
+        counts_R = np.diff(starts_R)
+        entries_T = np.repeat(entries_R, counts_R)
+        positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1] - computed_R, counts_R)
+        fields_T = self._entries[entries_T]
+        steered_T = (positions_T >= fields_T["first"]) & (positions_T < fields_T["end"])
+        slots_T = fields_T["slot"]
+        is_even_T = np.ones(len(positions_T), dtype=bool)
+        for entry in self._scattered:
+            own_t = np.nonzero(entries_T == entry)[0]
+            parts, prompt_len = self._parts[entry]
+            slots_T[own_t], is_even_T[own_t] = 0, False
+            for slot, positions in parts:
+                slots_T[own_t[positions.contain(positions_T[own_t], prompt_len)]] = slot
+            steered_T[own_t] = slots_T[own_t] > 0
+        index_t = np.nonzero(steered_T)[0]
+        entries_t = entries_T[index_t]
+        positions_t = positions_T[index_t]
+        is_new_t = positions_t >= self._entries["recorded"][entries_t]
+        ends_T = fields_T["end"]
+        stays_T = (steered_T & is_even_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
+        repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
+        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t)
+        self._latest = _LatestMarked(
+            list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
+        )
+        return found
+
+    def _add_up(self) -> None:
+        """Count the steered tokens of the latest steps, and forget them."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            tokens, steps = latest.tokens, latest.steps
+            np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
+
+    def count(self, req_id: str) -> tuple[int, ...]:
+        """Return how many tokens of a request were steered, by part, cached ones included."""
+        self._add_up()
+        entry = self._entry_of[req_id]
+        parts, prompt_len = self._parts[entry]
+        num_read = int(self._entries["recorded"][entry])
+        return tuple(positions.count(num_read, prompt_len) for _, positions in parts)
 
 
 class StepSteering:

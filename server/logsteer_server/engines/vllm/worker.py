@@ -28,8 +28,7 @@ from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
-from logsteer_server.engines.vllm.blocks import clear_new_blocks
-from logsteer_server.engines.vllm.config import SteeringSize, widen_columns
+from logsteer_server.engines.vllm.config import SteeringSize, clear_new_blocks, widen_columns
 from logsteer_server.engines.vllm.points import PointProbe, find_faults
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
