@@ -17,6 +17,7 @@ from logsteer_server.interventions.steering import ResolvedSteering, resolve_ste
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.vectors import StoredVectors
 from logsteer_server.tasks.sweep import plan_settings
+from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO, NoVectors
 
 ONES = [1.0] * INFO.hidden_size
@@ -182,10 +183,10 @@ def test_a_plan_that_reaches_no_token_is_an_error() -> None:
     changes = Interventions(steering)
     one_token = ScoreJob(IDS, IDS[-1:])
     with pytest.raises(APIError, match="reaches no token"):
-        changes.apply([one_token])
+        finish(changes.apply([one_token]))
     with pytest.raises(APIError, match="reaches no token"):
-        changes.apply([GenerateJob(IDS, 1)])
+        finish(changes.apply([GenerateJob(IDS, 1)]))
     with pytest.raises(APIError, match="the model reads none"):
-        changes.apply([])  # an echo without log-probabilities
+        finish(changes.apply([]))  # an echo without log-probabilities
     longer = ScoreJob(IDS, IDS[-2:])
-    assert [job.plan for job in changes.apply([one_token, longer])] == [steering.plan] * 2
+    assert [job.plan for job in finish(changes.apply([one_token, longer]))] == [steering.plan] * 2

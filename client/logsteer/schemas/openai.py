@@ -6,7 +6,7 @@ null stands for a field that is left out.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -112,7 +112,7 @@ class SamplingRequest(CompatibleRequest, ActivationFields):
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = False
     stream_options: StreamOptions | None = None
