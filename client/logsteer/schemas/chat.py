@@ -31,7 +31,7 @@ class CalledFunction(Request):
         """Return the arguments as an object; as text where they are no JSON."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
 
 
@@ -62,6 +62,8 @@ class Message(Request):
     @classmethod
     def _read_as_sent(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
+            return data
+        if len(data) == 2 and isinstance(data.get("content"), str):  # most turns, by far
             return data
         given = {n: v for n, v in data.items() if not (n in _ECHOED and v in (None, []))}
         if isinstance(given.get("content"), list):

@@ -33,8 +33,6 @@ from logsteer.schemas.interventions import (
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-MAX_SCHEMA = 2**16
-"""Characters of the JSON Schemas of a request."""
 
 
 class Unsupported(NamedTuple):
@@ -251,9 +249,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
             raise name_refusal({"response_format": "tool_choice forces another form; send one"})
         if self.ignore_eos and (shapes or forced):
             raise name_refusal({"ignore_eos": "a reply of a given form ends where that does"})
-        schemas = [tool.function.parameters for tool in self.tools or ()]
-        if sum(len(str(schema)) for schema in (*schemas, wanted)) > MAX_SCHEMA:
-            raise name_refusal({"response_format": f"schemas exceed {MAX_SCHEMA} characters"})
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from logsteer.schemas import SaeCard
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError
-from logsteer_server.stores.formats.sae_file import SaeFile
+from logsteer_server.stores.formats.sae_file import SaeFile, open_sae
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent
 from logsteer_server.stores.vectors import StoredVectors
@@ -24,7 +24,7 @@ class SaeStore:
         """Give the autoencoder of a content, whose file stays for so long."""
         try:
             with self.files.open(found.sha256, found.source) as path:
-                yield SaeFile(path)
+                yield open_sae(path)
         except (FileNotFoundError, DamagedContentError) as error:
             raise self.names.report_damage(found) from error
 

@@ -34,6 +34,7 @@ from logsteer_server.tasks.planning import Planner, Steps, collect
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
+    MAX_TARGETS,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -166,8 +167,11 @@ class PatchTask(BodyTask[PatchRequest]):
             self._base, self._source = self._source, self._base
 
     def check_limits(self, settings: Settings) -> None:
-        """Bound the pairs; `plan` bounds the patches. Errors: APIError `payload_too_large`."""
-        check_count("pairs", len(self._body.pairs), settings.max_items)
+        """Bound pairs and targets; `plan` bounds patches. Errors: APIError `payload_too_large`."""
+        pairs = self._body.pairs
+        check_count("pairs", len(pairs), settings.max_items)
+        targets = sum(len(item.targets or item.target_ids or ()) for item in _list_items(pairs))
+        check_count("pairs[].targets", targets, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture the one run of each pair, then score both, and the other under every patch.
