@@ -94,6 +94,14 @@ def one_target_of_ids() -> Body:
     return {"items": [{"context_ids": [5], "target_ids": [[5] * 3_900_000]}]}
 
 
+def many_settings() -> Body:
+    vectors = [{"data": {"1": [0.5] * 16}, "op": "ablate"}] * 8
+    layers = [[n % 4] for n in range(63)]
+    items = [{"context": "a", "targets": [" b"]}]
+    scales = [n + 1.0 for n in range(256)]
+    return {"items": items, "steering": {"vectors": vectors}, "scales": scales, "layers": layers}
+
+
 def one_long_name() -> Body:
     return {"a" * 8_000_000: 1}
 
@@ -115,6 +123,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], Body]]] = {
     "ids": ("/v1/completions", one_prompt_of_ids),
     "ids of a target": ("/logprob", one_target_of_ids),
     "ids to decode": ("/detokenize", lambda: {"token_ids": [[5] * 3_900_000]}),
+    "settings": ("/sweep", many_settings),
     "a long name": ("/logprob", one_long_name),
 }
 

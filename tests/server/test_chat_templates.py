@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from logsteer.errors import APIError
-from logsteer.schemas import GenerateRequest, TrainRequest, list_conversations
+from logsteer.schemas import GenerateRequest, TokenizeRequest, TrainRequest, list_conversations
 from logsteer_server.tasks.training import list_sides, read_sides
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
@@ -118,3 +118,22 @@ def test_a_pair_of_conversations_is_read_where_the_answer_ends(read: str, end: s
         return
     with pytest.raises(APIError, match=re.escape("pairs[1].positive does not")):
         next(sides)
+
+
+def test_what_is_written_into_each_conversation_is_bounded() -> None:
+    """16,000 conversations with 4 MB of tools would be 64 GB of text."""
+    big = {**TOOL, "function": {"name": "find", "description": "x" * 2**22}}
+    TokenizeRequest(messages=[[USER]] * 3, tools=[big])
+    with pytest.raises(ValidationError, match=r"tools: .* into each conversation"):
+        TokenizeRequest(messages=[[USER]] * 4, tools=[big])
+    named = {"enable_thinking": "x" * 2**22}
+    with pytest.raises(ValidationError, match=r"chat_template_kwargs: .* into each conversation"):
+        TokenizeRequest(messages=[[USER]] * 4, chat_template_kwargs=named)
+
+
+def test_arguments_that_are_nested_deeply_are_refused() -> None:
+    deep = {"name": "find", "arguments": "[" * 100_000 + "]" * 100_000}
+    messages = [USER, {"role": "assistant", "tool_calls": [{"function": deep}]}]
+    request = GenerateRequest(messages=messages, max_tokens=1)
+    with pytest.raises(APIError, match="template refuses"):
+        CODEC.render_chat(list_conversations(request.messages)[0], ChatForm.of(request))

@@ -1,6 +1,7 @@
 """Requests in OpenAI's shape: each field is honoured, taken as asking for nothing, or refused."""
 
 import json
+import time
 from typing import Any, get_type_hints
 
 import httpx
@@ -9,6 +10,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
+from logsteer.errors import APIError
 from logsteer.schemas.openai import (
     LABELS,
     ChatCompletionRequest,
@@ -16,7 +18,7 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
-from logsteer_server.tasks.tool_calls import find_plain, find_schema, read_calls
+from logsteer_server.tasks.tool_calls import check_cost, find_plain, find_schema, read_calls
 from tests.conftest import Server
 
 COMPLETION = {"prompt": "Once"}
@@ -179,6 +181,51 @@ def test_the_form_that_a_reply_is_forced_into(fields: Any, wanted: Any) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
     found = find_schema(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
     assert (found and json.loads(found)) == wanted
+
+
+PATTERN = {"type": "string", "pattern": "^[0-9a-f]{8}-[0-9a-f]{4}$"}
+
+
+def require(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {} for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "samples", "reason"),
+    [
+        (PATTERN, 9, None),
+        (PATTERN, 1024, "unfold to 15360 characters, all samples"),
+        ({"type": "string", "pattern": "^(a|b)*a(a|b){2000}$"}, 1, "unfolds to 4005"),
+        ({"patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
+        ({"pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
+        ({"items": [{"pattern": "([a-z]{1,30}){1,30}"}]}, 1, "unfolds to 3600"),
+        (require(256), 1, None),
+        (require(257), 1, "257 properties are not required"),
+        (require(257) | {"required": ["p1"]}, 1, None),
+        (require(65) | {"maxProperties": 30}, 1, "65 properties are not required"),
+        ({"enum": ["a" * 70_000]}, 1, "70014 characters"),
+    ],
+)
+def test_a_schema_that_takes_long_to_compile_is_refused(
+    schema: Any, samples: int, reason: str | None
+) -> None:
+    """xgrammar takes between seconds and hours for each of those that are refused."""
+    if reason is None:
+        check_cost(json.dumps(schema), samples, "response_format")
+        return
+    with pytest.raises(APIError, match=reason) as caught:
+        check_cost(json.dumps(schema), samples, "response_format")
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "response_format")
+
+
+def test_calls_are_found_in_time_that_grows_with_the_text() -> None:
+    """An expression that went back took 30 s for these 96 kB."""
+    tool = {"type": "function", "function": {"name": "find"}}
+    request = ChatCompletionRequest(**CHAT, tools=[tool])
+    text = "<tool_call>{" * 100_000
+    began = time.process_time()
+    assert read_calls(text, request) == (text, [])
+    assert time.process_time() - began < 5
 
 
 def test_what_the_harness_sends_is_taken() -> None:

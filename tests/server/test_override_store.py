@@ -25,6 +25,7 @@ from logsteer_server.stores.formats.tensor_file import (
 )
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import OVERRIDES, Store
+from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 from tests.server.store_cases import make_content, put_content
 
@@ -115,8 +116,10 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     assert wide.used == found.used | {"cast": "float32"}
     assert wide.override == replace(found.override, cast="float32")
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
-    assert UNCHANGED.apply([job])[0] is job
+    assert finish(Interventions(override=found).apply([job])) == [
+        replace(job, override=found.override)
+    ]
+    assert finish(UNCHANGED.apply([job]))[0] is job
     assert resolve_override(None, store, INFO) is None
     with pytest.raises(APIError, match="transformer_lens") as caught:
         resolve_override(given, store, lacking)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import Recommendation, Steering
-from logsteer.schemas.steering import Steer
+from logsteer.schemas.steering import Steer, parse_layers
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.plan import Positions, SteeringPlan
 from logsteer_server.interventions.interventions import Interventions, Stores
@@ -17,6 +17,7 @@ from logsteer_server.interventions.steering import ResolvedSteering, resolve_ste
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.vectors import StoredVectors
 from logsteer_server.tasks.sweep import plan_settings
+from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO, NoVectors
 
 ONES = [1.0] * INFO.hidden_size
@@ -182,10 +183,25 @@ def test_a_plan_that_reaches_no_token_is_an_error() -> None:
     changes = Interventions(steering)
     one_token = ScoreJob(IDS, IDS[-1:])
     with pytest.raises(APIError, match="reaches no token"):
-        changes.apply([one_token])
+        finish(changes.apply([one_token]))
     with pytest.raises(APIError, match="reaches no token"):
-        changes.apply([GenerateJob(IDS, 1)])
+        finish(changes.apply([GenerateJob(IDS, 1)]))
     with pytest.raises(APIError, match="the model reads none"):
-        changes.apply([])  # an echo without log-probabilities
+        finish(changes.apply([]))  # an echo without log-probabilities
     longer = ScoreJob(IDS, IDS[-2:])
-    assert [job.plan for job in changes.apply([one_token, longer])] == [steering.plan] * 2
+    assert [job.plan for job in finish(changes.apply([one_token, longer]))] == [steering.plan] * 2
+
+
+def test_positions_after_a_text_are_looked_for_a_job_a_step() -> None:
+    """A search decodes the prompt many times: so nobody waits for those of a whole request."""
+    steering = Steering(vectors=[{"data": {"1": ONES}}], positions={"after": "a"})  # type: ignore[list-item, arg-type]
+    resolved = resolve_steering(steering, NoVectors(), INFO, lambda ids: "ab"[: len(ids)])
+    jobs = [ScoreJob(IDS, IDS[-1:])] * 5
+    assert len(list(Interventions(resolved).apply(jobs))) >= 5
+
+
+@pytest.mark.parametrize("text", ["0-999999", "0-9999,0-9999", "1,2,2-1"])
+def test_a_text_names_no_more_layers_than_models_have(text: str) -> None:
+    """Ten kilobytes of `0-999999,` made a list of a billion layers."""
+    with pytest.raises(ValueError, match="not a list of layers"):
+        parse_layers(text)

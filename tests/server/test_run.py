@@ -34,6 +34,7 @@ from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
+from tests.server.plan_steps import finish as finish_steps
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -332,7 +333,7 @@ def test_only_work_counts_for_all() -> None:
 
         async def plan(task: Task, purpose: Any = purpose) -> AsyncGenerator[Batch, None]:
             task.interventions = interventions
-            jobs = interventions.apply(score(1))
+            jobs = finish_steps(interventions.apply(score(1)))
             yield Batch(jobs)
             yield Batch([*jobs, generate()], purpose=purpose)
 

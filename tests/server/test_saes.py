@@ -10,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from logsteer import APIError, Client, InvalidRequestError
 from logsteer.errors import NotFoundError
 from logsteer.schemas.steering import parse_vector
 from logsteer_server.numerics import sae
-from logsteer_server.stores.formats.sae_file import SaeFile, SaeUpload, check_sae, join_sae
+from logsteer_server.stores.formats.sae_file import SAE_KEY, SaeFile, SaeUpload, check_sae, join_sae
 from tests.conftest import Server
 
 WIDTH, SIZE, K = 16, 40, 5
@@ -141,7 +141,12 @@ NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
     [
         ({"architecture": "batchtopk"}, {}, {}, "save it by save_inference_model"),
         ({"architecture": "transcoder"}, {}, {}, "'transcoder' is not known"),
-        ({"architecture": "topk"}, {}, {}, "topk takes a number"),
+        ({"architecture": "topk"}, {}, {}, "topk takes 1 to"),
+        ({"architecture": "topk", "k": 10**30}, {}, {}, "topk takes 1 to 40"),
+        ({"hook_name": f"blocks.{10**30}.hook_resid_post"}, {}, {}, "there is no layer"),
+        ({"model_name": "\ud800"}, {}, {}, "JSON cannot be read"),
+        ({"x": "y" * 70_000}, {}, {}, "cfg.json has more than 65536 bytes"),
+        ({}, {f"t{n}": torch.ones(1) for n in range(60)}, {}, "it has 68 tensors, at most 64"),
         ({"normalize_activations": "zscore"}, {}, {}, "'zscore' is not known"),
         ({"normalize_activations": "expected_average_only_in"}, {}, {}, "activation_scale"),
         ({"metadata": {"hook_name": "here"}}, {}, {}, "'here' is not known; give --layer"),
@@ -153,6 +158,7 @@ NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
         ({}, {}, {"labels": b'{"40": "far"}'}, "feature 40, and there are 0 to 39"),
         ({}, {}, {"labels": b'{"a": "b"}'}, "give id -> text"),
         ({}, {}, {"labels": b"{"}, "JSON cannot be read"),
+        ({}, {}, {"labels": b'{"1": "\\ud800"}'}, "JSON cannot be read"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(
@@ -161,6 +167,14 @@ def test_what_cannot_be_encoded_is_refused(
     kept = {name: tensor for name, tensor in {**draw(), **tensors}.items() if tensor is not None}
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         check_sae(join(save_sae(tmp_path, config, kept), **fields))
+    assert caught.value.code == "invalid_sae"
+
+
+def test_json_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    text = '{"config": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "joined").write_bytes(save({"a": draw()["b_enc"]}, {SAE_KEY: text}))
+    with pytest.raises(InvalidRequestError) as caught:
+        SaeFile(tmp_path / "joined")
     assert caught.value.code == "invalid_sae"
 
 

@@ -41,7 +41,7 @@ class TestSweeps:
     STEERING = Steering(vectors=[{"data": {"1": ONE}, "scale": 3.0}, {"data": {"2": ONE}}])  # type: ignore[list-item]
 
     def settings_of(self, scales: Sequence[float], layers: Sequence[list[int]] | None) -> list[Any]:
-        return plan_settings(self.STEERING, scales, layers, UNCHANGED, STORES, INFO)
+        return list(plan_settings(self.STEERING, scales, layers, UNCHANGED, STORES, INFO))
 
     def test_a_setting_for_each_set_of_layers_and_scale_after_the_unsteered(self) -> None:
         found = self.settings_of([-1.0, 0.0, 2.0], [[0], [1, 3]])

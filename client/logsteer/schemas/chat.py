@@ -17,6 +17,8 @@ _ECHOED = (
     "tool_calls", "tool_call_id", "content",
 )  # fmt: skip
 """What OpenAI's client has in a reply, and sends back as null in the next request."""
+MAX_DESCRIBED = 2**24
+"""Characters of tools and variables of the template, in all conversations of a request together."""
 
 
 class CalledFunction(Request):
@@ -29,7 +31,7 @@ class CalledFunction(Request):
         """Return the arguments as an object; as text where they are no JSON."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
 
 
@@ -60,6 +62,8 @@ class Message(Request):
     @classmethod
     def _read_as_sent(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
+            return data
+        if len(data) == 2 and isinstance(data.get("content"), str):  # most turns, by far
             return data
         given = {n: v for n, v in data.items() if not (n in _ECHOED and v in (None, []))}
         if isinstance(given.get("content"), list):
@@ -159,6 +163,13 @@ class ChatFields(Request):
         if asked and not _has_message(self):
             reason = "goes with messages; leave it out, or send messages"
             raise name_refusal({min(asked, key=CHAT_FIELDS.index): reason})
+        described = len(str(self.tools or "")) + len(str(self.chat_template_kwargs or ""))
+        if described and described * _count_conversations(self) > MAX_DESCRIBED:
+            reason = (
+                f"{described} characters are written into each conversation, {MAX_DESCRIBED} into "
+                "all of a request at most; shorten them, or send fewer conversations"
+            )
+            raise name_refusal({"tools" if self.tools else "chat_template_kwargs": reason})
         return self
 
 
@@ -168,3 +179,12 @@ def _has_message(value: Any) -> bool:
     if isinstance(value, BaseModel):
         return isinstance(value, Message) or any(_has_message(part) for _, part in value)
     return False
+
+
+def _count_conversations(value: Any) -> int:
+    if isinstance(value, list):
+        is_one = bool(value) and isinstance(value[0], Message)
+        return 1 if is_one else sum(map(_count_conversations, value))
+    if isinstance(value, BaseModel):
+        return sum(_count_conversations(part) for _, part in value)
+    return 0

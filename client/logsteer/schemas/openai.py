@@ -6,7 +6,7 @@ null stands for a field that is left out.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -33,8 +33,6 @@ from logsteer.schemas.interventions import (
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-MAX_SCHEMA = 2**16
-"""Characters of the JSON Schemas of a request."""
 
 
 class Unsupported(NamedTuple):
@@ -112,7 +110,7 @@ class SamplingRequest(CompatibleRequest, ActivationFields):
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -251,9 +249,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
             raise name_refusal({"response_format": "tool_choice forces another form; send one"})
         if self.ignore_eos and (shapes or forced):
             raise name_refusal({"ignore_eos": "a reply of a given form ends where that does"})
-        schemas = [tool.function.parameters for tool in self.tools or ()]
-        if sum(len(str(schema)) for schema in (*schemas, wanted)) > MAX_SCHEMA:
-            raise name_refusal({"response_format": f"schemas exceed {MAX_SCHEMA} characters"})
         return self
 
     @model_validator(mode="after")

@@ -59,14 +59,18 @@ _FEATURE = re.compile(r"(?!shared/[0-9]+$)(?P<sae>.+)/(?P<feature>[0-9]{1,9})")
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
 
 
+MAX_LAYER = 9999
+"""The largest number of a layer in such a text, and how many it may name."""
+
+
 def parse_layers(text: str) -> list[int]:
     """Return the layers of a list such as 2 or 2,5-7; else raise ValueError."""
     layers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
         last = int(found[2] or found[1]) if found else -1
-        if found is None or last < int(found[1]):
-            raise ValueError(f"{text!r} is not a list of layers such as 10,12-14")
+        if found is None or last < int(found[1]) or len(layers) > MAX_LAYER:
+            raise ValueError(f"{text[:80]!r} is not a list of layers such as 10,12-14")
         layers += range(int(found[1]), last + 1)
     return layers
 

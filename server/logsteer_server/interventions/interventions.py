@@ -1,6 +1,6 @@
 """Interventions of a request: steering, probes, an override, an adapter, as its jobs carry them."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -193,22 +193,30 @@ class Interventions:
         """The same without steering."""
         return replace(self, steering=None)
 
-    def check_reach(self, jobs: Sequence[Job]) -> None:
-        """Make sure that steering reaches a token of some job.
+    def check_reach(self, jobs: Sequence[Job]) -> Generator[int, None, None]:
+        """Make sure, in steps, that steering reaches a token of some job.
 
         Errors: APIError `invalid_request` where it reaches none.
         """
         if self.steering is not None:
-            check_reach(self.steering, jobs)
+            yield from check_reach(self.steering, jobs)
 
-    def apply(self, jobs: Sequence[J]) -> Sequence[J]:
-        """Return the jobs on the changed model. Errors: as `check_reach`."""
+    def apply(self, jobs: Sequence[J]) -> Generator[int, None, Sequence[J]]:
+        """Return the jobs on the changed model, in steps: positions after a text are looked for in
+        each job's prompt. Errors: as `check_reach`.
+        """
         if self is UNCHANGED:
             return jobs
-        self.check_reach(jobs)
-        if self.plan is not None and self.plan.knows_tokens:
-            return list(map(self.change, jobs))
-        return change_all(jobs, self.change)
+        if self.plan is None or not self.plan.knows_tokens:
+            all_changed: Sequence[J] = change_all(jobs, self.change)
+            yield from self.check_reach(all_changed)
+            return all_changed
+        changed = []
+        for job in jobs:
+            changed.append(self.change(job))
+            yield 0
+        yield from self.check_reach(changed)
+        return changed
 
     def change(self, job: J) -> J:
         """Return the job on the changed model."""

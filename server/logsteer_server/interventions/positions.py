@@ -28,6 +28,8 @@ Slices = tuple[tuple[int, int], ...]
 
 MAX_POSITIONS = 4
 """Different positions of the vectors of a request: their combinations are 15 at most."""
+MAX_PARTS = 2 ** (MAX_POSITIONS - 1)
+"""Those combinations that a vector acts in."""
 
 
 @dataclass(frozen=True, slots=True)

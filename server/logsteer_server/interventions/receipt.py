@@ -1,6 +1,6 @@
 """The proof that steering was applied; and the refusal of steering that would reach nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from logsteer.errors import api_error
@@ -8,27 +8,29 @@ from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.steering import ResolvedSteering
 
 
-def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
-    """Make sure that steering reaches a token of some job.
+def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> Generator[int, None, None]:
+    """Make sure that steering reaches a token of some job; look at one job a step.
 
     Errors: APIError `invalid_request` where no token of any job would be steered.
     """
-    reached = any(
-        part.positions.resolve(job.tokens[: job.prompt_len]).count(job.num_read, job.prompt_len)
-        for job in jobs
-        for part in steering.plan.parts
-    )
     if not jobs:
         detail = "steering reaches no token: the model reads none for this request; leave it out."
         raise api_error("invalid_request", detail, param="steering")
-    if not reached:
-        raise api_error(
-            "invalid_request",
-            f"steering reaches no token: positions {steering.where} selects none of the tokens "
-            "that the model reads here (the last token is only predicted). Choose other "
-            "positions.",
-            param="steering.positions",
-        )
+    for job in jobs:
+        plan, prompt = job.plan or steering.plan, job.tokens[: job.prompt_len]
+        if any(
+            part.positions.resolve(prompt).count(job.num_read, job.prompt_len)
+            for part in plan.parts
+        ):
+            return
+        yield 0
+    raise api_error(
+        "invalid_request",
+        f"steering reaches no token: positions {steering.where} selects none of the tokens "
+        "that the model reads here (the last token is only predicted). Choose other "
+        "positions.",
+        param="steering.positions",
+    )
 
 
 class Receipt:

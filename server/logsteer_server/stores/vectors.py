@@ -11,7 +11,7 @@ from cachetools import LRUCache
 
 from logsteer.schemas import Recommendation, SaeCard, VectorAbout, VectorCard, VectorReadout
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError
-from logsteer_server.stores.formats.sae_file import SaeFile
+from logsteer_server.stores.formats.sae_file import SaeFile, open_sae
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent, stamp
@@ -72,7 +72,7 @@ class SaeStore:
         """Give the autoencoder of a content, whose file stays for so long."""
         try:
             with self.files.open(found.sha256, found.source) as path:
-                yield SaeFile(path)
+                yield open_sae(path)
         except (FileNotFoundError, DamagedContentError) as error:
             raise self.names.report_damage(found) from error
 

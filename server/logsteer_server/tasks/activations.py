@@ -123,7 +123,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         sequences = read_items(body.items, body.bos, self.codec, info.vocab_size, form)
         places = [f"items[{index}]" for index in range(len(body.items))]
         planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
-        jobs = self.interventions.apply([capture.job for capture in planned])
+        jobs = yield from self.interventions.apply([capture.job for capture in planned])
         return [
             PlannedCapture(job, capture.truncated)
             for job, capture in zip(jobs, planned, strict=True)

@@ -26,7 +26,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.problems import ItemProblems
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, check_cost, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
@@ -110,9 +110,11 @@ def plan_chat(
         _check_calls_are_read(codec)
     samples = _plan_samples(request, ids, max_tokens, top)
     samples = [replace(sample, json_schema=schema) for sample in samples]
-    if schema is not None and (failure := info.refuse(samples[0])):
+    if schema is not None:
         param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
-        raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
+        if failure := info.refuse(samples[0]):
+            raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
+        check_cost(schema, request.n, param)
     return CompletionPrompt(text, ids, None, False, samples)
 
 

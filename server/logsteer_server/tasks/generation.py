@@ -1,6 +1,6 @@
 """`/steer` and `/generate`: continuations of prompts, with what the sampling policy saw."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,8 +108,10 @@ class GenerationTask(BodyTask[P]):
         steps = plan_continuations(prompts, first, body.n, self.codec, self.info, self._problems)
         plain, self._truncated = yield from steps
         self.interventions = interventions
-        baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
-        steered = interventions.apply(plain) if plain else []
+        baseline: Sequence[GenerateJob] = []
+        if self.has_baseline:
+            baseline = yield from interventions.unsteered.apply(plain)
+        steered = (yield from interventions.apply(plain)) if plain else []
         return Continuations(steered, baseline, body.n, first.seed)
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:

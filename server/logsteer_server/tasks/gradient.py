@@ -241,12 +241,13 @@ class GradientTask(BodyTask[GradientRequest]):
             return targets, ()
         if wrt is None:
             assert self._path is not None, "a request has wrt or attribution"
-            return targets, self.interventions.apply(self._path.plan(targets, MAX_NUMBERS))
+            plain = self._path.plan(targets, MAX_NUMBERS)
+            return targets, (yield from self.interventions.apply(plain))
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
         plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
-        return targets, self.interventions.apply(plain)
+        return targets, (yield from self.interventions.apply(plain))
 
     def report(self) -> dict[str, Any]:
         """Return the derivatives of each item's targets, and the direction where there is one."""

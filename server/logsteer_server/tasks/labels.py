@@ -121,7 +121,7 @@ class LabelTask(BodyTask[ScoreRequest]):
     def _plan(self) -> Steps[Sequence[ScoreJob]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         jobs = yield from plan_labels(self._body, self.codec, self.info)
-        return self.interventions.apply(jobs)
+        return (yield from self.interventions.apply(jobs))
 
     def report(self) -> dict[str, Any]:
         """Return the scores of each item, with a flag where there are some that are null."""

@@ -29,7 +29,7 @@ from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Planner, Steps, collect
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
@@ -93,9 +93,10 @@ class LensTask(BodyTask[LensRequest]):
         rows = sum(capture.num_rows for capture in captures)
         planner.hold_activations(HELD * rows * len(layers) * info.hidden_size)
         captured, scored = Collector(), Collector()
-        yield Batch(self.interventions.apply(captures), captured.take)
+        applied = await planner.advance(self.interventions.apply(captures))
+        yield Batch(applied, captured.take)
         steps = self._list_jobs(plan, layers, captured.outputs)
-        jobs = await planner.capacity.call_long(list, steps)
+        jobs = await planner.advance(collect(steps))
         yield Batch(jobs, scored.take, cache=body.cache, purpose="readout")
         found = await planner.advance(self._write(plan, layers, scored.scores))
         self._results = problems.fill(found, self.request_id)

@@ -277,7 +277,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
         plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
-        return plan, self.interventions.apply(plan.jobs) if plan.jobs else ()
+        return plan, (yield from self.interventions.apply(plan.jobs)) if plan.jobs else ()
 
     def report(self) -> dict[str, Any]:
         """Return the scores of each item's targets."""

@@ -120,7 +120,8 @@ class OpenAITask(BodyTask[S]):
     def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         prompts = yield from self._plan_prompts()
-        return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
+        jobs = [job for each in prompts for job in each.jobs]
+        return prompts, (yield from self.interventions.apply(jobs))
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
         """Reserve memory for the answer. Errors: as `Planner.expect_rows`."""

@@ -30,10 +30,11 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Planner, Steps, collect
 from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
+    MAX_TARGETS,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -166,8 +167,11 @@ class PatchTask(BodyTask[PatchRequest]):
             self._base, self._source = self._source, self._base
 
     def check_limits(self, settings: Settings) -> None:
-        """Bound the pairs; `plan` bounds the patches. Errors: APIError `payload_too_large`."""
-        check_count("pairs", len(self._body.pairs), settings.max_items)
+        """Bound pairs and targets; `plan` bounds patches. Errors: APIError `payload_too_large`."""
+        pairs = self._body.pairs
+        check_count("pairs", len(pairs), settings.max_items)
+        targets = sum(len(item.targets or item.target_ids or ()) for item in _list_items(pairs))
+        check_count("pairs[].targets", targets, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture the one run of each pair, then score both, and the other under every patch.
@@ -189,17 +193,20 @@ class PatchTask(BodyTask[PatchRequest]):
         planner.hold_activations(held * site.find_width(info))
         captures = [CaptureJob(tokens, layers, body.hook, "each") for tokens in sources]
         captured, scored = Collector(), Collector()
-        yield Batch(self.interventions.apply(captures), captured.take)
+        applied = await planner.advance(self.interventions.apply(captures))
+        yield Batch(applied, captured.take)
         async with AsyncExitStack() as stack:
             if body.metric == "kl":
-                clean = self.interventions.apply([pair.runs["clean"].jobs[0] for pair in pairs])
+                clean = await planner.advance(
+                    self.interventions.apply([pair.runs["clean"].jobs[0] for pair in pairs])
+                )
                 files = await stack.enter_async_context(
                     reserve_references(clean, info.vocab_size, planner, self._scratch, "pairs")
                 )
                 yield Batch(export_jobs(clean, files), purpose="reference")
                 pairs = [pair.compare(file) for pair, file in zip(pairs, files, strict=True)]
             steps = self._list_jobs(pairs, layer_sets, layers, captured.outputs)
-            jobs = await planner.capacity.call_long(list, steps)
+            jobs = await planner.advance(collect(steps))
             yield Batch(jobs, scored.take, cache=body.cache)
         outputs = iter(scored.outputs)
         self._results = [self._write(pair, layer_sets, outputs) for pair in pairs]

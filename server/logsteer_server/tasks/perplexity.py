@@ -138,7 +138,8 @@ class PerplexityTask(WindowTask):
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         if not windows and self._problems:
             return
-        jobs = self.interventions.apply([window.job for window in windows])
+        plain = [window.job for window in windows]
+        jobs = await planner.advance(self.interventions.apply(plain))
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
@@ -259,20 +260,20 @@ class PerplexityStreamTask(WindowTask):
             waiting += await planner.capacity.call(text.feed, piece)
             while len(waiting) >= limit:
                 ready, waiting = waiting[:limit], waiting[limit:]
-                yield self._batch(ready, silent=True)
+                yield await planner.capacity.call(self._batch, ready, silent=True)
         waiting += await planner.capacity.call(text.finish)
         self._scores[0].sums.num_tokens = text.num_tokens
         if not text.num_tokens:
             raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")
         self._flags = text.flags
         self._windows_total = self._windows_done + len(waiting)
-        yield self._batch(waiting, silent=False)
+        yield await planner.capacity.call(self._batch, waiting, silent=False)
 
     def _batch(self, windows: list[TextWindow], *, silent: bool) -> Batch:
         self._windows = windows
         self._shows_events = not silent
         if not self._windows_done:
-            self.interventions.check_reach([window.job for window in windows])
+            list(self.interventions.check_reach([window.job for window in windows]))
         jobs = [self.interventions.change(window.job) for window in windows]
         return Batch(jobs, take_each(self._take), cache=self._query.cache, silent=silent)
 

@@ -13,7 +13,7 @@ ends there.
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -82,6 +82,15 @@ class Capacity:
         """End the threads, without waiting for what they do."""
         for threads in (self.short, self.long, self.texts):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def collect(values: Iterable[T]) -> Steps[list[T]]:
+    """Return what there is to come, one value a step."""
+    found = []
+    for value in values:
+        found.append(value)
+        yield 0
+    return found
 
 
 def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
@@ -184,9 +193,9 @@ class Planner:
         size, limit = 4 * numbers, self.settings.max_activation_bytes
         if size > limit:
             detail = (
-                f"The activations that the answer is made of take {size} bytes, at most {limit} "
-                "are held: ask for fewer items, layers or positions at once, or raise "
-                "max_activation_bytes."
+                f"The activations and vectors that the answer is made of take {size} bytes, at "
+                f"most {limit} are held: ask for fewer items, layers, positions or scales at once, "
+                "or raise max_activation_bytes."
             )
             raise api_error("payload_too_large", detail)
         self._memory.add(size)

@@ -3,7 +3,7 @@
 Every scale of every set of layers is a plan of its own, and the engine has them in one batch.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.positions import Decode
+from logsteer_server.interventions.positions import MAX_PARTS, Decode
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
@@ -25,9 +25,10 @@ from logsteer_server.tasks.comparison import (
     reserve_references,
 )
 from logsteer_server.tasks.logprob import sum_targets
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
+    MAX_TARGETS,
     TargetOptions,
     TargetPlan,
     find_longest,
@@ -71,9 +72,9 @@ def plan_settings(
     stores: Stores,
     info: EngineInfo,
     decode: Decode | None = None,
-) -> list[SweepSetting]:
+) -> Iterator[SweepSetting]:
     """Plan the settings of a sweep, the unsteered one first. Errors: as `resolve_steering`."""
-    settings = [SweepSetting(None, 0.0, unsteered)]
+    yield SweepSetting(None, 0.0, unsteered)
     sets: list[list[int] | None] = [*layer_sets] if layer_sets else [None]
     for layers in sets:
         for scale in scales:
@@ -82,8 +83,7 @@ def plan_settings(
                 scaled = _scale(steering, scale, layers)
                 resolved = resolve_steering(scaled, stores.vectors, info, decode)
                 interventions = replace(unsteered, steering=resolved)
-            settings.append(SweepSetting(layers, scale, interventions))
-    return settings
+            yield SweepSetting(layers, scale, interventions)
 
 
 def plan_sweep(
@@ -146,6 +146,8 @@ class SweepTask(BodyTask[SweepRequest]):
         points = 1 + len(body.scales) * len(body.layers or [None])
         count = points * (len(body.items) + len(body.texts))
         check_count("scales x layers x (items and texts)", count, settings.max_items)
+        targets = sum(len(item.targets or item.target_ids or ()) for item in body.items)
+        check_count("scales x layers x targets", points * targets, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Leave the unsteered next-token distributions in files, then score every setting.
@@ -154,10 +156,11 @@ class SweepTask(BodyTask[SweepRequest]):
         """
         body, info = self._body, self.info
         planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
+        planner.hold_activations(self._count_numbers())
         plan = await planner.advance(self._plan())
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
-        unsteered = self.interventions.apply(plan.next_jobs)
+        unsteered = await planner.advance(self.interventions.apply(plan.next_jobs))
         async with reserve_references(
             unsteered, info.vocab_size, planner, self._scratch, "items"
         ) as files:
@@ -165,17 +168,27 @@ class SweepTask(BodyTask[SweepRequest]):
                 yield Batch(export_jobs(unsteered, files), purpose="reference")
             compared = compare_jobs(plan.next_jobs, files)
             each = replace(plan, next_jobs=compared).jobs
-            jobs = [setting.interventions.change(job) for setting in self._settings for job in each]
+            changed = (own.interventions.change(job) for own in self._settings for job in each)
+            jobs = await planner.advance(collect(changed))
             collector = Collector()
             yield Batch(jobs, collector.take, cache=self._body.cache)
         self._points = await planner.capacity.call_long(
             _assemble, self._settings, plan, collector.outputs
         )
 
+    def _count_numbers(self) -> int:
+        """Count the numbers of all vectors, at most: each setting has its own."""
+        body, info = self._body, self.info
+        sets = body.layers or [range(info.num_layers)]
+        vectors = body.steering.vectors
+        parts = MAX_PARTS if any(one.positions for one in vectors) else 1
+        a_scale = parts * len(vectors) * sum(map(len, sets)) * info.hidden_size
+        return len(body.scales) * a_scale
+
     def _plan(self) -> Steps[SweepPlan]:
         body, codec, info = self._body, self.codec, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, codec)
-        self._settings = plan_settings(
+        settings = plan_settings(
             body.steering,
             body.scales,
             body.layers,
@@ -184,6 +197,7 @@ class SweepTask(BodyTask[SweepRequest]):
             info,
             codec.decode,
         )
+        self._settings = yield from collect(settings)
         options = TargetOptions(
             body.boundary,
             bos=body.bos,
@@ -197,7 +211,7 @@ class SweepTask(BodyTask[SweepRequest]):
         plan = yield from plan_sweep(body.items, body.texts, windowing, codec, info, options, read)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
-            steered[0].interventions.check_reach(plan.jobs)
+            yield from steered[0].interventions.check_reach(plan.jobs)
         return plan
 
     def report(self) -> dict[str, Any]:

@@ -76,7 +76,14 @@ def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
             continue_final_message=form.continues,
             **form.variables,
         )
-    except (TemplateError, ValueError, TypeError) as error:
+    except (
+        TemplateError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         detail = f"The model's chat template refuses these messages: {error!s:.400}."
         raise api_error("invalid_request", detail, param="messages") from error
     return str(text)
@@ -87,12 +94,14 @@ def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     for name in form.variables:
         if name in own:
-            detail = f"chat_template_kwargs has {name}, which is not a variable of the template."
+            detail = (
+                f"chat_template_kwargs has {name[:80]}, which is not a variable of the template."
+            )
             raise _refuse(detail, "chat_template_kwargs")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             detail = (
-                f"chat_template_kwargs has {name}, which this model's chat template does not read: "
-                "it would change nothing; leave it out. /tokenizer_info gives the template."
+                f"chat_template_kwargs has {name[:80]}, which this model's chat template does not "
+                "read: it would change nothing; leave it out. /tokenizer_info gives the template."
             )
             raise _refuse(detail, "chat_template_kwargs")
     if form.tools and not re.search(r"\btools\b", template):

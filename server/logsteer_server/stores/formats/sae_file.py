@@ -5,8 +5,9 @@ What SAELens' configuration means, and what of it is refused, is said once: in t
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from logsteer.errors import APIError, LogsteerError, api_error
 from logsteer.extras.sae import SaeConfig, extract_feature, read_sizes
 from logsteer.extras.tensors import FLOATS, TensorFile
+from logsteer.schemas.common import MAX_COUNT
 from logsteer_server.numerics.sae import SaeEncoder
 from logsteer_server.stores.formats.tensor_file import (
     TensorFileError,
@@ -37,6 +39,9 @@ ENCODED = {
 """Architectures whose encoders are known -> their tensors [features]."""
 MAX_LABEL = 512
 """Characters of a label."""
+MAX_CONFIG_BYTES, MAX_TENSORS = 2**16, 64
+OPENED = 4
+"""Autoencoders that stay open: a request may name many features, and labels take long to read."""
 
 
 def invalid_sae(detail: str) -> APIError:
@@ -59,11 +64,15 @@ def join_sae(about: SaeUpload, weights: IO[bytes], write: Callable[[bytes], None
 
     Errors: APIError `invalid_sae`.
     """
+    if len(about.config) > MAX_CONFIG_BYTES:
+        raise invalid_sae(f"cfg.json has more than {MAX_CONFIG_BYTES} bytes")
     try:
         document: dict[str, Any] = {"config": json.loads(about.config)}
         document["labels"] = {} if about.labels is None else _read_labels(about.labels)
         document |= {"layer": about.layer, "activation_scale": about.activation_scale}
-        copy_with_metadata(weights, {SAE_KEY: json.dumps(document, sort_keys=True)}, write)
+        text = json.dumps(document, sort_keys=True, ensure_ascii=False)
+        text.encode()  # half of a surrogate pair is JSON, and no answer could show it
+        copy_with_metadata(weights, {SAE_KEY: text}, write)
     except TensorFileError as error:
         raise invalid_sae(str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -94,16 +103,16 @@ class SaeFile:
             about = json.loads(self._tensors.metadata[SAE_KEY])
             self.config = config = SaeConfig.parse(json.dumps(about["config"]), CONFIG)
             self.layer, self.hook = self._place = config.choose_place(about["layer"])
+            if self.layer > MAX_COUNT:
+                raise invalid_sae(f"there is no layer {self.layer}"[:80])
             self._scale = config.choose_scale(about["activation_scale"])
             self.size, self.width = read_sizes(self._tensors, config)
             self.encoder = self._describe_encoder()
-        except (LogsteerError, ValueError, KeyError) as error:
+        except (LogsteerError, ValueError, KeyError, RecursionError) as error:
             if isinstance(error, APIError):
                 raise
             raise invalid_sae(str(error)) from error
-        self.labels: dict[str, str] = about["labels"]
-        if far := [feature for feature in self.labels if int(feature) >= self.size]:
-            raise invalid_sae(f"labels has feature {far[0]}, and there are 0 to {self.size - 1}")
+        self.labels: Mapping[str, str] = about["labels"]
 
     def _describe_encoder(self) -> SaeEncoder:
         config, name = self.config, self.config.architecture
@@ -119,8 +128,8 @@ class SaeFile:
         if name == "topk":
             given = config.get("k", "activation_fn_kwargs")
             k = given.get("k") if isinstance(given, dict) else given
-            if type(k) is not int or k < 1:
-                raise invalid_sae(f"cfg.json has k {k!r:.40}; topk takes a number from 1 on")
+            if type(k) is not int or not 1 <= k <= self.size:
+                raise invalid_sae(f"cfg.json has k {k!r:.40}; topk takes 1 to {self.size}")
         return SaeEncoder(
             name,
             self.size,
@@ -164,10 +173,21 @@ class SaeFile:
         return parse_content(found.probe if reads else found.vector)
 
 
+@lru_cache(maxsize=OPENED)
+def open_sae(path: Path) -> SaeFile:
+    """Return what the joined file of a content holds, whose SHA-256 its path names."""
+    return SaeFile(path)
+
+
 def check_sae(path: Path) -> SaeFile:
     """Return what a joined file holds, all of it read. Errors: APIError `invalid_sae`."""
     try:
-        read_content(path)
+        content = read_content(path)
     except TensorFileError as error:
         raise invalid_sae(str(error)) from error
-    return SaeFile(path)
+    if len(content.shapes) > MAX_TENSORS:
+        raise invalid_sae(f"it has {len(content.shapes)} tensors, at most {MAX_TENSORS} are read")
+    sae = SaeFile(path)
+    if far := [feature for feature in sae.labels if int(feature) >= sae.size]:
+        raise invalid_sae(f"labels has feature {far[0]}, and there are 0 to {sae.size - 1}")
+    return sae
