@@ -1,6 +1,7 @@
-"""A share of the fuzz of files and steering; `python -m tests.faults.file_fuzz N` runs more."""
+"""Files and steering changed at random: `INPUTS=20000` has each reader read so many."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,27 +12,19 @@ from logsteer.errors import APIError
 from logsteer_server.models.cache import unpack_output
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.stores.formats.vector_file import read_file
-from tests.faults.file_fuzz import TARGETS, fuzz, list_shares
+from tests.faults.file_fuzz import TARGETS, fuzz
 from tests.server.cached_jobs import JOB
 
-COUNTS = dict.fromkeys(TARGETS, 400) | {"cache file": 50}
-"""Inputs of each target."""
+INPUTS = int(os.environ.get("INPUTS", "400"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_files_are_taken_or_refused(name: str, tmp_path: Path) -> None:
-    findings = fuzz(name, COUNTS[name], 0, tmp_path)
-    assert not findings.bad
-    assert findings.taken + findings.refused == COUNTS[name]
-    assert findings.taken, "some changes leave a file that can be read"
+    count = INPUTS // 8 if name == "cache file" else INPUTS
+    taken, refused = fuzz(name, count, tmp_path)
+    assert taken, "some changes leave a file that can be read"
     always = name in ("card", "cache file")  # damage is no error there
-    assert always or findings.refused > COUNTS[name] / 4
-
-
-def test_a_run_has_as_many_inputs_as_were_asked_for() -> None:
-    shares = list_shares(200_000)
-    assert shares.keys() == TARGETS.keys()
-    assert sum(shares.values()) >= 200_000
+    assert always or refused > count / 4
 
 
 # ------------------------------------------------------------------ what it has found
