@@ -1,5 +1,6 @@
-"""A share of the requests at the edges of the schemas; `edge_values` sends any number of them."""
+"""Requests at the edges of the schemas: `INPUTS=5000` sends so many to each engine."""
 
+import os
 from typing import Any
 
 import httpx
@@ -10,9 +11,7 @@ from tests.faults.edge_values import attack
 
 pytestmark = pytest.mark.engine
 
-EXAMPLES = 100
-
-
+EXAMPLES = int(os.environ.get("INPUTS", "100"))
 PROMPT = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 2}
 ITEM = {"context_ids": [1, 5, 9, 30], "target_ids": [[7, 8]]}
 ONES = {"data": {"1": [1.0] * 128}}
@@ -67,6 +66,6 @@ def kill(server: Server) -> None:
 
 
 def check(server: Server) -> None:
-    found = attack(server.url, EXAMPLES, model="demo")
+    found = attack(server.url, EXAMPLES, "demo")
     answered = sum(count for key, count in found.items() if key.endswith(" 200"))
     assert answered > EXAMPLES / 3, "most requests come no further than the schemas"

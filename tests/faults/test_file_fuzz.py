@@ -1,6 +1,7 @@
-"""A share of the fuzz of files and steering; `python -m tests.faults.file_fuzz N` runs more."""
+"""Files and steering changed at random: `INPUTS=20000` has each reader read so many."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,25 +10,16 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError
 from logsteer_server.stores.formats.vector_file import read_file
-from tests.faults.file_fuzz import TARGETS, fuzz, list_shares
+from tests.faults.file_fuzz import TARGETS, fuzz
 
-COUNT = 400
-"""Inputs of each target."""
+INPUTS = int(os.environ.get("INPUTS", "400"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_files_are_taken_or_refused(name: str, tmp_path: Path) -> None:
-    findings = fuzz(name, COUNT, 0, tmp_path)
-    assert not findings.bad
-    assert findings.taken + findings.refused == COUNT
-    assert findings.taken, "some changes leave a file that can be read"
-    assert name == "card" or findings.refused > COUNT / 4  # damage is no error there
-
-
-def test_a_run_has_as_many_inputs_as_were_asked_for() -> None:
-    shares = list_shares(200_000)
-    assert shares.keys() == TARGETS.keys()
-    assert sum(shares.values()) >= 200_000
+    taken, refused = fuzz(name, INPUTS, tmp_path)
+    assert taken, "some changes leave a file that can be read"
+    assert name == "card" or refused > INPUTS / 4  # damage is no error there
 
 
 # ------------------------------------------------------------------ what it has found

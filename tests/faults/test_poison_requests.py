@@ -171,13 +171,21 @@ def asked(server: Server, *ids: int) -> Iterator[None]:
         time.sleep(0.5)  # a quarter of the step that has begun
 
 
+def has_one(server: Server, where: str) -> bool:
+    """Whether one sequence for the slow model is there: `queued` before its engine, or `waiting`
+    in it, for the end of a step."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    own = [line for line in lines if line.startswith(f"logsteer_engine_sequences_{where}{{")]
+    return any('model="slow"' in line and line.endswith(" 1.0") for line in own)
+
+
 def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server) -> None:
     """The engine dies in a step with a job whose caller is gone, and with one whose is not."""
     poison, hold = (EXIT, 9), server.directory / HOLD_FILE
     with ThreadPoolExecutor(2) as pool, held(hold):
         first = pool.submit(score, server, "slow", 200)
         wait_for_jobs(server, "slow")
-        time.sleep(0.5)  # in which its step begins
+        wait_for(lambda: has_one(server, "waiting"))  # in the step that is held
         with asked(server, *poison):
             stays = pool.submit(score, server, "slow", 300)
             wait_for_jobs(server, "slow", 3)
@@ -194,13 +202,6 @@ def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server)
     assert score(server, "slow", 300).status_code == 200
 
 
-def has_waiting(server: Server) -> bool:
-    """Whether a job for the slow model waits that its engine was not sent."""
-    metrics = httpx.get(f"{server.url}/metrics").text
-    lines = [line for line in metrics.splitlines() if "engine_sequences_queued{" in line]
-    return any('model="slow"' in line and line.endswith(" 1.0") for line in lines)
-
-
 def test_who_was_there_at_both_deaths_is_answered_and_the_other_refused(server: Server) -> None:
     """Sent again, those that an engine died with are given to it one at a time."""
     asked, hold = ((400,), (EXIT, 11)), server.directory / HOLD_FILE
@@ -210,10 +211,10 @@ def test_who_was_there_at_both_deaths_is_answered_and_the_other_refused(server: 
             with held(hold):
                 first = pool.submit(score, server, "slow", 500)
                 wait_for_jobs(server, "slow")
-                time.sleep(0.5)  # in which its step begins
+                wait_for(lambda: has_one(server, "waiting"))  # in the step that is held
                 both = [pool.submit(score, server, "slow", *ids) for ids in asked]
                 if again:
-                    wait_for(lambda: has_waiting(server))
+                    wait_for(lambda: has_one(server, "queued"))
                 else:
                     wait_for_jobs(server, "slow", 3)
                 hold.unlink()
