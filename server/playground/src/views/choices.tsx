@@ -35,7 +35,7 @@ type State = BesideState & {
   space: Space;
   boundary: Boundary;
   shares: Norm;
-  /** What PMI takes the targets' own probability behind. */
+  /** The context of the probabilities that PMI subtracts. */
   neutral: string;
 };
 
@@ -102,7 +102,7 @@ const BATCH = 128;
 interface Side {
   name: string;
   items: Schemas["ItemScore"][];
-  /** The same targets behind the neutral context, where PMI was asked for. */
+  /** The same targets after the neutral context, where PMI was asked for. */
   neutral: Schemas["ItemScore"][] | null;
 }
 
@@ -114,11 +114,11 @@ interface Shown {
 }
 
 function toRequest(state: State, cases: readonly Case[], condition: Condition): Schemas["LogprobRequest"] {
-  const behind = (context: (one: Case) => string) =>
+  const after = (context: (one: Case) => string) =>
     cases.map((one) => ({ context: context(one), targets: one.targets }));
   return {
     model: condition.model,
-    items: [...behind((one) => one.context), ...(state.shares === "pmi" ? behind(() => state.neutral) : [])],
+    items: [...after((one) => one.context), ...(state.shares === "pmi" ? after(() => state.neutral) : [])],
     boundary: state.boundary,
     space: state.space,
     top: state.mode === "one" ? TOP : undefined,
@@ -223,7 +223,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
                 onChange={(table) => setState({ table })}
                 rows={6}
                 maxRows={9}
-                hint="CSV: columns context and perhaps answer; every other one is a target. JSON lines: context, targets, answer. An answer is a target, or its number from 0 on. Spaces in front of targets count."
+                hint="CSV: columns context and perhaps answer; every other one is a target. JSON lines: context, targets, answer. An answer is a target, or its number from 0 on. Spaces before targets count."
               />
               <FileButton label="Choose a file" accept=".csv,.tsv,.jsonl,.json,.txt" onTake={take} />
             </Drop>
@@ -284,7 +284,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
         />
       ))}
     >
-      <ErrorNote error={"error" in made ? made.error : task.error} />
+      <ErrorNote error={"error" in made ? made.error : task.error} onRetry={run} />
       {result && <Outcome result={result} state={state} />}
     </Panes>
   );
@@ -296,7 +296,7 @@ const NORMS: { value: Norm; label: string }[] = [
   { value: "sum", label: "log-probability" },
   { value: "tokens", label: "its mean a token" },
   { value: "bytes", label: "its mean a byte" },
-  { value: "pmi", label: "PMI: less that behind a neutral context" },
+  { value: "pmi", label: "PMI: less that after a neutral context" },
 ];
 
 /** What targets are compared by; null where one cannot be. */
@@ -522,11 +522,11 @@ interface ScoreProps {
   scale: Scale;
 }
 
-/** Tokens of the context that are shown in front of the boundary; characters, where they merge. */
+/** Tokens of the context that are shown before the boundary; characters, where they merge. */
 const SHOWN_TOKENS = 4;
 const SHOWN_CHARACTERS = 28;
 
-/** What stands in front of the first scored token: the context's last tokens, or the joint text. */
+/** What is before the first scored token: the context's last tokens, or the joint text. */
 function readPrefix(target: Schemas["TargetScore"], { text, context }: ScoreProps["shown"], start: number): string[] {
   if (target.boundary === "exact" && start === 0 && context.length > 0) {
     const last = context.slice(-SHOWN_TOKENS);

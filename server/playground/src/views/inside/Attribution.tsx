@@ -20,7 +20,7 @@ export function Attributions({ targets }: { targets: readonly Schemas["TargetGra
       ))}
       <p class="hint">
         A token in orange makes the target more probable, one in blue less. Tokens of the target
-        itself are read, too: each speaks for those behind it.
+        are read, too: each contributes to the tokens after it.
       </p>
     </section>
   );
@@ -50,7 +50,7 @@ function Attribution({ target, scale }: AttributionProps) {
   return (
     <div class="sheet">
       <h2>
-        Behind <code>{visible(target.target)}</code>
+        Contributions to <code>{visible(target.target)}</code>
       </h2>
       <TokenText
         label={`What the tokens contribute to ${target.target}`}
