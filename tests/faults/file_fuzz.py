@@ -9,7 +9,6 @@ import io
 import json
 import random
 import struct
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

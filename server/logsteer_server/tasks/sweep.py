@@ -179,7 +179,7 @@ class SweepTask(BodyTask[SweepRequest]):
     def _count_numbers(self) -> int:
         """Count the numbers of all vectors, at most: each setting has its own."""
         body, info = self._body, self.info
-        sets = body.layers or [range(info.num_layers)]
+        sets = body.layers or [list(range(info.num_layers))]
         vectors = body.steering.vectors
         parts = MAX_PARTS if any(one.positions for one in vectors) else 1
         a_scale = parts * len(vectors) * sum(map(len, sets)) * info.hidden_size
