@@ -204,7 +204,7 @@ def test_a_job_for_each_text() -> None:
     [
         ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not"),
         ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
-        ({"max_bytes": 100}, "payload_too_large", "at most 100 are held"),
+        ({"max_bytes": 100}, "payload_too_large", "at most 100 are allowed"),
         (
             {"pairs": [PAIR, {"positive": "a", "negative": "word " * 99}]},
             "context_too_long",

@@ -109,7 +109,7 @@ def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
     if count > MAX_BRACKETS:
         detail = (
             f"The body opens {count} brackets, its texts' own included, and at most {MAX_BRACKETS} "
-            "are taken: split the request."
+            "are allowed: split the request."
         )
         raise api_error("payload_too_large", detail)
     if not body:

@@ -107,7 +107,7 @@ def place_vectors_positions(steering: Steering, decode: Decode | None) -> Placed
     if len(distinct) > MAX_POSITIONS:
         detail = (
             f"The vectors have {len(distinct)} different positions, at most {MAX_POSITIONS} are "
-            "taken, because every combination of them takes room: use fewer."
+            "allowed, because every combination of them takes a slot: use fewer."
         )
         raise api_error("invalid_request", detail, param="steering.vectors")
     numbers = range(len(distinct))

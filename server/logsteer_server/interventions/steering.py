@@ -153,7 +153,7 @@ class _SiteDraft:
             self._offset = added_D if self._offset is None else self._offset + added_D
             return
         if use.op == "rotate" and abs(scale) > 180:
-            raise invalid_vector(f"it turns by {scale} degrees, at most 180 are possible.")
+            raise invalid_vector(f"it turns by {scale} degrees, at most 180 are allowed.")
         direction = (vector_D.astype(np.float64) / norm).astype(np.float32) if norm else vector_D
         op = ResidualOp(direction, **_describe_op(use, scale, norm), condition=condition)
         sets = (op.base, op.per_norm, op.per_component, op.low, -op.high)

@@ -99,7 +99,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         if amount > limit:
             noun, setting = admission.quantity.noun, admission.quantity.setting
             detail = (
-                f"The request needs {amount} {noun}, at most {limit} are taken at once: "
+                f"The request needs {amount} {noun}, at most {limit} are allowed at once: "
                 f"split it, or raise {setting}."
             )
             raise api_error("payload_too_large", detail)

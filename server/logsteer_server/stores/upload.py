@@ -68,8 +68,8 @@ class StoreRoom:
 def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
     """Return the error for contents that are more than a store may hold."""
     detail = (
-        f"The {noun} store would hold {total} bytes, at most {max_bytes} are kept: delete {noun}s, "
-        "or have max_key_bytes, or the key's stored_bytes, raised."
+        f"The {noun} store would hold {total} bytes, at most {max_bytes} are allowed: delete "
+        f"{noun}s, or raise max_key_bytes or the key's stored_bytes."
     )
     return api_error("payload_too_large", detail)
 

@@ -53,7 +53,7 @@ async def reserve_references(
     if needed > limit:
         detail = (
             f"The next-token distributions of {len(jobs)} {param} take {needed} bytes, at most "
-            f"{limit} are kept: split the request, or raise max_reference_bytes."
+            f"{limit} are allowed: split the request, or raise max_reference_bytes."
         )
         raise api_error("payload_too_large", detail, param=param)
     with scratch.take(needed):

@@ -94,7 +94,7 @@ class AttributionPath:
         if num_tokens * steps > max_numbers:
             detail = (
                 f"{steps} points of {num_tokens} tokens are {steps * num_tokens} to read, at most "
-                f"{max_numbers} are: send fewer targets, or ask for fewer steps."
+                f"{max_numbers} are allowed: send fewer targets, or ask for fewer steps."
             )
             raise api_error("payload_too_large", detail, param="steps")
         return [GradientJob(*each, input_point=point) for each in laid for point in self.points]
@@ -138,7 +138,7 @@ def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[Gradient
     width = max_numbers // rows
     if not width:
         detail = (
-            f"The gradients would have {rows} rows, and at most {max_numbers} numbers are given: "
+            f"The gradients would have {rows} rows, and at most {max_numbers} numbers are allowed: "
             "name fewer layers, positions or targets, or ask for parts of them."
         )
         raise api_error("payload_too_large", detail, param="wrt")

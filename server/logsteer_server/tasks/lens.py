@@ -85,7 +85,7 @@ class LensTask(BodyTask[LensRequest]):
         if count > limit:
             detail = (
                 f"{len(plan.jobs.targets)} tokens x {len(layers)} layers are {count} rows, at most "
-                f"{limit} are read at once: ask for fewer layers or tokens, or raise max_items."
+                f"{limit} are allowed at once: ask for fewer layers or tokens, or raise max_items."
             )
             raise api_error("payload_too_large", detail, param="items")
         planner.expect_rows(count, len(body.columns), min(body.top, info.vocab_size))

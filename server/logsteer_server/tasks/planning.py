@@ -151,7 +151,7 @@ class Planner:
         limit = self.settings.max_text_chars
         if longest > limit:
             detail = (
-                f"A text has {longest} characters or ids, at most {limit} are taken at once: split "
+                f"A text has {longest} characters or ids, at most {limit} are allowed: split "
                 "it, send it to /perplexity/stream, or raise max_text_chars."
             )
             raise api_error("payload_too_large", detail)
@@ -177,7 +177,7 @@ class Planner:
         if size > limit:
             detail = (
                 f"The arrays would take about {size} bytes{'' if packs else ' as JSON'}, at "
-                f"most {limit} are given: ask for fewer items, tokens or layers at once, or "
+                f"most {limit} are allowed: ask for fewer items, tokens or layers at once, or "
                 + ("" if packs else "for MessagePack or safetensors, which take a sixth, or ")
                 + "raise max_activation_bytes."
             )
@@ -194,8 +194,8 @@ class Planner:
         if size > limit:
             detail = (
                 f"The activations and vectors that the answer is made of take {size} bytes, at "
-                f"most {limit} are held: ask for fewer items, layers, positions or scales at once, "
-                "or raise max_activation_bytes."
+                f"most {limit} are allowed: ask for fewer items, layers, positions or scales at "
+                "once, or raise max_activation_bytes."
             )
             raise api_error("payload_too_large", detail)
         self._memory.add(size)
@@ -213,7 +213,7 @@ class Planner:
         limit = self.settings.max_answer_bytes
         if size > limit:
             detail = (
-                f"The answer would take about {size} bytes, at most {limit} are given: ask for "
+                f"The answer would take about {size} bytes, at most {limit} are allowed: ask for "
                 "fewer columns, alternatives or items at once, or raise max_answer_bytes."
             )
             raise api_error("payload_too_large", detail)

@@ -403,5 +403,5 @@ class Run:
 def check_count(name: str, count: int, limit: int) -> None:
     """Refuse more entries than the limit. Errors: APIError `payload_too_large`."""
     if count > limit:
-        detail = f"{name} has {count} entries, at most {limit} are taken: split the request."
+        detail = f"{name} has {count} entries, at most {limit} are allowed: split the request."
         raise api_error("payload_too_large", detail, param=name)

@@ -41,17 +41,17 @@ PROMISES: Mapping[PromiseName, str] = {
     "repeated": "A text scores the same a second time.",
     "batched": "A text scores in a batch as it does alone.",
     "shuffled": "A text scores the same in another order, among other texts.",
-    "target_rows": "A target scores as it does within the scores of the whole text.",
+    "target_rows": "A target scores the same as within its whole text.",
     "sampled": "A continuation scores as it was sampled.",
-    "steered_sampled": "A steered continuation scores, steered alike, as it was sampled.",
+    "steered_sampled": "A steered continuation scores as it was sampled.",
     "drawn": "A token drawn under top_k is one that the policy gives a probability.",
     "zero_scale": "Steering by nothing changes nothing.",
-    "steered_neighbour": "Steered texts in its batch change nothing for a text that is not.",
+    "steered_neighbour": "Steered texts in a batch do not change an unsteered one.",
     "prefix_cached": "A text scores from the prefix cache as it does without.",
     "chunked": "A text scores the same where it is read in several steps.",
     "replicas": "Each replica gives the same tokens the same scores, steered and not.",
     "against": "The other model gives the same tokens the same scores.",
-    "against_steered": "The other model gives the same tokens the same scores, steered alike.",
+    "against_steered": "The other model gives the same tokens the same steered scores.",
 }
 """What each check shows, in their order."""
 
@@ -138,7 +138,7 @@ def target_rows(trial: Trial) -> Steps:
     jobs = trial.jobs(first_row=TARGET_ROW)
     found = yield from score_all(jobs)
     wanted = [whole[TARGET_ROW:] for whole in trial.plain if len(whole) > TARGET_ROW]
-    evidence = f"{len(jobs)} texts, scored behind their first {TARGET_ROW + 1} tokens"
+    evidence = f"{len(jobs)} texts, scored after their first {TARGET_ROW + 1} tokens"
     return Measurement(Discrepancy.of(read_logprobs(found), wanted), evidence)
 
 

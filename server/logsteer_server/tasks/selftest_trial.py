@@ -258,12 +258,12 @@ def choose_texts(
     param = "token_ids" if body.token_ids else "texts"
     total = sum(map(len, found))
     if total > max_tokens:
-        detail = f"The texts have {total} tokens, at most {max_tokens} are taken: send fewer."
+        detail = f"The texts have {total} tokens, at most {max_tokens} are allowed: send fewer."
         raise api_error("payload_too_large", detail, param=param)
     for number, ids in enumerate(found):
         place = f"{param}.{number}"
         if len(ids) > context:
-            detail = f"It has {len(ids)} tokens, at most {context} are read; shorten it."
+            detail = f"It has {len(ids)} tokens, at most {context} are allowed; shorten it."
             raise api_error("context_too_long", detail, param=place)
         if len(ids) < 2:
             detail = "It has fewer than two tokens, so there is nothing to score; lengthen it."

@@ -129,7 +129,7 @@ def plan_pairs(
     needed = 4 * count * len(site.find_layers(info)) * site.find_width(info)
     if needed > max_bytes:
         detail = (
-            f"The activations would take {needed} bytes, at most {max_bytes} are held: train on "
+            f"The activations would take {needed} bytes, at most {max_bytes} are allowed: train on "
             "fewer layers or pairs."
         )
         raise api_error("payload_too_large", detail)

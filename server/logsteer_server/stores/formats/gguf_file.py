@@ -76,7 +76,7 @@ class _Cursor:
         """Read a number of things. Errors: ValueError for more than the limit."""
         count: int = self.number("<Q")
         if count > limit:
-            raise ValueError(f"it announces {count} {what}, at most {limit} are read")
+            raise ValueError(f"it announces {count} {what}, at most {limit} are allowed")
         return count
 
 

@@ -67,7 +67,7 @@ def read_content(path: Path) -> TensorContent:
     if not header:
         raise TensorFileError("it has no tensors")
     if len(header) > MAX_TENSORS:
-        raise TensorFileError(f"it has {len(header)} tensors, at most {MAX_TENSORS} are read")
+        raise TensorFileError(f"it has {len(header)} tensors, at most {MAX_TENSORS} are allowed")
     square = 0.0
     for name, entry in header.items():
         for numbers in _read_numbers(path, start, name, entry):

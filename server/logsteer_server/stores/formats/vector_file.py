@@ -157,7 +157,7 @@ def _read_safetensors(data: bytes) -> dict[str, Array]:
 def _place_tensors(tensors: Mapping[str, Array], readouts: Mapping[int, Readout]) -> LayerVectors:
     """Return named tensors as vectors by layer, with their readouts."""
     if len(tensors) > MAX_LAYERS:
-        raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are read.")
+        raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are allowed.")
     layers: dict[int, Array] = {}
     hooks = set()
     for name, tensor in tensors.items():
