@@ -8,6 +8,8 @@ import msgpack
 
 _KEYS = {"dtype", "shape", "data"}
 _CODES = {"<f4": "f", "<i4": "i"}
+MAX_EMPTY = 2**20
+"""Lists in an array without a number: no byte stands for them."""
 
 
 def unpack(body: bytes) -> Any:
@@ -16,7 +18,10 @@ def unpack(body: bytes) -> Any:
     An array is a map of `dtype` ("<f4" or "<i4"), `shape` and little-endian `data`.
     Raises ValueError where the body is not MessagePack or an array contradicts itself.
     """
-    return _expand(msgpack.unpackb(body))
+    try:
+        return _expand(msgpack.unpackb(body))
+    except (RecursionError, TypeError) as error:  # nested deeply; a shape that is none
+        raise ValueError(str(error)) from error
 
 
 def _expand(value: Any) -> Any:
@@ -33,7 +38,7 @@ def _nested_list(dtype: str, shape: list[int], data: bytes) -> Any:
     if dtype not in _CODES:
         raise ValueError(f"array of dtype {dtype!r}; known are {sorted(_CODES)}")
     size = math.prod(shape)
-    if len(data) != 4 * size:
+    if len(data) != 4 * size or (not size and max(shape) > MAX_EMPTY):
         raise ValueError(f"array of shape {shape} in {len(data)} bytes; {4 * size} expected")
     numbers: list[Any] = list(struct.unpack(f"<{size}{_CODES[dtype]}", data))
     if dtype == "<f4":

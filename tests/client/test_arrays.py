@@ -46,6 +46,11 @@ def test_every_float_survives_but_nan(values: list[float]) -> None:
         b"\xc1",
         b"",
         msgpack.packb(1) + b"\0",
+        packed("<f4", [2**40, 0], b""),  # a list of 2**40 empty ones
+        packed("<f4", "ab", b"\0" * 4),  # type: ignore[arg-type]
+        packed([["a", "<f4"]], [1], b"\0" * 4),  # type: ignore[arg-type]
+        b"\x91" * 100_000,
+        b"\x91" * 1000 + b"\x01",
     ],
 )
 def test_contradictions_are_refused(body: bytes) -> None:
