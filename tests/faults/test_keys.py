@@ -501,6 +501,15 @@ def test_the_file_holds_no_secret_and_is_its_owners(
     told = capsys.readouterr().err
     for line in ("there is a key ANN", "name: ", "concurrency: ", f"{path} has no key bob"):
         assert f"error: {line}" in told
+    add = ["add", "eve", "--file", str(path), "--scope"]
+    for wrong, why in (
+        ([], "required: add|list|replace|revoke"),
+        ([*add, ""], "give some of score,steer,write,admin"),
+        ([*add, "score,all"], "give some of score,steer,write,admin"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["keys", *wrong])
+        assert why in capsys.readouterr().err
     assert main(["keys", "list", "--file", str(path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("ann") and "score,write" in shown and "tokens_per_minute=9" in shown

@@ -19,7 +19,7 @@ from tokenizers import (
 )
 
 from logsteer_server.text.boundaries import Pair, cut_pairs
-from logsteer_server.text.division import divides_at_spaces, may_divide
+from logsteer_server.text.division import _list_clauses, divides_at_spaces, may_divide
 from logsteer_server.text.tokenizer import split_sizes
 from tests.server.scripted_model import load_codec
 
@@ -84,6 +84,11 @@ BACKENDS = {
     "llama3": train(cut_bytes(LLAMA_3), normalizers.NFC()),
     "gemma": gemma(),
 }
+
+
+def test_a_bar_in_a_group_or_a_class_ends_no_clause() -> None:
+    clauses = ["a(b|c)", "[|(]", r"\|", r"[\]|]d", ""]
+    assert _list_clauses("|".join(clauses)) == clauses
 
 
 def read(backend: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,11 @@ class TestProblems:
         assert "mine" in found.detail
         assert "request mine failed" in caplog.text
         assert "a secret" in caplog.text
+
+    def test_an_id_that_is_none_is_not_the_requests(self) -> None:
+        for sent in (b"", b"\xe9", b"a\tb", b"a" * 129):
+            response = ask("GET", "/nothing", headers={"x-request-id": sent})  # type: ignore[dict-item]
+            assert re.fullmatch("[0-9a-f]{32}", problem(response).request_id or "")
 
     def test_nobody_reads_the_answer_to_who_hung_up(self) -> None:
         response = ask("GET", "/gone")

@@ -64,12 +64,19 @@ def load_codec() -> TextCodec:
     return TextCodec.load(str(DEMO_MODEL))
 
 
-@given(st.text(st.characters(codec="utf-8"), max_size=80))
-def test_counts_of_tokens_add_up_to_their_text(text: str) -> None:
+@given(
+    st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n"), max_size=80), st.integers(0)
+)
+def test_counts_of_tokens_add_up_to_their_text(text: str, cut: int) -> None:
+    wanted = [len(text.encode()), len(text), len(text.split())]
     counts = count_text(text, load_codec().encode([text])[0].offsets)
     if len(counts):
-        assert counts.sum(axis=0).tolist() == [len(text.encode()), len(text), len(text.split())]
+        assert counts.sum(axis=0).tolist() == wanted
         assert (counts >= 0).all()
+    cut %= len(text) + 1  # a word that goes on counts once
+    pieces = (text[:cut], ""), (text[cut:], text[cut - 1 : cut] if cut else "")
+    found = [count_text(piece, [(0, len(piece))], before) for piece, before in pieces]
+    assert sum(counts.sum(axis=0) for counts in found).tolist() == wanted
 
 
 def check_pieces(codec: TextCodec, text: str, cuts: list[int]) -> None:

@@ -13,6 +13,7 @@ from logsteer import Client, InvalidRequestError
 from logsteer.errors import APIError, ConflictError, NotFoundError
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.engines.fake import fake_activations
+from logsteer_server.stores.formats.vector_file import read_file
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
@@ -100,6 +101,8 @@ def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> No
 def test_files_of_other_programs_go_up(client: Client) -> None:
     card = client.vectors.put("theirs", FILES / "repeng.gguf")
     assert (card.layers, card.about.format, card.about.model_hint) == ([1, 2, 3], "gguf", "llama")
+    again = read_file(client.vectors.download("theirs", format="gguf"))
+    assert (again.format, again.model_hint) == ("gguf", "llama"), "as it came"
 
 
 def test_what_torch_saved_is_refused_with_what_to_do(http: httpx.Client) -> None:
