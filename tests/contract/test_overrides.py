@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
-from logsteer_server.contract.jobs import GenerateJob, JobFailure, Policy, ScoreJob
+from logsteer_server.contract.jobs import (
+    CheckOverrideJob,
+    CheckOverrideOutput,
+    GenerateJob,
+    JobFailure,
+    Policy,
+    ScoreJob,
+)
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Site, SteeringPlan
 from tests.conftest import DEMO_MODEL

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from logsteer_server.contract.check_jobs import CheckOverrideJob
-from logsteer_server.contract.jobs import GenerateJob, GradientJob, JobFailure
+from logsteer_server.contract.jobs import CheckOverrideJob, GenerateJob, GradientJob, JobFailure
 from logsteer_server.contract.parameters import Adapter, Direction
 from logsteer_server.contract.plan import Site, SteeringPlan
 from tests.conftest import DEMO_MODEL

@@ -8,6 +8,7 @@ vocabulary, L layers, D width of an activation.
 import hashlib
 import secrets
 import struct
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, astuple, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -439,3 +440,42 @@ class GradientOutput(Output):
     gradients: tuple[Scores, ...] = ()
     directional: Scores | None = None
     attributions: Scores | None = None
+
+
+def _no_tokens() -> Ids:
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOverrideJob(Job):
+    """The shape of each tensor of a direction, to be compared with the model's parameters."""
+
+    tokens: Ids = field(default_factory=_no_tokens, init=False)
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What the job needs of an engine."""
+        return ("override",)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOverrideOutput(Output):
+    """The direction fits: it moves so many of the model's so many numbers."""
+
+    moved: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAdapterJob(Job):
+    """An adapter that is to be loaded, to see whether it fits the model."""
+
+    tokens: Ids = field(default_factory=_no_tokens, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAdapterOutput(Output):
+    """The adapter fits: it changes so many of the model's weights."""
+
+    updated: int

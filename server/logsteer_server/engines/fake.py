@@ -12,14 +12,12 @@ import numpy as np
 
 from logsteer.schemas import Column
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.check_jobs import (
+from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
+from logsteer_server.contract.jobs import (
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
     CheckOverrideOutput,
-)
-from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import (
     Feature,
     GenerateJob,
     GenerateOutput,

@@ -13,18 +13,19 @@ from logsteer_server.api.dependencies import (
     StoreThreadsDep,
 )
 from logsteer_server.api.respond import answer, run_within
-from logsteer_server.api.routes.forms import describe_form, open_form
 from logsteer_server.api.routes.resources import (
     ADAPTER_RESOURCE,
     OVERWRITE,
     READ_BYTES,
     UploadLimit,
+    describe_form,
     make_router,
+    open_form,
     open_upload,
     store_upload,
     take_turn,
 )
-from logsteer_server.contract.check_jobs import CheckAdapterJob, CheckAdapterOutput
+from logsteer_server.contract.jobs import CheckAdapterJob, CheckAdapterOutput
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter

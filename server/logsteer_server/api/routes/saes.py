@@ -9,12 +9,13 @@ from logsteer.schemas.saes import SaeQuery
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import SaesDep, SettingsDep, StoreThreadsDep
 from logsteer_server.api.respond import answer, run_within
-from logsteer_server.api.routes.forms import describe_form, open_form
 from logsteer_server.api.routes.resources import (
     READ_BYTES,
     SAE_RESOURCE,
     UploadLimit,
+    describe_form,
     make_router,
+    open_form,
     open_upload,
     store_upload,
     take_turn,

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.check_jobs import (
+from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
+from logsteer_server.contract.jobs import (
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
-)
-from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import (
     GenerateJob,
     GradientJob,
     Job,

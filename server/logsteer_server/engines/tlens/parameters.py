@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from logsteer_server.contract.check_jobs import CheckOverrideOutput
+from logsteer_server.contract.jobs import CheckOverrideOutput
 from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.numerics.lora import (

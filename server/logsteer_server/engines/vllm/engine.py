@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.check_jobs import CheckAdapterJob, CheckAdapterOutput
 from logsteer_server.contract.engine import (
     DeviceMemory,
     EngineInfo,
@@ -16,7 +15,16 @@ from logsteer_server.contract.engine import (
     EngineSpec,
 )
 from logsteer_server.contract.finite import find_failure, is_finite
-from logsteer_server.contract.jobs import GenerateJob, Job, JobFailure, JobResult, Output, ScoreJob
+from logsteer_server.contract.jobs import (
+    CheckAdapterJob,
+    CheckAdapterOutput,
+    GenerateJob,
+    Job,
+    JobFailure,
+    JobResult,
+    Output,
+    ScoreJob,
+)
 from logsteer_server.engines.failures import describe_error
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import (
