@@ -129,6 +129,15 @@ BARS = (
         for model in TLENS_MODELS
         for batch in (1, 8, 32)
     ),
+    bar_ratio(
+        "patching", "5 layers x 20 tokens patched, against a loop over `run_with_hooks`",
+        "/patch on vLLM over HTTP / loop over run_with_hooks, TransformerLens, one thread",
+        least=10,
+    ),
+    Bar(
+        "patching", "the same, largest difference in nats",
+        ("figures", "largest difference, nats"), most=1e-4,
+    ),
     Bar(
         "start", "a start that finds its caches filled, seconds to the first answer",
         ("figures", "s to the first answer"), most=6,

@@ -30,6 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 from bench import (
     harness,
     http_process,
+    patching,
     replicas,
     sampling,
     score_file,
@@ -83,6 +84,7 @@ BENCHMARKS = {
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
+    "patching": Benchmark(patching.compare_patching, runs=5),
     "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "http_cpu": in_directory(http_process.measure_cpu),

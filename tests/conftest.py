@@ -192,8 +192,8 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "parity": lambda _: uncached(
         vllm_model("vllm", hooks=HOOKS), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
     ),
-    "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2)),
-    "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2)),
+    "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
+    "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(
         vllm_model("demo", adapter_slots=2, adapter_rank=8), max_upload_bytes=2**22

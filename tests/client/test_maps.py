@@ -30,6 +30,7 @@ def patch_answer(direction: str) -> PatchAnswer:
     result = {
         "clean": -1.0, "corrupted": -5.0, "layers": [[0, 1, 2], [4]], "positions": [2, 5],
         "tokens": [" Spain", " is"], "matrix": [[-2.0, -5.0], [None, -6.0]],
+        "boundary": "exact",
     }  # fmt: skip
     about = {"hook": "resid_post", "metric": "logprob", "direction": direction}
     return PatchAnswer.model_validate({**ANSWER, **about, "results": [result]})

@@ -7,12 +7,13 @@ cut up, and running requests are thrown out of the cache in the middle of theirs
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
-from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -42,7 +43,9 @@ SLOTS = 3
 
 
 def make_plans(width: int) -> list[SteeringPlan]:
-    """A plan for each kind of positions, each with sites of its own."""
+    """A plan for each kind of positions, each with sites of its own, and one whose vectors have
+    positions of their own.
+    """
     rng = np.random.default_rng(6)
 
     def draw(norm: float) -> np.ndarray:
@@ -62,7 +65,12 @@ def make_plans(width: int) -> list[SteeringPlan]:
             Positions("predicting"), Positions("slices", ((3, 9), (40, 90))),
         ])
     ]  # fmt: skip
-    return [*plain, *make_read_plans(draw)]
+    inside = Site(1, "attn_out", draw(2.0)), Site(3, "mlp_out", None, (ResidualOp(draw(1.0)),))
+    apart = [
+        SteeringPlan(inside[:1], Positions("slices", ((30, 50),))),
+        SteeringPlan(inside[1:], Positions("every", number=2)),
+    ]
+    return [*plain, *make_read_plans(draw), replace(apart[0], more=(apart[1],))]
 
 
 def make_read_plans(draw: Callable[[float], np.ndarray]) -> list[SteeringPlan]:
@@ -85,9 +93,8 @@ def make_capture(number: int, ids: np.ndarray, plans: list[SteeringPlan]) -> Cap
     read: CaptureRead = ("mean", "each", "last")[number % 3]  # type: ignore[assignment]
     where = Positions("slices", ((3, 9), (30, 35))) if number % 2 else Positions()
     plan = plans[number % len(plans)] if number > 3 else None
-    return CaptureJob(
-        ids, (0, 3) if number % 2 else (4, 1, 2), read=read, positions=where, plan=plan
-    )
+    layers, hook = (0, 3) if number % 2 else (4, 1, 2), HOOKS[number % len(HOOKS)]
+    return CaptureJob(ids, layers, hook, read, where, plan=plan)
 
 
 def make_jobs(vocab: int, width: int) -> list[Job]:
@@ -218,7 +225,7 @@ def main() -> None:
     engine = start_vllm(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
                    max_model_len=320, memory="2MiB", capture_bytes=CAPTURE_BYTES,
-                   engine_args=args)
+                   steering_slots=SLOTS, hooks=HOOKS, engine_args=args)
     )  # fmt: skip
     children_s, own_s = (
         used.ru_utime + used.ru_stime

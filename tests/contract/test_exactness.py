@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logsteer import APIError, Client
+from logsteer.extras.activations import Activations
 from logsteer.schemas import ScoredTarget
 from logsteer_server.contract.captures import CaptureJob
 from tests.conftest import (
     DEMO_MODEL,
+    HOOKS,
     SHARED,
     STORIES_MODEL,
     needs_shared,
@@ -255,6 +257,25 @@ def test_two_ranks_say_what_one_says(
     server = request.getfixturevalue(f"{split}_server")
     with Client(server.url, timeout=300) as client:
         compare_ranks(vllm_client, client, split)
+        compare_points(client)
+
+
+def compare_points(client: Client) -> None:
+    """Every point of layers of both stages is what transformers has there, read and steered."""
+    hooked, wave = HookedReference(DEMO_MODEL), torch.tensor(WAVE)
+    ids = np.random.default_rng(6).integers(10, 1400, 40).tolist()
+    context, target = ids[:30], ids[30:]
+    item = {"context_ids": context, "target_ids": [target]}
+    for hook in HOOKS:
+        wanted_LTD = hooked.activations(ids, hook)
+        read = client.activations([{"token_ids": ids}], [1, 4], hook=hook, read="each")
+        assert isinstance(read, Activations)
+        for layer in (1, 4):
+            assert np.abs(read[0].layers[layer] - wanted_LTD[layer]).max() < PER_TOKEN
+            steering = {"vectors": [{"data": {str(layer): WAVE}, "hook": hook}]}
+            answer = client.logprob([item], steering=steering, cache=False)
+            wanted = hooked.logprobs(context, target, lambda x: x + wave, "all", layer, hook)
+            assert differ(answer.results[0].targets[0].logprobs, wanted) < PER_TOKEN
 
 
 def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = "two") -> None:
@@ -348,8 +369,9 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
     assert {job.read for job in captures.values() if job.plan is None} == {"each", "last", "mean"}
     for index, job in captures.items():
         if job.plan is None:
-            streams_LTD = hooked.activations(job.tokens.tolist())[list(job.layers)][:, job.places]
-            wanted = streams_LTD.mean(1) if job.read == "mean" else streams_LTD
+            found_LTD = hooked.activations(job.tokens.tolist(), job.hook)
+            read_LTD = found_LTD[list(job.layers)][:, job.places]
+            wanted = read_LTD.mean(1) if job.read == "mean" else read_LTD
             assert differ(alone[str(index)], wanted.ravel().tolist()) < PER_TOKEN
 
 

@@ -140,6 +140,14 @@ def test_contexts_of_unequal_length_are_aligned(client: Client, patched: Patched
         assert found == pytest.approx(sums[0], abs=PER_TOKEN)
 
 
+def test_a_target_that_shares_a_token_with_its_context_is_reported(vllm_client: Client) -> None:
+    merged = {"context": "She was hap", "targets": ["py."]}
+    pairs = [{**PAIR, "corrupted": PAIR["clean"]}, {"clean": merged, "corrupted": merged}]
+    found = vllm_client.patch(pairs, layers=[[1]]).results
+    assert [result.boundary for result in found] == ["exact", "merged"]
+    assert found[1].tokens == ["<s>", "S", "he", " was", " happy"]
+
+
 @pytest.mark.parametrize(
     ("pair", "options", "param", "message"),
     [

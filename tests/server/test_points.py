@@ -80,6 +80,9 @@ NOT_ADDED = "what attention and MLP put out is not what the layer adds to the st
         (USUAL, parallel, {"resid_mid": ONCE}, {}),
         ("input_layernorm self_attn mlp", lambda b, x: x + b.self_attn(x) + b.mlp(x),
          {"resid_mid": "no such activation was found in layer 0"}, {}),
+        # A rank of two has its part of each, and the sum of all is added.
+        (USUAL, lambda b, x: x + 2 * (parallel(b, x) - x),
+         {"resid_mid": ONCE, "attn_out": NOT_ADDED, "mlp_out": NOT_ADDED}, {}),
         (USUAL, scaled, {"attn_out": "what is put out is added to the stream times 0.5"}, {}),
         (USUAL, copied, {}, {"resid_mid": ONCE}),
         (USUAL, gated, {"resid_mid": ONCE, "attn_out": NOT_ADDED, "mlp_out": NOT_ADDED}, {}),

@@ -15,7 +15,7 @@ from logsteer.schemas.common import (
     RequestOptions,
 )
 from logsteer.schemas.interventions import AppliedParameters, ParameterFields
-from logsteer.schemas.logprob import Boundary, LogprobItem
+from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.steering import HOOK, HookName
 from logsteer.schemas.views import Plotted, Tabled
 
@@ -94,6 +94,10 @@ class PatchResult(Tabled):
     positions: list[int] = Field(description="Of the tokens that are patched.")
     tokens: list[str] = Field(description="Their text, as the patched run has them.")
     matrix: list[list[Float]] = Field(description="By set of layers, by position.")
+    boundary: BoundaryFinding = Field(
+        description="`merged` where the context's own tokens are not a prefix of the joint tokens, "
+        "of any target of either run."
+    )
     truncated_tokens: int = Field(
         default=0,
         description="Leftmost tokens that were dropped to fit, of the context that lost more; "

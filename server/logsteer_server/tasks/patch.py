@@ -271,12 +271,14 @@ class PatchTask(BodyTask[PatchRequest]):
         unpatched = {name: measure(name) for name in ("clean", "corrupted")}
         matrix = [[measure(self._base) for _ in pair.positions] for _ in layer_sets]
         ids = pair.runs[self._base].context
+        findings = {target.finding for run in pair.runs.values() for target in run.targets}
         return {
             **unpatched,
             "layers": layer_sets,
             "positions": pair.positions,
             "tokens": [self.codec.piece(int(ids[position])) for position in pair.positions],
             "matrix": matrix,
+            "boundary": "merged" if "merged" in findings else "exact",
             "truncated_tokens": max(run.targets[0].truncated for run in pair.runs.values()),
         }
 
