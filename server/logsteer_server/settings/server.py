@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from logsteer.schemas.faults import explain
 from logsteer_server.settings.model import ModelSettings
 
 
@@ -338,7 +339,8 @@ def load_settings(
     try:
         settings = parse_settings(document, Path() if config is None else config.parent)
     except ValueError as error:
-        raise ConfigurationError(f"{config or 'settings'}: {error}") from error
+        reason = explain(error, Settings) if isinstance(error, ValidationError) else error
+        raise ConfigurationError(f"{config or 'settings'}: {reason}") from None
     given = {name: value for name, value in overrides.items() if value is not None}
     return settings.model_copy(update=given)
 
