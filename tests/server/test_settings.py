@@ -86,6 +86,8 @@ def test_a_model_without_a_file(name: str, model_id: str) -> None:
 
 
 def test_the_demo_without_a_file() -> None:
+    (model,) = load_settings(None, name_model("demo", "transformer_lens")).models
+    assert model.memory is None  # which that engine refuses
     (model,) = load_settings(None, name_model("demo")).models
     assert (Path(model.path) / "model.safetensors").is_file()
     with pytest.raises(ConfigurationError, match="serve MODEL or --demo"):

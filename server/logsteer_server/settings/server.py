@@ -305,7 +305,9 @@ def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
     usual = "vllm" if find_spec("vllm") else "transformer_lens"
     model: dict[str, Any] = {"id": name, "path": name, "engine": engine or usual}
     if name == "demo":
-        model |= {"path": str(DEMO), "dtype": "float32", "memory": "512MiB", "compile": False}
+        model |= {"path": str(DEMO), "dtype": "float32", "compile": False}
+        if model["engine"] == "vllm":
+            model["memory"] = "512MiB"
     else:
         # As its own maker calls it: what of the name an id may hold.
         model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name) or "model"
