@@ -178,9 +178,7 @@ def _name_path(request: Request) -> str:
             and isinstance(route, Route)
             and route.matches(scope)[0] is Match.FULL
         ):
-            return (
-                f"There is no {path} here; send this to {scope['path']}, without a slash behind it."
-            )
+            return f"There is no {path} here; send this to {scope['path']}, without the slash."
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     close = difflib.get_close_matches(path[:MAX_NAME], known, 1)
     meant = f"did you mean {close[0]}? " if close else ""

@@ -20,7 +20,7 @@ from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
-WRONG_KEY = "The key that was sent is none of this server's: it is mistyped, or was removed."
+WRONG_KEY = "The key that was sent is not one of this server's: it is mistyped or was removed."
 UNAUTHORIZED = "This server asks for a key: send the header Authorization: Bearer <key>."
 
 
