@@ -54,6 +54,7 @@ class ScoringProgress(_Bars):
         size = _size(source)
         self._sent = self._progress.add_task("sending", total=size, note="")
         self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
+        self._tokens = 0
         # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
         self.source = source
         if size is not None:
@@ -65,13 +66,15 @@ class ScoringProgress(_Bars):
         if isinstance(event, StreamStart):
             self._progress.start_task(self._scored)
             return
-        count = f"{event.windows_done}/{event.windows_total or '?'}"
+        self._tokens += event.window.num_scored
+        elapsed = self._progress.tasks[self._scored].elapsed
+        rate = f"  {self._tokens / elapsed:,.0f} tokens/s" if elapsed else ""
         perplexity = "" if event.perplexity is None else f"  perplexity {event.perplexity:.4g}"
         self._progress.update(
             self._scored,
             completed=event.windows_done,
             total=event.windows_total,
-            note=f"{count} windows{perplexity}",
+            note=f"{self._tokens:,} tokens{rate}{perplexity}",
         )
 
 

@@ -84,13 +84,13 @@ class AsyncClient(AsyncClientMethods):
     request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
     buffers, which suits large answers.
 
-    ================  ============================================================================
-    `score`           targets after one context: which is most probable, and by how much
-    `logprob`         many contexts, each with targets, ids or messages; every token, every option
-    `get_log_prob`    every prompt with every target, as flat records: for pandas, and older scripts
-    `diagnostics`     `logprob` with all columns and their aggregates: what a sampling policy saw
-    `perplexity`      whole texts of any length, by a window protocol
-    ================  ============================================================================
+    | method | scores |
+    |---|---|
+    | `score` | targets after one context: which is most probable, and by how much |
+    | `logprob` | many contexts, each with targets, ids or messages; every token, every option |
+    | `get_log_prob` | every prompt with every target, flat records: for pandas and older scripts |
+    | `diagnostics` | `logprob` with all columns and their aggregates: what a sampling policy saw |
+    | `perplexity` | whole texts of any length, by a window protocol |
     """
 
     def __init__(

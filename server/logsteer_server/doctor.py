@@ -4,7 +4,6 @@ A line for each thing that is looked at, with a verdict. Nothing is started, and
 is imported. Exit status 0: nothing is wrong; 1: something is; 2: the configuration is unusable.
 """
 
-import argparse
 import os
 import platform
 import secrets
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from logsteer.cli.usage import Parser
 from logsteer.errors import APIError
 from logsteer_server import __version__
 from logsteer_server.engines.needs import ModelNeeds, estimate
@@ -45,7 +45,7 @@ class MachineFinding:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="logsteer-server doctor",
         description="Look at this machine: GPUs, memory, cores, ports, disk, and what each "
         "configured model would need. Nothing is started.",

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import get_args
 
 import uvicorn
 from starlette.datastructures import State
 from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
+from logsteer.cli.usage import Parser
 from logsteer.errors import APIError
-from logsteer.schemas import EngineKind
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import Drain
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
+from logsteer_server.engines.weights import check_path
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
     check_exposure,
@@ -60,7 +60,7 @@ sends costs a request."""
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
         epilog="Commands: `logsteer-server keys --help`, `logsteer-server doctor --help`.",
@@ -71,7 +71,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     models.add_argument("--demo", action="store_true", help="serve the demo model")
     models.add_argument("--config", type=Path, help="YAML file that lists the models")
-    parser.add_argument("--engine", choices=get_args(EngineKind), help="engine of MODEL or --demo")
+    parser.add_argument(
+        "--engine", choices=("vllm", "transformer_lens"), help="engine of MODEL or --demo"
+    )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument(
@@ -127,6 +129,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _read_settings(arguments: argparse.Namespace) -> Settings:
     """Read what the command line names. Errors: ConfigurationError."""
+    try:
+        check_path(arguments.model or "")
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
     settings = load_settings(
         arguments.config,
         name_model("demo" if arguments.demo else arguments.model, arguments.engine),

@@ -133,13 +133,14 @@ def test_progress_goes_to_stderr(
     assert run(Script(event_stream(PERPLEXITY_EVENTS)), "perplexity", str(path), "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["model"] == "demo"
-    assert "2/2 windows" in err and "perplexity 1.65" in err
+    assert "4 tokens" in err and "tokens/s" in err and "perplexity 1.65" in err
 
 
 @pytest.mark.parametrize(
     ("argv", "document"),
     [
         (["models"], MODELS),
+        (["models", "list"], MODELS),
         (["score", "a", "b", "c"], SCORES),
         (["tokenize", "a"], TOKENS),
     ],

@@ -72,6 +72,8 @@ NAMED = [
     ("logprob", {"items": [{"targets": "b"}]}, "items[0].targets", "must be a list"),
     ("logprob", {"items": [{"context": "a", "targets": ["b"], "choices": []}]},
      "items[0].choices", "send `targets`."),
+    ("logprob", {"items": [{"prompt": "a", "targets": ["b"]}]}, "items[0].prompt", "`context`"),
+    ("logprob", {"context": "a", "targets": ["b"]}, "context", "send `items[].context`"),
     ("logprob", {"items": [{"context": "a", "targets": ["b"]}], "columns": ["entropi"]},
      "columns[0]", "must be 'logprob', 'rank', "),
     ("activations", {"items": ["a", 3], "layers": [0]}, "items[1]", "must be a text or an object"),
@@ -81,6 +83,8 @@ NAMED = [
      "must be a whole number"),
     ("steer", {"prompts": ["a"], "steering": {"vectors": [{"name": "no/name!"}]}},
      "steering.vectors[0].name", "must begin with a letter"),
+    ("steer", {"prompts": ["a"], "steering": {"vectors": [{"data": {"blocks.0.hook_out": [1.0]}}]}},
+     "steering.vectors[0].data.blocks.0.hook_out", "number of a layer, such as 0; `hook` names"),
 ]  # fmt: skip
 
 

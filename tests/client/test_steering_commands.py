@@ -202,6 +202,7 @@ def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> No
     lines = [line.split() for line in out.splitlines()]
     assert ["steered", "unsteered"] in lines
     assert ["glad", "0", "sad", "0"] in lines and ["glad", "1", "sad", "1"] in lines
+    assert max(map(len, out.splitlines())) < 200, "a pipe gets lines as long as what they say"
     assert "steered 5 tokens" in out
     assert sent(server)["baseline"] is True
 

@@ -46,7 +46,8 @@ def test_a_relative_path_is_meant_beside_the_file_where_it_exists(tmp_path: Path
         (MINIMAL + "modles: 1\n", "modles"),
         ("models:\n  - {id: a, path: x, tensor_paralel: 2}\n", "tensor_paralel"),
         ("models:\n  - {id: a, path: x}\n  - {id: a, path: y}\n", "must differ"),
-        ("models:\n  - {id: 'a b', path: x}\n", "pattern"),
+        ("models:\n  - {id: 'a b', path: x}\n", "letter or digit"),
+        (MINIMAL + "limits_url: localhost\n", "redis://"),
         (MINIMAL + "port: 99999\n", "65535"),
         ("models:\n  - {id: a, path: x, dtype: float64}\n", "transformer_lens"),
     ],
@@ -61,6 +62,18 @@ def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "a (vllm)" in capsys.readouterr().out
     assert main(["--config", str(tmp_path / "none.yaml"), "--check"]) == 2
     assert "none.yaml" in capsys.readouterr().err
+    assert main(["/no/such"]) == 2
+    assert "/no/such: no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"]])
+def test_wrong_usage_is_two_lines(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--confg"])
+    name = " ".join(["logsteer-server", *command])
+    assert capsys.readouterr().err == (
+        f"error: unknown: --confg\ndid you mean --config? See {name} --help\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,6 +86,8 @@ def test_a_model_without_a_file(name: str, model_id: str) -> None:
 
 
 def test_the_demo_without_a_file() -> None:
+    (model,) = load_settings(None, name_model("demo", "transformer_lens")).models
+    assert model.memory is None  # which that engine refuses
     (model,) = load_settings(None, name_model("demo")).models
     assert (Path(model.path) / "model.safetensors").is_file()
     with pytest.raises(ConfigurationError, match="serve MODEL or --demo"):

@@ -23,7 +23,8 @@ from logsteer.cli.perplexity import add_perplexity
 from logsteer.cli.score_file import add_score_file
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.terminal import Command, Parser, add_examples
+from logsteer.cli.terminal import Command, add_examples
+from logsteer.cli.usage import Parser
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import (

@@ -107,10 +107,8 @@ def _draw_completions(result: PromptCompletions, is_steered: bool) -> Table:
 
 
 def _draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    """Draw texts in columns of equal width, a remark under each."""
-    table = Table(box=box.SIMPLE_HEAD, show_lines=len(rows) > 1, expand=True)
-    for head in heads:
-        table.add_column(head, ratio=1)
+    """Draw texts in columns, a remark under each."""
+    table = Table(*heads, box=box.SIMPLE_HEAD, show_lines=len(rows) > 1)
     for row in rows:
         cells = ((Text(escape_controls(text)), f"\n{note}") for text, note in row)
         table.add_row(*(text.append(note, "dim") for text, note in cells))

@@ -33,6 +33,9 @@ def add_model_commands(parser: argparse.ArgumentParser, common: argparse.Argumen
     add_examples(parser, EXAMPLES)
     add_output_options(parser, ModelList)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    listing = commands.add_parser("list", parents=[common], help="what is resident, as without it")
+    add_examples(listing, "\n  logsteer models list\n")
+    add_output_options(listing, ModelList)
     for name, text in _CHANGES.items():
         one = commands.add_parser(name, parents=[common], help=text, description=text)
         add_examples(one, f"\n  logsteer models {name} demo --wait 600\n")

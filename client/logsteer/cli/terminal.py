@@ -1,13 +1,11 @@
 """What every command of the command line does with its arguments and its answer."""
 
 import argparse
-import difflib
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -24,37 +22,6 @@ STDIN = "-"
 
 PIPE_COLUMNS = 100_000
 """Of what is no terminal: nothing is cut or broken there."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that tells wrong usage in two lines: what is wrong, and what may have been meant.
-
-    A value such as -4,4 is not an option.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d.*")
-        self._words: list[str] = []
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of one command, and leave none unread."""
-        self._words = list(args or [])
-        found, unread = super().parse_known_args(args, namespace)
-        if unread:
-            self.error(f"unknown: {' '.join(unread)}")
-        return found, unread
-
-    def error(self, message: str) -> NoReturn:
-        """Tell what is wrong, and what comes nearest to a word that is not known; exit with 2."""
-        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        options = list(self._option_string_actions)
-        flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-        wrong = next((f for f in flags if not any(o.startswith(f) for o in options)), "")
-        known = re.findall(r"[^\s',]+", choice[2]) if choice else options
-        near = difflib.get_close_matches(choice[1] if choice else wrong, known, 1, 0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        self.exit(2, f"error: {message}\n{hint}See {self.prog} --help\n")
 
 
 class TerminalConsole(Console):

@@ -164,7 +164,10 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
 
 def _parse_weight(text: str) -> tuple[str, float]:
     name, _, weight = text.partition("=")
-    return name, float(weight)
+    try:
+        return name, float(weight)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not VECTOR=WEIGHT, as in mood=0.5") from error
 
 
 def _combine(client: Client, arguments: argparse.Namespace) -> None:

@@ -82,6 +82,10 @@ class Activations(Sequence[ActivationsOfItem]):
             raise AnswerError(f"no file of /activations: {error}") from error
         self.file: Any = file
 
+    def __repr__(self) -> str:
+        rows = int(self.row_starts[-1])
+        return f"<Activations: {len(self)} texts, {rows} rows, layers {sorted(self.layers)}>"
+
     def __len__(self) -> int:
         return len(self.row_starts) - 1
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from logsteer.schemas.common import REFUSAL
 
@@ -23,6 +23,7 @@ FOREIGN: Mapping[str, str] = {
     "choices": "items[].targets",
     "coeff": "steering.vectors[].scale",
     "coefficient": "steering.vectors[].scale",
+    "context": "items[].context",
     "continuation": "items[].targets",
     "continuations": "items[].targets",
     "do_sample": "temperature",
@@ -43,7 +44,7 @@ FOREIGN: Mapping[str, str] = {
     "multiplier": "steering.vectors[].scale",
     "num_return_sequences": "n",
     "num_samples": "n",
-    "prompt": "prompts",
+    "prompt": "prompts|items[].context",
     "prompt_token_ids": "prompt_ids",
     "scaling_factor": "steering.vectors[].scale",
     "seqlen": "context_length",
@@ -52,23 +53,28 @@ FOREIGN: Mapping[str, str] = {
     "stop_strings": "stop",
     "strength": "steering.vectors[].scale",
     "target": "items[].targets",
+    "targets": "items[].targets",
     "text": "texts",
     "top_logprobs": "top",
     "until": "stop",
     "window_size": "context_length",
 }
-"""Fields of other libraries -> what the same is called here, and where it stands."""
+"""Fields of other libraries -> what the same is called here, and where it stands; | divides two."""
 _NOTES: Mapping[str, str] = {"do_sample": ", 0 for the most probable tokens"}
 
-_NAME = "must begin with a letter or a digit and have only letters, digits, `.`, `_` and `-`"
+_NAME = "must begin with a letter or digit and contain only letters, digits, `.`, `_` and `-`"
 PATTERNS: Mapping[str, str] = {
     r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$": f"{_NAME}, after `shared/` for one that all share",
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": _NAME,
+    r"^[A-Za-z0-9][A-Za-z0-9._:-]*$": _NAME.replace("`_`", "`_`, `:`"),
+    r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$": f"{_NAME.replace('`.`, ', '')}, at most 64",
+    r"^redis(s|\+unix)?://": "must begin with redis://, rediss:// or redis+unix://",
+    r"^[a-z][a-z0-9+.-]*://": "must be a URL",
     r"^[0-9a-f]{64}$": "must be a SHA-256, 64 digits of 0 to 9 and a to f",
-    r"^(0|[1-9][0-9]{0,5})$": "must be the number of a layer",
+    r"^(0|[1-9][0-9]{0,5})$": "must be the number of a layer, such as 0; `hook` names the hook",
     r"^[A-Za-z0-9_.]+$": "must be the name of a hook, such as resid_post",
 }
-"""What the patterns of schemas ask for."""
+"""What the patterns of schemas and settings ask for."""
 
 _KINDS: Mapping[str, str] = {
     "bool_parsing": "true or false", "bool_type": "true or false", "dict_type": "an object",
@@ -138,6 +144,12 @@ def describe_faults(
         yield _describe(nearest[0], kind)
 
 
+def explain(invalid: ValidationError, kind: type[BaseModel]) -> str:
+    """Return everything that is wrong with a message of this kind, in sentences."""
+    entries = invalid.errors(include_url=False, include_input=False)
+    return " ".join(fault.text for fault in describe_faults(entries, kind))
+
+
 def name_field(path: Sequence[int | str]) -> str | None:
     """Return `items[0].targets` for ("items", 0, "targets"); None for no path."""
     name = ""
@@ -186,8 +198,8 @@ def _describe(found: _Found, kind: type[BaseModel] | None) -> Fault:
     if given == "json_invalid":
         return Fault(field, f"{field or 'The body'} is not valid JSON: {context.get('error')}.")
     if given == "string_pattern_mismatch":
-        unknown = "has characters that are not allowed"
-        return Fault(field, _write(path, PATTERNS.get(context.get("pattern", ""), unknown)))
+        asked = PATTERNS.get(context.get("pattern", ""), "does not have the form that it needs")
+        return Fault(field, _write(path, asked))
     if noun := _find_kind(entry):
         return Fault(field, _write(path, f"must be {noun}"))
     if context.get("min_length") == 1:
@@ -201,8 +213,7 @@ def _suggest(path: Sequence[int | str], kind: type[BaseModel] | None) -> str:
     known = _list_fields(path[:-1], kind)
     if close := difflib.get_close_matches(name, known, 1):
         return f"did you mean `{close[0]}`?"
-    ours = FOREIGN.get(name)
-    if ours is not None:
+    for ours in FOREIGN.get(name, "").split("|"):
         own = ours.rpartition(".")[2]
         if own in known:
             return f"send `{own}`{_NOTES.get(name, '')}."

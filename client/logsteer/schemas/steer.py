@@ -157,7 +157,7 @@ class ContinuationAnswer(Answer, AppliedInterventions, Tabled):
 
     @property
     def texts(self) -> list[str]:
-        """The text of every completion, prompt by prompt, without baselines."""
+        """The text of every completion, prompt by prompt, without baselines; none of a problem."""
         return [one.text for result in self.results for one in result.completions]
 
     @property

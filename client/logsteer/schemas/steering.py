@@ -118,9 +118,11 @@ def _read_layers(data: Any) -> list[int] | Recommended | None:
     return data
 
 
-def _spell_keys(data: Any) -> Any:
-    """Return numbers of layers as JSON has them."""
-    return {str(key): data[key] for key in data} if isinstance(data, Mapping) else data
+def _spell_layers(data: Any) -> Any:
+    """Return numbers of layers, and numpy's and torch's vectors, as JSON has them."""
+    if not isinstance(data, Mapping):
+        return data
+    return {str(k): v.tolist() if hasattr(v, "tolist") else v for k, v in data.items()}
 
 
 class ClampBounds(Request):
@@ -146,7 +148,7 @@ class VectorReference(Request):
 
     name: VectorName | None = None
     sha256: Sha256 | None = None
-    data: Annotated[dict[LayerKey, list[Finite] | str] | None, BeforeValidator(_spell_keys)] = (
+    data: Annotated[dict[LayerKey, list[Finite] | str] | None, BeforeValidator(_spell_layers)] = (
         Field(
             default=None,
             min_length=1,

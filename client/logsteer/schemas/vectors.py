@@ -9,7 +9,16 @@ from typing import Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, TextOrTurns
-from logsteer.schemas.common import Answer, BosPolicy, ByLayer, Float, Index, Reply, Request
+from logsteer.schemas.common import (
+    Answer,
+    BosPolicy,
+    ByLayer,
+    Float,
+    Index,
+    Reply,
+    Request,
+    name_refusal,
+)
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 from logsteer.schemas.views import Plotted, Tabled
 
@@ -249,7 +258,7 @@ class TrainRequest(ChatFields):
     def _pairs_contrast(self) -> "TrainRequest":
         for index, pair in enumerate(self.pairs):
             if pair.positive == pair.negative:
-                raise ValueError(f"pairs[{index}]: positive and negative are the same")
+                raise name_refusal({f"pairs[{index}]": "positive and negative are the same"})
         return self
 
 

@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ReloadAnswer
+from logsteer.schemas.faults import explain
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
@@ -532,8 +533,7 @@ def _read_wait(exchange: Exchange) -> float:
     try:
         return WaitQuery.model_validate({"wait_s": exchange.get_query("wait_s") or 0}).wait_s
     except ValidationError as error:
-        detail = f"wait_s: {error.errors()[0]['msg']}."
-        raise api_error("invalid_request", detail, param="wait_s") from error
+        raise api_error("invalid_request", explain(error, WaitQuery), param="wait_s") from error
 
 
 def _refuse_lost(error: LostReplicaError) -> APIError:

@@ -11,15 +11,20 @@ HASHED_WHOLE = 8 * 2**30
 SAMPLE = 16 * 2**20
 
 
+def check_path(path: str) -> None:
+    """Refuse a path where nothing is, unless it may be a hub id. Errors: ValueError."""
+    if path.startswith((".", "/", "~")) and not Path(path).exists():
+        raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
+
+
 def locate_model(path: str) -> Path | str:
     """Return the directory of a checkpoint, given by its path or by a hub id.
 
-    A hub id that the hub's cache lacks is downloaded. Errors: ValueError for a path that is none.
+    A hub id that the hub's cache lacks is downloaded. Errors: ValueError as `check_path`.
     """
+    check_path(path)
     if Path(path).exists():
         return Path(path)
-    if path.startswith((".", "/", "~")):
-        raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

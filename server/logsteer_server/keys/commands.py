@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from logsteer.cli.usage import Parser
 from logsteer.schemas import SCOPES, KeyScope
+from logsteer.schemas.faults import explain
 from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.keys.entries import (
     KeyEntry,
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="logsteer-server keys",
         description="Change the file that the setting key_file names. A running server takes the "
         "change at once.",
@@ -96,8 +98,7 @@ def _add(arguments: argparse.Namespace) -> int:
             limits = KeyLimits(**{name: getattr(arguments, name) for name in names})
             entry, token = make_key(arguments.name, arguments.scope, limits, arguments.priority)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ConfigurationError(f"{first['loc'][0]}: {first['msg']}") from None
+            raise ConfigurationError(explain(error, KeyEntry)) from None
         keys.append(entry)
     return _show(token)
 

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from logsteer.schemas import KeyScope
+from logsteer.schemas.faults import explain
 from logsteer_server.contract.jobs import Priority
 from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.settings import ConfigurationError, Settings
@@ -125,11 +126,9 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     try:
         return KeyFile.model_validate_json(content).keys, found
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigurationError(
-            f"key_file: {path} is not a key file: {place}: {first['msg']}; "
-            "`logsteer-server keys add NAME --scope … --file FILE` writes one"
+            f"key_file: {path} is not a key file: {explain(error, KeyFile)} "
+            "`logsteer-server keys add NAME --scope … --file FILE` writes one."
         ) from None
 
 

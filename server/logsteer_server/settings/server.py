@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from logsteer.schemas.faults import explain
 from logsteer_server.settings.model import ModelSettings
 
 
@@ -308,7 +309,9 @@ def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
     usual = "vllm" if find_spec("vllm") else "transformer_lens"
     model: dict[str, Any] = {"id": name, "path": name, "engine": engine or usual}
     if name == "demo":
-        model |= {"path": str(DEMO), "dtype": "float32", "memory": "512MiB", "compile": False}
+        model |= {"path": str(DEMO), "dtype": "float32", "compile": False}
+        if model["engine"] == "vllm":
+            model["memory"] = "512MiB"
     else:
         # As its own maker calls it: what of the name an id may hold.
         model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name) or "model"
@@ -342,7 +345,8 @@ def load_settings(
     try:
         settings = parse_settings(document, Path() if config is None else config.parent)
     except ValueError as error:
-        raise ConfigurationError(f"{config or 'settings'}: {error}") from error
+        reason = explain(error, Settings) if isinstance(error, ValidationError) else error
+        raise ConfigurationError(f"{config or 'settings'}: {reason}") from None
     given = {name: value for name, value in overrides.items() if value is not None}
     return settings.model_copy(update=given)
 

@@ -84,7 +84,8 @@ def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
         TypeError,
         ValueError,
     ) as error:
-        detail = f"The model's chat template refuses these messages: {error!s:.400}."
+        reason = str(error)[:400].removesuffix(".")
+        detail = f"The model's chat template refuses these messages: {reason}."
         raise api_error("invalid_request", detail, param="messages") from error
     return str(text)
 
