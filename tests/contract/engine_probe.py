@@ -122,6 +122,12 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
                     ignore_eos=True, plan=plan)
         for n, plan in enumerate(plans[-4:])
     ]  # fmt: skip
+    jobs += [
+        GenerateJob(
+            shared[:60].astype(np.int32), 16, GREEDY, stop=("e",), ignore_eos=True, plan=plan
+        )
+        for plan in (None, plans[0])
+    ]
     return jobs
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.contract.jobs import GenerateJob, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import Probe, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.requests import RunningJob
 from logsteer_server.engines.vllm.slots import SteeringSlot
@@ -35,7 +35,7 @@ class RecordedCore:
             return []
         self.has_step = False
         ended, self.running = self.running, []
-        return [SimpleNamespace(request_id=request_id) for request_id in ended]
+        return [SimpleNamespace(request_id=request_id, finished=True) for request_id in ended]
 
 
 class RecordedRequests:
@@ -80,6 +80,31 @@ def test_what_needs_the_workers_is_read_before_the_next_step(overlaps: bool) -> 
         assert calls == ["end", "begin", "end", "collect 2", "begin", "collect 1"]
     else:
         assert calls == ["begin", "end", "collect 1", "collect 2"]
+
+
+HELD = SteeringSlot((1,), SteeringPlan(()))
+READ = SteeringPlan((), probes=(Probe(0, "resid_post", np.ones(1, np.float32)),), kept="all")
+
+
+@pytest.mark.parametrize(
+    ("job", "slot", "is_last", "waits"),
+    [
+        (JOB, SteeringSlot(), True, True),
+        (JOB, HELD, True, False),
+        (GenerateJob(JOB.tokens, 9), SteeringSlot(), True, True),
+        (GenerateJob(JOB.tokens, 9, stop=("x",)), SteeringSlot(), False, True),
+        (GenerateJob(JOB.tokens, 9), HELD, False, True),
+        (GenerateJob(JOB.tokens, 9), HELD, True, False),
+        (GenerateJob(JOB.tokens, 9, stop=("x",)), HELD, False, False),
+        (GenerateJob(JOB.tokens, 9, plan=READ), HELD, False, False),
+        (GenerateJob(JOB.tokens, 9), SteeringSlot(rows=range(2)), True, False),
+    ],
+)
+def test_a_result_waits_unless_the_workers_or_other_jobs_have_a_part_in_it(
+    job: Any, slot: SteeringSlot, is_last: bool, waits: bool
+) -> None:
+    running = RunningJob(0, job, RecordedRequests([]), slot, None)  # type: ignore[arg-type]
+    assert running.can_wait(SimpleNamespace(finished=is_last)) is waits
 
 
 def test_a_step_whose_jobs_were_all_cancelled_is_still_ended() -> None:

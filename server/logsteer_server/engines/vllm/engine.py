@@ -223,10 +223,12 @@ class VllmEngine:
             results += self._collect(outputs)
             self._admit()
             return results
-        results += self._collect([each for each in outputs if not each[0].is_in_its_output])
+        now = [(running, output) for running, output in outputs if not running.can_wait(output)]
+        later = [(running, output) for running, output in outputs if running.can_wait(output)]
+        results += self._collect(now)
         self._admit()
         self._vllm.begin_step()
-        return results + self._collect([each for each in outputs if each[0].is_in_its_output])
+        return results + self._collect(later)
 
     def _find_running(self, outputs: Sequence[Any]) -> list[tuple[RunningJob, Any]]:
         """Return outputs of a step with their jobs, without those that were cancelled."""

@@ -55,14 +55,19 @@ class RunningJob:
         return self.adapter and self.adapter.lora_request
 
     @property
-    def is_in_its_output(self) -> bool:
-        """Whether vLLM's output has all of the result, and the job holds nothing in the workers."""
-        return isinstance(self.job, ScoreJob) and not self.slot.numbers and self.adapter is None
-
-    @property
     def keeps_readings(self) -> bool:
         """Whether outputs have what the plan's probes read."""
         return self.job.plan is not None and self.job.plan.kept != "none"
+
+    def can_wait(self, output: Any) -> bool:
+        """Whether the next step may run while a result is made of this output.
+
+        Not where that asks the workers, or frees what other jobs wait for. Where it may end the job
+        at a stop string, one token more is drawn, and dropped; what steers would count that.
+        """
+        holds = bool(self.slot.numbers or self.slot.rows) or self.adapter is not None
+        may_end = output.finished or (isinstance(self.job, GenerateJob) and bool(self.job.stop))
+        return not (self.keeps_readings or (holds and may_end))
 
     @property
     def asks_prompt(self) -> bool:
