@@ -341,8 +341,8 @@ def load_settings(
     try:
         settings = parse_settings(document, Path() if config is None else config.parent)
     except ValueError as error:
-        reason = explain(error, Settings) if isinstance(error, ValidationError) else error
-        raise ConfigurationError(f"{config or 'settings'}: {reason}") from None
+        wrong = explain(error, Settings) if isinstance(error, ValidationError) else str(error)
+        raise ConfigurationError(f"{config or 'settings'}: {wrong}") from None
     given = {name: value for name, value in overrides.items() if value is not None}
     return settings.model_copy(update=given)
 
