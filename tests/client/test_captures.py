@@ -68,6 +68,7 @@ def test_activations_are_arrays_by_layer_and_by_text(call: Caller, tmp_path: Pat
     assert server.asked == [{"items": TEXTS, "layers": [1, 2], "read": "last"}]
     assert isinstance(found, Activations)
     assert found.layers[2].tolist() == [[2.0 * n] * WIDTH for n in range(1, 6)]
+    assert repr(found) == "<Activations: 5 texts, 5 rows, layers [1, 2]>"
     assert len(found) == 5
     assert found[3].layers[1].tolist() == [[4.0] * WIDTH]
     assert found[-1].token_ids.tolist() == [8, 9]

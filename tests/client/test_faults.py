@@ -83,6 +83,7 @@ NAMED = [
      "must be a whole number"),
     ("steer", {"prompts": ["a"], "steering": {"vectors": [{"name": "no/name!"}]}},
      "steering.vectors[0].name", "must begin with a letter"),
+    ("vectors.train", {"name": "m", "pairs": [["a", "b"], ["c", "c"]]}, "pairs[1]", "are the same"),
     ("steer", {"prompts": ["a"], "steering": {"vectors": [{"data": {"blocks.0.hook_out": [1.0]}}]}},
      "steering.vectors[0].data.blocks.0.hook_out", "number of a layer, such as 0; `hook` names"),
 ]  # fmt: skip

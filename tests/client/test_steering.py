@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from logsteer import AnswerError, InvalidRequestError, Steer
@@ -67,9 +68,9 @@ def test_steer(call: Caller) -> None:
             ],
         ),
         (Steer("mood", 4, layer=3), [{"name": "mood", "scale": 4, "layers": [3]}]),
-        (
-            {"vectors": [{"data": {3: [1.0]}, "scale": 2}]},
-            [{"data": {"3": [1.0]}, "scale": 2}],
+        *(
+            ({"vectors": [{"data": {3: data}, "scale": 2}]}, [{"data": {"3": [1.0]}, "scale": 2}])
+            for data in ([1.0], np.ones(1, np.float32))
         ),
     ],
 )

@@ -499,7 +499,7 @@ def test_the_file_holds_no_secret_and_is_its_owners(
                  str(path)]) == 2  # fmt: skip
     assert main(["keys", "revoke", "bob", "--file", str(path)]) == 2
     told = capsys.readouterr().err
-    for line in ("there is a key ANN", "name: ", "concurrency: ", f"{path} has no key bob"):
+    for line in ("there is a key ANN", "name must ", "concurrency must ", f"{path} has no key bob"):
         assert f"error: {line}" in told
     add = ["add", "eve", "--file", str(path), "--scope"]
     for wrong, why in (
