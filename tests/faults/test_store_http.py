@@ -73,7 +73,8 @@ def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
 @pytest.fixture(scope="module")
 def large(start_server: ServerFactory) -> Server:
     """A server with a vector of 32 MiB, and a small one."""
-    server = start_server({"models": [fake_model()], "max_pending_bytes": 768 * MIB})
+    model = fake_model(reads_files=True)  # so that it looks at adapters and overrides
+    server = start_server({"models": [model], "max_pending_bytes": 768 * MIB})
     numbers = np.random.default_rng(1).normal(size=(LARGE // 4 // 2**20, 2**20))
     content = LayerVectors(dict(enumerate(numbers, start=1))).content
     for name, data in (("large", content), ("small", VECTOR)):

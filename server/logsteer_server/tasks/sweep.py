@@ -179,11 +179,10 @@ class SweepTask(BodyTask[SweepRequest]):
     def _count_numbers(self) -> int:
         """Count the numbers of all vectors, at most: each setting has its own."""
         body, info = self._body, self.info
-        sets = body.layers or [list(range(info.num_layers))]
+        layers = sum(map(len, body.layers)) if body.layers else info.num_layers
         vectors = body.steering.vectors
         parts = MAX_PARTS if any(one.positions for one in vectors) else 1
-        a_scale = parts * len(vectors) * sum(map(len, sets)) * info.hidden_size
-        return len(body.scales) * a_scale
+        return len(body.scales) * layers * parts * len(vectors) * info.hidden_size
 
     def _plan(self) -> Steps[SweepPlan]:
         body, codec, info = self._body, self.codec, self.info
