@@ -106,6 +106,13 @@ BARS = (
         "steered_decoding", "unsteered decoding, steering compiled in, against stock vLLM",
         "unsteered, 64 slots / stock vLLM", least=0.97,
     ),
+    *(
+        Bar(
+            "host_time", f"ms of host time that a step waits for, {count} sequences, V1 runner",
+            ("figures", f"v1, {count} unsteered"), most=most,
+        )
+        for count, most in ((1, 0.3), (32, 0.5), (256, 2))
+    ),
     bar_ratio(
         "diagnostics", "generation with `log_q` and `rb_entropy` against without, vLLM",
         "vllm, log_q and rb_entropy / without diagnostics", least=0.92,

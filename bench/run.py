@@ -29,6 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from bench import (
     harness,
+    host_time,
     http_process,
     patching,
     replicas,
@@ -87,6 +88,7 @@ BENCHMARKS = {
     "patching": Benchmark(patching.compare_patching, runs=5),
     "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),
+    "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
     "score_file": in_directory(score_file.compare_with_loop),

@@ -21,9 +21,9 @@ def run_probe(module: str, *arguments: str, **environment: str) -> dict[str, Any
     return found
 
 
-def run_script(code: str, **environment: str) -> Any:
+def run_script(code: str, *arguments: str, **environment: str) -> Any:
     """What a script prints last, as JSON, in a process of its own."""
-    return _run(["-c", code], environment)
+    return _run(["-c", code, *arguments], environment)
 
 
 def _run(arguments: list[str], environment: dict[str, str]) -> Any:

@@ -56,6 +56,7 @@ PARTS = (
     | {
         f"speed-{row}": Part(f"Speed, {row}", "speed", row)
         for row in dict.fromkeys(bar.row for bar in BARS)
+        if row != "host_time"  # whose clock counts a GPU's own time, too
     }
 )
 

@@ -282,6 +282,17 @@ class TestArguments:
                 check_arguments({name: None})
             assert key in ModelSettings.model_fields
 
+    @pytest.mark.parametrize(
+        ("invariant", "on_cpu", "widens"),
+        [("0", False, True), ("1", False, False), ("0", True, False)],
+    )
+    def test_a_gpus_head_is_widened_where_that_stays_batch_invariant(
+        self, environment: pytest.MonkeyPatch, invariant: str, on_cpu: bool, widens: bool
+    ) -> None:
+        environment.setenv("VLLM_BATCH_INVARIANT", invariant)
+        args = engine_args(EngineSpec("m", "vllm", "p"), "p", on_cpu, 9)
+        assert args["additional_config"]["logsteer"]["widens_head"] is widens
+
     def test_anything_else_is_vllms_own(self) -> None:
         given = {"max_num_seqs": 7, "gpu_memory_utilization": 0.4, "kv_cache_dtype": "auto"}
         args = engine_args(EngineSpec("m", "vllm", "p", engine_args=given), "p", True, 9)

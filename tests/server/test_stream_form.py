@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from logsteer_server.engines.vllm import stream
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import Step
 from logsteer_server.engines.vllm.stream import (
@@ -64,7 +66,6 @@ class ToyModel:
 
 
 def find_form(model: ToyModel) -> str:
-    model.score(None)
     return find_stream_form(model.outputs, model.score, exact=True)
 
 
@@ -209,3 +210,38 @@ def test_layers_are_those_of_the_language_model_and_idle_steps_end_requests() ->
         [sys.executable, "-c", TOWERS], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("off", "dtype", "is_wrong"),
+    [
+        (1e-3, torch.float32, False), (0.1, torch.float32, True), (0.1, torch.bfloat16, False),
+        (2.0, torch.bfloat16, True), (float("nan"), torch.bfloat16, True),
+    ],
+)  # fmt: skip
+def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
+    monkeypatch: pytest.MonkeyPatch, off: float, dtype: torch.dtype, is_wrong: bool
+) -> None:
+    called: list[str] = []
+
+    def call(name: str, *_: Any) -> list[set[str]]:
+        called.append(name)
+        return [set()]
+
+    def score(*_: Any) -> np.ndarray:
+        return np.full(15, off if called[-1] == "end_stream_probe" else 0.0, np.float32)
+
+    monkeypatch.setattr(stream, "_score", score)
+    model = SimpleNamespace(
+        dtype=dtype, quantization=None, enforce_eager=False, get_vocab_size=lambda: 99
+    )
+    vllm: Any = SimpleNamespace(config=SimpleNamespace(model_config=model), call_workers=call)
+    if is_wrong:
+        with pytest.raises(ValueError, match="set compile: false"):
+            stream.ask_graphs(vllm)
+    else:
+        stream.ask_graphs(vllm)
+    assert called == ["begin_stream_probe", "end_stream_probe"]
+    model.enforce_eager = True
+    stream.ask_graphs(vllm)
+    assert len(called) == 2, "layers that run one by one are not compared"

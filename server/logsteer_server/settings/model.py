@@ -36,7 +36,7 @@ class ModelSettings(BaseModel):
     logits_dtype: Literal["auto", "float32"] = Field(
         "auto",
         description="Dtype of the output layer; auto: float32 in vLLM on GPUs unless the head is "
-        "quantised, else as the model.",
+        "quantised or VLLM_BATCH_INVARIANT is set, else as the model.",
     )
     tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
     devices: Literal["auto", "cpu"] | list[int] = Field(

@@ -117,9 +117,13 @@ def set_breakable_graphs(spec: EngineSpec, path: Path | str) -> None:
     architectures = json.loads(file.read_text()).get("architectures") if file.is_file() else None
     is_default = not default_breakable_cudagraph_architectures().isdisjoint(architectures or ())
     # For batch invariance vLLM asks for it where it has tuned tiles: everywhere is a superset.
-    is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0" and spec.compile
-    if is_default or is_invariant:
+    if is_default or (is_batch_invariant() and spec.compile):
         os.environ.setdefault(BREAKABLE, "1")
+
+
+def is_batch_invariant() -> bool:
+    """Return whether vLLM is asked for numbers that depend on no neighbour in a batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
 MAX_SOCKET_PATH = 107
@@ -184,7 +188,10 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
             "logsteer": {
                 "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
                 "steering": asdict(steering_size(spec)),
-                "widens_head": spec.logits_dtype == "auto" and not on_cpu,
+                # vLLM has no batch-invariant product of half precision that is kept in float32.
+                "widens_head": spec.logits_dtype == "auto"
+                and not on_cpu
+                and not is_batch_invariant(),
             }
         },
     }

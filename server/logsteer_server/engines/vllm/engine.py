@@ -42,7 +42,12 @@ from logsteer_server.engines.vllm.requests import (
     ScoreRequests,
 )
 from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
-from logsteer_server.engines.vllm.stream import UnknownStreamError, ask_points, ask_stream_form
+from logsteer_server.engines.vllm.stream import (
+    UnknownStreamError,
+    ask_graphs,
+    ask_points,
+    ask_stream_form,
+)
 from logsteer_server.imports import hold_collector
 
 LOAD_PARTS = 64
@@ -63,6 +68,7 @@ class VllmEngine:
             import_module(WORKER.rpartition(".")[0])
 
         self._vllm = VllmCore(spec, path)
+        ask_graphs(self._vllm)
         unsteerable, faults = self._ask_for_hooks(spec)
         info = describe(
             spec,

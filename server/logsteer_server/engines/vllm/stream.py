@@ -129,17 +129,17 @@ def find_stream_form(
     """Return where the residual stream of a model is, by what changes its scores.
 
     Args:
-        outputs: what its layers return, in the words of `describe_output`.
+        outputs: what its layers return, in the words of `describe_output`; `score` adds to it.
         score: returns the log-probabilities of a text under a change.
         exact: whether all is computed in float32.
 
     Errors: UnknownStreamError where neither form explains what was seen.
 
     """
+    plain_R = score(None)
     unknown = sorted(outputs - {"hidden", "hidden, residual"})
     if unknown or not outputs:
         raise UnknownStreamError(f"its layers return {', '.join(unknown) or 'nothing'}")
-    plain_R = score(None)
 
     def measure(change: Change) -> float:
         return float(np.abs(score(change) - plain_R).mean())
@@ -168,28 +168,35 @@ PROBE_TOKENS = 16
 def ask_stream_form(vllm: "VllmCore") -> StreamForm:
     """Return where the residual stream of a model is, and tell its workers.
 
-    It reads a text of PROBE_TOKENS tokens five times at most, outside compiled graphs. Errors:
+    It reads a text of PROBE_TOKENS tokens four times at most, outside compiled graphs. Errors:
     UnknownStreamError where the model gives none.
     """
     if reason := vllm.call_workers("find_scaled_stream")[0]:
         raise UnknownStreamError(reason)
-    model, ids = vllm.config.model_config, _draw_text(vllm)
     outputs: set[str] = set()
 
     def score(change: Change | None) -> npt.NDArray[np.float32]:
-        vllm.call_workers("begin_stream_probe", change)
-        try:
-            return _score(vllm, ids)
-        finally:
-            outputs.update(*vllm.call_workers("end_stream_probe"))
+        return _score_layers(vllm, change, outputs)
 
-    exact = str(model.dtype) == "torch.float32" and model.quantization is None
-    plain_R = score(None)
-    if not model.enforce_eager:
-        check_graphs(plain_R, _score(vllm, ids), exact=exact)
-    form = find_stream_form(outputs, score, exact=exact)
+    form = find_stream_form(outputs, score, exact=_is_exact(vllm))
     vllm.call_workers("set_stream_form", form)
     return form
+
+
+def ask_graphs(vllm: "VllmCore") -> None:
+    """Check a compiled model's graphs by the text of `ask_stream_form`, steered or not.
+
+    Errors: ValueError as `check_graphs`.
+    """
+    if not vllm.config.model_config.enforce_eager:
+        eager_R = _score_layers(vllm, None, set())
+        check_graphs(eager_R, _score(vllm, _draw_text(vllm)), exact=_is_exact(vllm))
+
+
+def _is_exact(vllm: "VllmCore") -> bool:
+    """Return whether all is computed in float32."""
+    model = vllm.config.model_config
+    return str(model.dtype) == "torch.float32" and model.quantization is None
 
 
 def ask_points(vllm: "VllmCore", form: StreamForm, hooks: Sequence[str]) -> dict[str, str]:
@@ -234,6 +241,17 @@ def check_graphs(
 def _draw_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
     vocab_size = vllm.config.model_config.get_vocab_size()
     return np.linspace(3, vocab_size - 1, PROBE_TOKENS).astype(np.int32)
+
+
+def _score_layers(
+    vllm: "VllmCore", change: Change | None, outputs: set[str]
+) -> npt.NDArray[np.float32]:
+    """Score the text by layers run one by one, under a change; add what they return, in words."""
+    vllm.call_workers("begin_stream_probe", change)
+    try:
+        return _score(vllm, _draw_text(vllm))
+    finally:
+        outputs.update(*vllm.call_workers("end_stream_probe"))
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
