@@ -136,14 +136,13 @@ def write_endpoints() -> str:
     """Return the page of all endpoints, with the fields of their requests."""
     schemas = {name: _merge_fields(endpoint) for name, endpoint in ENDPOINTS.items()}
     uses = Counter(field for fields in schemas.values() for field in fields.items())
-    shared = {
-        field
-        for field, count in uses.items()
-        if count > 1 and "description" in json.loads(field[1])
-    }
+    shared: dict[str, str] = {}  # of two schemas under one name the one that more endpoints take
+    for (field, schema), count in uses.most_common():
+        if count > 1 and "description" in json.loads(schema):
+            shared.setdefault(field, schema)
     rows, sections, plain = [], [], []
     for name, endpoint in ENDPOINTS.items():
-        own = dict(field for field in schemas[name].items() if field not in shared)
+        own = dict(field for field in schemas[name].items() if field not in shared.items())
         also = [field for field in schemas[name] if field not in own]
         what, key = f"`{endpoint.method} {endpoint.path}`", endpoint.scope or "none"
         if own:
@@ -163,7 +162,7 @@ def write_endpoints() -> str:
             f"A `Column` is one of {', '.join(f'`{name}`' for name in get_args(Column))}: see "
             "[Columns](scoring.md#columns).\n\n## Shared fields\n\nEach endpoint below names the "
             "groups and fields that it takes.\n\n",
-            *_write_shared(dict(shared)),
+            *_write_shared(shared),
             *sections,
             "## Without fields of their own\n\n",
             *tabulate(("endpoint", "does", "fields", "scope", "Python"), rows),
