@@ -25,7 +25,7 @@ export type Answer<M extends Method, P extends keyof paths> =
     : unknown;
 
 export interface Options {
-  /** What stands for `{name}` in the path. */
+  /** Values for `{name}` in the path. */
   path?: Record<string, string>;
   query?: Record<string, string>;
   signal?: AbortSignal;
@@ -37,6 +37,17 @@ export class ServerProblem extends Error {
     super(problem.detail);
     this.name = "ServerProblem";
   }
+}
+
+/** No answer has come: the server is away, or the connection to it was cut. */
+export class Unreachable extends Error {}
+
+/** Whether the last request had no answer. */
+export const isAway = signal(false);
+
+function lose(message: string): Unreachable {
+  isAway.value = true;
+  return new Unreachable(message);
 }
 
 const KEY = "logsteer-key";
@@ -99,19 +110,22 @@ async function readProblem(response: Response): Promise<ServerProblem> {
   });
 }
 
-async function send(
+/** Send a request and return the response. Throws ServerProblem; Unreachable; DOMException where aborted. */
+export async function send(
   method: Method,
   path: string,
   body: unknown,
   options: Options,
-  accept: string,
+  accept = "application/json",
 ): Promise<Response> {
   const query = new URLSearchParams(options.query).toString();
   const url = BASE + fill(path, options.path) + (query && `?${query}`);
   for (;;) {
     const headers: Record<string, string> = { Accept: accept };
+    const isForm = body instanceof FormData;
     const isFile = body instanceof Blob;
-    if (body !== undefined) {
+    // A form's type names its boundary, which the browser chooses.
+    if (body !== undefined && !isForm) {
       headers["Content-Type"] = isFile ? body.type || "application/octet-stream" : "application/json";
     }
     if (apiKey.value) headers.Authorization = `Bearer ${apiKey.value}`;
@@ -121,13 +135,14 @@ async function send(
       response = await fetch(url, {
         method: method.toUpperCase(),
         headers,
-        body: body === undefined ? undefined : isFile ? body : JSON.stringify(body),
+        body: body === undefined ? undefined : isFile || isForm ? body : JSON.stringify(body),
         signal: options.signal,
       });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
-      throw new Error("The server does not answer: is it still running?");
+      throw lose("The server does not answer: is it still running?");
     }
+    isAway.value = false;
     if (response.ok) return response;
     const problem = await readProblem(response);
     if (response.status !== 401) throw problem;
@@ -146,7 +161,7 @@ export async function call<M extends Method, P extends PathOf<M>>(
   body: Body<M, P>,
   options: Options = {},
 ): Promise<Answer<M, P>> {
-  const response = await send(method, path, body, options, "application/json");
+  const response = await send(method, path, body, options);
   return (await response.json()) as Answer<M, P>;
 }
 
@@ -156,7 +171,7 @@ export async function upload<P extends PathOf<"put">>(
   file: Blob,
   options: Options,
 ): Promise<Answer<"put", P>> {
-  return (await (await send("put", path, file, options, "application/json")).json()) as Answer<
+  return (await (await send("put", path, file, options)).json()) as Answer<
     "put",
     P
   >;
@@ -185,7 +200,7 @@ export async function stream<P extends PathOf<"post">>(
 
 const LOST =
   "The connection was lost before the answer was complete: the server may have been stopped. " +
-  "What had arrived is shown; run again for the whole answer.";
+  "What had arrived is shown.";
 
 async function readStream(
   response: Response,
@@ -199,7 +214,7 @@ async function readStream(
     else onEvent(event.name, event.data);
   }
   if (result !== null) return result.data;
-  throw new Error(LOST);
+  throw lose(LOST);
 }
 
 interface ServerEvent {
@@ -215,7 +230,7 @@ async function* readEvents(body: ReadableStream<Uint8Array>): AsyncGenerator<Ser
     for (;;) {
       const { done, value } = await reader.read().catch((error: unknown) => {
         if (error instanceof DOMException && error.name === "AbortError") throw error;
-        throw new Error(LOST);
+        throw lose(LOST);
       });
       if (done) return;
       rest += decoder.decode(value, { stream: true });

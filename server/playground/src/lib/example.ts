@@ -4,7 +4,7 @@ import { refreshVectors, type VectorCard } from "./vectors";
 
 export const EXAMPLE_NAME = "mood";
 
-/** The same stories twice: between them stands what the vector is to stand for. */
+/** The same stories twice: they differ in the vector's meaning. */
 const STORIES: [begin: string, happy: string, sad: string][] = [
   [
     "There was once a little girl named Lily. One morning, she walked to the park.",

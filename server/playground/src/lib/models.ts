@@ -1,6 +1,6 @@
 // The server's models, and the one that is asked.
-import { computed, signal } from "@preact/signals";
-import { call, ServerProblem, type ModelCard, type Schemas } from "./api";
+import { computed, effect, signal } from "@preact/signals";
+import { call, isAway, ServerProblem, type ModelCard, type Schemas } from "./api";
 
 export const models = signal<ModelCard[]>([]);
 export const modelsError = signal<unknown>(null);
@@ -34,6 +34,11 @@ export const isLockedOut = computed(
   () => modelsError.value instanceof ServerProblem && modelsError.value.problem.status === 401,
 );
 
+// An answer that broke off does not say whether the server is gone.
+effect(() => {
+  if (isAway.value) void refreshModels();
+});
+
 /**
  * Ask for the models now, and from time to time while somebody looks; often while one loads.
  *
@@ -42,7 +47,7 @@ export const isLockedOut = computed(
 export async function watchModels(): Promise<void> {
   if (!document.hidden) await refreshModels();
   if (isLockedOut.value) return;
-  const settled = models.value.length > 0 && models.value.every((m) => m.state === "ready");
+  const settled = !isAway.value && models.value.length > 0 && models.value.every((m) => m.state === "ready");
   setTimeout(() => void watchModels(), settled ? SETTLED_MS : UNSETTLED_MS);
 }
 

@@ -25,7 +25,7 @@ export interface Reading {
   layers: { layer: number; readings: (number | null)[] }[];
   total: Schemas["TextResult"];
   answer: Schemas["PerplexityAnswer"];
-  /** The most probable tokens where token `index` stands; null: it was not scored. */
+  /** The most probable tokens at token `index`; null: it was not scored. */
   findAlternatives: (index: number) => Promise<Alternatives | null>;
 }
 
@@ -51,7 +51,7 @@ export function toRequest(query: Query): Schemas["PerplexityRequest"] {
     windows: true,
     columns: ["logprob", "rank", "entropy"],
     steering: query.steering,
-    // What stands in front of the first scored token has readings, too.
+    // What is before the first scored token has readings, too.
     probes: query.probe && [{ ...query.probe, context: true }],
   };
 }
@@ -71,7 +71,7 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Read>
 export function makeReading({ query, answer, encoded }: Read): Reading {
   const total = answer.results[0] as Schemas["TextResult"];
   const scored = total.tokens as NonNullable<typeof total.tokens>;
-  // What stands in front of the text, such as a beginning of sequence, has no place in it.
+  // What is before the text, such as a beginning of sequence, has no place in it.
   const first = encoded.offsets.findIndex((offset) => offset !== null);
   const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
   const ids = encoded.token_ids.slice(prefix.length);
@@ -107,7 +107,7 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
 
 type Offsets = readonly (readonly number[] | null)[];
 
-/** The tokens as the text has them; a character that is several tokens stands with its first, the others are empty. */
+/** The tokens as the text has them; a character that is several tokens is shown at its first, the others are empty. */
 export function cutTokens(text: string, tokens: readonly string[], offsets: Offsets): string[] {
   const characters = Array.from(text);
   let end = 0;

@@ -153,7 +153,7 @@ export async function importSessions(file: Blob): Promise<number> {
   try {
     found = JSON.parse(await file.text()) as typeof found;
   } catch {
-    // Said below: it is none of ours.
+    // Said below: it is not such a file.
   }
   const isWhole = (session: Session): boolean =>
     typeof session.id === "string" && typeof session.view === "string" && typeof session.at === "number" &&

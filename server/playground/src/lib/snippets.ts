@@ -1,4 +1,4 @@
-// A request as text that runs as it stands: for curl, the Python client and the `logsteer` command.
+// A request as text that runs as it is: for curl, the Python client and the `logsteer` command.
 import { fill } from "./api";
 
 export type Json = string | number | boolean | null | Json[] | { [name: string]: Json | undefined };
@@ -11,13 +11,18 @@ export interface Asked {
   path?: Record<string, string>;
   /** A file that is its body; the fields of `body` are in the address then. */
   file?: string;
+  /** The same of several files: field -> file. */
+  form?: Record<string, string>;
 }
 
 const ENDPOINTS = {
   models: ["GET", "/models"],
+  load_model: ["POST", "/models/{model_id}/load"],
+  drain_model: ["POST", "/models/{model_id}/drain"],
+  unload_model: ["POST", "/models/{model_id}/unload"],
+  reload: ["POST", "/admin/reload"],
   selftest: ["POST", "/models/{model_id}/selftest"],
   logprob: ["POST", "/logprob"],
-  diagnostics: ["POST", "/diagnostics"],
   perplexity: ["POST", "/perplexity"],
   generate: ["POST", "/generate"],
   steer: ["POST", "/steer"],
@@ -25,13 +30,11 @@ const ENDPOINTS = {
   lens: ["POST", "/lens"],
   patch: ["POST", "/patch"],
   gradient: ["POST", "/gradient"],
-  tokenize: ["POST", "/tokenize"],
-  "vectors.list": ["GET", "/vectors"],
-  "vectors.get": ["GET", "/vectors/{name}"],
   "vectors.delete": ["DELETE", "/vectors/{name}"],
   "vectors.put": ["PUT", "/vectors/{name}"],
   "vectors.train": ["POST", "/vectors/train"],
   "vectors.combine": ["POST", "/vectors/{name}/combine"],
+  "saes.put": ["PUT", "/saes/{name}"],
 } as const;
 
 /** A shell word: bare where it may be, else in single quotes. */
@@ -43,16 +46,19 @@ function withoutUndefined(body: JsonObject): JsonObject {
   return Object.fromEntries(Object.entries(body).filter(([, value]) => value !== undefined));
 }
 
-/** The request for curl; `$LOGSTEER_API_KEY` stands for the key, which is never written out. */
+/** The request for curl; `$LOGSTEER_API_KEY` has the key, which is never written out. */
 export function toCurl(asked: Asked, origin: string, needsKey: boolean): string {
   const [method, path] = ENDPOINTS[asked.endpoint];
   const body = asked.body && withoutUndefined(asked.body);
-  const query = asked.file === undefined ? "" : new URLSearchParams(body as Record<string, string>).toString();
+  const query = (asked.file ?? asked.form) === undefined ? "" : new URLSearchParams(body as Record<string, string>).toString();
   const url = origin + fill(path, asked.path) + (query && `?${query}`);
   const parts = [`curl -s${body?.stream ? "N" : ""} ${quote(url)}`];
   if (method === "DELETE") parts.push("-X DELETE");
   if (needsKey) parts.push('-H "Authorization: Bearer $LOGSTEER_API_KEY"');
   if (asked.file !== undefined) parts.push(`-T ${quote(asked.file)}`);
+  if (asked.form !== undefined) {
+    parts.push("-X PUT", ...Object.entries(asked.form).map(([field, file]) => `-F ${quote(`${field}=@${file}`)}`));
+  }
   if (method === "POST") {
     parts.push("-H 'Content-Type: application/json'", `-d ${quote(JSON.stringify(body ?? {}))}`);
   }
@@ -92,7 +98,8 @@ const SHOWN: { [endpoint: string]: string } = {
 
 export function toPython(asked: Asked, origin: string): string {
   const { stream: _, ...body } = withoutUndefined(asked.body ?? {});
-  const keywords = { ...asked.path, ...(asked.file === undefined ? {} : { source: asked.file }), ...body } as JsonObject;
+  const files = asked.file ? { source: asked.file } : asked.form ? { directory: "." } : {};
+  const keywords = { ...asked.path, ...files, ...body } as JsonObject;
   // What is continued is the client's first parameter, whatever form it has.
   if (body.messages !== undefined) keywords.prompts = null;
   if (asked.endpoint === "vectors.combine" && Array.isArray(keywords.vectors)) {
@@ -154,11 +161,12 @@ interface ProbeBody {
 }
 
 /** Commands that take --probe. */
-const READING = new Set<string>(["logprob", "diagnostics", "generate", "steer"]);
+const READING = new Set<string>(["logprob", "generate", "steer"]);
 
 function probeOptions({ endpoint }: Asked, probes: Json | undefined): string[] {
   if (!READING.has(endpoint)) return [];
   return ((probes ?? []) as ProbeBody[]).map(({ name, layers, read }) => {
+    if (name === undefined) throw new Error("the command reads no features");
     const at = layers ? `@${layers.join(",")}` : "";
     return `--probe ${quote(`${name}${at}${read && read !== "projection" ? `:${read}` : ""}`)}`;
   });
@@ -204,9 +212,10 @@ const TAKES: { [endpoint: string]: string[] } = {
   "vectors.train": ["method", "whiten", "read", "bos", "overwrite"],
   "vectors.combine": ["overwrite"],
   "vectors.put": ["overwrite"],
+  "saes.put": ["overwrite"],
 };
 
-/** What else a command says of a body: by its own options, or by what is behind them. */
+/** What else a command says of a body: in options of other names, or after the options. */
 const SAYS: { [endpoint: string]: string[] } = {
   logprob: ["items", "probes"],
   perplexity: ["texts"],
@@ -215,7 +224,6 @@ const SAYS: { [endpoint: string]: string[] } = {
   sweep: ["items", "texts", "layers", "scales"],
   lens: ["items", "layers", "columns"],
   patch: ["pairs", "layers"],
-  tokenize: ["texts"],
   selftest: ["against"],
   "vectors.train": ["name", "pairs", "layers"],
   "vectors.combine": ["vectors", "orthogonal_to"],
@@ -237,21 +245,25 @@ function plainOptions(asked: Asked, body: JsonObject): string[] {
   });
 }
 
+const ONE_PIPE = new Error("the command reads one file, and this needs two");
+
 interface ItemBody {
   context?: string;
   targets?: string[];
 }
 
 /**
- * The request for the `logsteer` command, or null where the command has none like it.
+ * The request for the `logsteer` command. Throws Error with what the command lacks.
  *
  * What the command reads from a file comes through a pipe.
  */
-export function toCommand(asked: Asked, origin: string): string | null {
+export function toCommand(asked: Asked, origin: string): string {
   const body = withoutUndefined(asked.body ?? {});
   const { options, input } = steeringOptions(body.steering);
   const words = ["logsteer", ...COMMANDS[asked.endpoint] ?? []];
-  if (words.length === 1 || (body.probes !== undefined && !READING.has(asked.endpoint))) return null;
+  if (words.length === 1) throw new Error("no command does this");
+  if (body.probes !== undefined && !READING.has(asked.endpoint)) throw new Error("the command reads no probes");
+  if (body.prompt_ids !== undefined) throw new Error("the command takes no ids");
   let piped = input;
   const pipe = (text: string): string => {
     if (piped !== null) return "";
@@ -262,12 +274,13 @@ export function toCommand(asked: Asked, origin: string): string | null {
   const items = (body.items ?? []) as ItemBody[];
   switch (asked.endpoint) {
     case "logprob":
-      if (items.length !== 1 || items[0]?.context === undefined) return null;
+      if (items.length !== 1 || items[0]?.context === undefined) throw new Error("the command takes one context");
       last = [items[0].context, ...(items[0].targets ?? [])].map(quote);
       break;
     case "perplexity": {
       const texts = body.texts as string[];
-      if (texts.length !== 1 || piped !== null) return null;
+      if (texts.length !== 1) throw new Error("the command takes one text");
+      if (piped !== null) throw ONE_PIPE;
       last = [pipe(texts[0] as string)];
       break;
     }
@@ -275,32 +288,30 @@ export function toCommand(asked: Asked, origin: string): string | null {
     case "steer":
       if (body.messages !== undefined) {
         const messages = body.messages as { role: string; content: string }[];
-        if (messages.length !== 1 || messages[0]?.role !== "user") return null;
+        if (messages.length !== 1 || messages[0]?.role !== "user") throw new Error("the command takes one message");
         options.push("--chat");
         last = [quote(messages[0].content)];
-      } else if (body.prompts === undefined) return null;
-      else last = (body.prompts as string[]).map(quote);
-      if (asked.endpoint === "steer" && last.length > 1 && body.messages === undefined) return null;
+      } else last = (body.prompts as string[]).map(quote);
+      if (asked.endpoint === "steer" && last.length > 1) throw new Error("the command takes one prompt");
       break;
     case "sweep": {
       const { layers, scales, texts } = body as { layers?: number[][]; scales: number[]; texts?: string[] };
       options.push(`--scales=${scales.join(",")}`);
       if (layers) options.push(`--layers ${quote(layers.map((set) => set.join(",")).join(";"))}`);
       for (const item of items) {
-        if (item.context === undefined) return null;
-        options.push(`--item ${[item.context, ...(item.targets ?? [])].map(quote).join(" ")}`);
+        options.push(`--item ${[item.context ?? "", ...(item.targets ?? [])].map(quote).join(" ")}`);
       }
-      if (texts?.length === 1 && piped === null) {
+      if (texts !== undefined) {
+        if (piped !== null) throw ONE_PIPE;
         piped = texts[0] as string;
         options.push("--text /dev/stdin");
-      } else if (texts?.length) return null;
+      }
       break;
     }
     case "lens": {
       const [item] = body.items as (string | ItemBody)[];
       if (typeof item === "string") last = [quote(item)];
-      else if (item?.context !== undefined) last = [item.context, ...(item.targets ?? [])].map(quote);
-      else return null;
+      else last = [item?.context ?? "", ...(item?.targets ?? [])].map(quote);
       if (body.layers) options.push(`--layers ${(body.layers as number[]).join(",")}`);
       for (const column of (body.columns ?? []) as string[]) options.push(`--columns ${column}`);
       break;
@@ -326,15 +337,18 @@ export function toCommand(asked: Asked, origin: string): string | null {
     case "vectors.put":
       last = [quote(asked.path?.name ?? ""), quote(asked.file ?? "")];
       break;
-    case "tokenize":
-      if ((body.texts as string[]).length !== 1) return null;
-      last = [quote((body.texts as string[])[0] as string)];
+    case "saes.put":
+      last = [quote(asked.path?.name ?? ""), "."];
       break;
     case "selftest":
       last = [quote(asked.path?.model_id ?? "")];
       if (body.against) options.push(`--against ${quote(String(body.against))}`);
       break;
-    case "vectors.get":
+    case "load_model":
+    case "drain_model":
+    case "unload_model":
+      last = [quote(asked.path?.model_id ?? "")];
+      break;
     case "vectors.delete":
       last = [quote(asked.path?.name ?? "")];
       break;
@@ -342,7 +356,7 @@ export function toCommand(asked: Asked, origin: string): string | null {
   if (typeof body.model === "string") options.unshift(`--model ${quote(body.model)}`);
   options.unshift(`--base-url ${quote(origin)}`);
   const parts = [words.join(" "), ...options, ...plainOptions(asked, body), ...probeOptions(asked, body.probes)];
-  // A target may begin with a minus sign: what stands behind -- is no option.
+  // A target may begin with a minus sign: words after -- are not options.
   const dashes = last.some((word) => /^'?-./.test(word)) ? ["--"] : [];
   const command = [parts.join(" \\\n  "), ...dashes, ...last].join(" ");
   return piped === null ? command : `printf %s ${quote(piped)} | ${command}`;
@@ -350,6 +364,10 @@ export function toCommand(asked: Asked, origin: string): string | null {
 
 const COMMANDS: { [endpoint: string]: string[] } = {
   models: ["models"],
+  load_model: ["models", "load"],
+  drain_model: ["models", "drain"],
+  unload_model: ["models", "unload"],
+  reload: ["models", "reload"],
   selftest: ["selftest"],
   logprob: ["score"],
   perplexity: ["perplexity"],
@@ -358,11 +376,9 @@ const COMMANDS: { [endpoint: string]: string[] } = {
   sweep: ["sweep"],
   lens: ["lens"],
   patch: ["patch"],
-  tokenize: ["tokenize"],
-  "vectors.list": ["vectors", "list"],
-  "vectors.get": ["vectors", "show"],
   "vectors.delete": ["vectors", "delete"],
   "vectors.train": ["vectors", "train"],
   "vectors.combine": ["vectors", "combine"],
   "vectors.put": ["vectors", "put"],
+  "saes.put": ["saes", "put"],
 };

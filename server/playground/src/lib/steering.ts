@@ -1,11 +1,13 @@
 // A steering object from what a form says, and which scales make sense for it.
 import type { Schemas } from "./api";
-import type { JsonObject } from "./snippets";
-import type { VectorCard } from "./vectors";
+import type { Json, JsonObject } from "./snippets";
+import { findSae, type VectorCard } from "./vectors";
 
 export type Operation = "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
 export type Unit = "raw" | "unit" | "residual_norm";
+/** Empty, of a vector alone: those of the steering object. */
 export type Positions =
+  | ""
   | "all"
   | "prompt"
   | "completion"
@@ -28,9 +30,12 @@ export type VectorFields = {
   whenLayer: string;
   above: string;
   below: string;
+  /** The tokens that this vector changes, and its slices where these say so. */
+  where: Positions;
+  whereSlices: string;
 };
 
-/** Where a steering object acts: all of its vectors at the same tokens. */
+/** Where a steering object acts: all vectors without positions of their own. */
 export type PlaceFields = {
   positions: Positions;
   /** As in `0:5,8:10`, of positions `slices`. */
@@ -50,6 +55,8 @@ export const INITIAL_VECTOR: VectorFields = {
   whenLayer: "",
   above: "0",
   below: "",
+  where: "",
+  whereSlices: "0:4",
 };
 
 export const INITIAL_STEERING: SteeringFields = { ...INITIAL_VECTOR, positions: "all", slices: "0:4" };
@@ -105,7 +112,7 @@ export function makeVector(
   const { op, unit } = fields;
   const takesUnit = op === "add" || op === "project" || op === "replace";
   const vector: JsonObject = {
-    name: card?.name ?? fields.vector,
+    ...makeReference(fields.vector, cards),
     layers: readLayers(fields.layers, card),
     op: op === "add" ? undefined : op,
     unit: unit === "raw" || !takesUnit ? undefined : unit,
@@ -114,23 +121,37 @@ export function makeVector(
   else vector.scale = scale;
   if (fields.when !== "") {
     vector.when = {
-      probe: { name: fields.when, layers: readLayers(fields.whenLayer, findVector(fields.when, cards)) },
+      probe: { ...makeReference(fields.when, cards), layers: readLayers(fields.whenLayer, findVector(fields.when, cards)) },
       above: readNumber(fields.above),
       below: readNumber(fields.below),
     };
   }
+  if (fields.where !== "") vector.positions = makePositions(fields.where, fields.whereSlices);
   return vector;
+}
+
+function makePositions(positions: Positions, slices: string): Json {
+  return positions === "slices" ? { slices: readSlices(slices) } : positions;
 }
 
 /** The steering object of these vectors. Throws Error where slices make no sense. */
 export function makeSteering(vectors: JsonObject[], { positions, slices }: PlaceFields): JsonObject {
-  const where = positions === "slices" ? { slices: readSlices(slices) } : positions;
-  return { vectors, positions: positions === "all" ? undefined : where };
+  return { vectors, positions: positions === "all" ? undefined : makePositions(positions, slices) };
 }
 
 /** The vector of this name; where none is named the first that is stored. */
 export function findVector(name: string, cards: readonly VectorCard[]): VectorCard | undefined {
   return name === "" ? cards[0] : cards.find((card) => card.name === name);
+}
+
+/** How a request names a vector: `name`, or a feature of an autoencoder, as in `res8/123`. Throws Error where none is named. */
+export function makeReference(vector: string, cards: readonly VectorCard[]): JsonObject {
+  const card = findVector(vector, cards);
+  const sae = card === undefined ? findSae(vector) : undefined;
+  if (sae === undefined) return { name: card?.name ?? vector };
+  const feature = vector.slice(sae.name.length + 1).trim();
+  if (feature === "") throw new Error(`Which feature of ${sae.name}? Give its id, or its label.`);
+  return { sae: sae.name, feature: /^\d+$/.test(feature) ? Number(feature) : feature };
 }
 
 export interface Reach {

@@ -37,7 +37,7 @@ function findAnswer(given: unknown, targets: string[], line: number): number | n
   const index = targets.findIndex((target) => target === given || target.trim() === given);
   const number = index >= 0 ? index : Number(given);
   if (Number.isInteger(number) && number >= 0 && number < targets.length) return number;
-  throw new Error(`Line ${line}: the answer “${String(given)}” is none of the targets, and no number of one from 0 on.`);
+  throw new Error(`Line ${line}: the answer “${String(given)}” is neither a target nor the number of one, counted from 0.`);
 }
 
 /**
@@ -58,7 +58,7 @@ export function readCases(text: string): Case[] {
       try {
         row = JSON.parse(line) as typeof row;
       } catch {
-        throw new Error(`Line ${at + 1} is no JSON.`);
+        throw new Error(`Line ${at + 1} is not JSON.`);
       }
       return [make(row.context, row.targets, row.answer, at + 1)];
     });

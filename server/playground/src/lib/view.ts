@@ -11,7 +11,7 @@ export interface ViewProps<S extends Fields, R = never> {
   /** The model that is asked; null until the server has said which there are. */
   model: ModelCard | null;
   models: readonly ModelCard[];
-  /** Whether the view can be seen: views stay as they are behind the others. */
+  /** Whether the view can be seen: hidden views keep their state. */
   isShown: boolean;
   /** What is shown of the last request; null: nothing yet. */
   result: R | null;

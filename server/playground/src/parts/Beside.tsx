@@ -105,7 +105,7 @@ export function BesideFields({ state, setState, model, models, cards }: BesidePr
   );
 }
 
-/** What stands where a vector is wanted and none is stored. */
+/** Said where a vector is wanted and none is stored. */
 export function LacksVector() {
   return (
     <p class="note">

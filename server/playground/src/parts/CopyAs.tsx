@@ -1,6 +1,7 @@
-// The request that a view sends, as text that runs as it stands.
+// The request that a view sends, as text that runs as it is.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { apiKey, BASE } from "../lib/api";
+import { attempt } from "../lib/task";
 import { findUnsaid, toCommand, toCurl, toPython, type Asked } from "../lib/snippets";
 import { Icon } from "./Icon";
 
@@ -13,7 +14,8 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
   const [copied, setCopied] = useState(false);
   const timer = useRef(0);
   useEffect(() => () => clearTimeout(timer.current), []);
-  const command = toCommand(asked, BASE);
+  const made = attempt(() => toCommand(asked, BASE));
+  const command = "value" in made ? made.value : null;
   const unsaid = findUnsaid(asked);
   const write: Record<Form, () => string | null> = {
     curl: () => toCurl(asked, BASE, apiKey.value !== ""),
@@ -48,7 +50,7 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
               <Icon name={copied && form === name ? "check" : "copy"} /> {NAMES[name]}
             </button>
           ))}
-        {command === null && <span class="hint">no command does the same</span>}
+        {"error" in made && <span class="hint">no CLI: {(made.error as Error).message}</span>}
         {command !== null && unsaid.length > 0 && <span class="hint">the command leaves out {unsaid.join(", ")}</span>}
         <span class="copied" role="status">
           {copied ? "Copied" : ""}

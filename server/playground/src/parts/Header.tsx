@@ -1,5 +1,6 @@
 // The head of the page: its name, the model that is asked, and light or dark.
 import { useEffect, useState } from "preact/hooks";
+import { isAway } from "../lib/api";
 import { chosenModel, currentModel, models } from "../lib/models";
 import { isDark, switchTheme } from "../lib/theme";
 import { copyText } from "./CopyAs";
@@ -20,7 +21,7 @@ export function Header() {
       <div class="head-model">
         {current && (
           <>
-            <span class={`state-dot is-${current.state}`} aria-hidden="true" />
+            <span class={`state-dot is-${isAway.value ? "failed" : current.state}`} aria-hidden="true" />
             <label class="off-screen" for="model">
               Model
             </label>
@@ -38,7 +39,7 @@ export function Header() {
               </select>
             </span>
             <span class="head-state">
-              {current.state === "ready" ? current.engine : current.state}
+              {isAway.value ? "no answer" : current.state === "ready" ? current.engine : current.state}
             </span>
           </>
         )}

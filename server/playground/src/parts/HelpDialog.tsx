@@ -4,7 +4,7 @@ import { signal } from "@preact/signals";
 
 const KEYS: [keys: string, does: string][] = [
   ["Ctrl + Enter", "runs the form that has the focus; ⌘ + Enter, too"],
-  ["← →", "in the tabs: the view before and behind; in a text: the token before and behind"],
+  ["← →", "in the tabs: the previous and next view; in a text: the previous and next token"],
   ["↑ ↓", "in a text: the token above and below"],
   ["← → ↑ ↓", "in a map: the cell beside, above and below, whose numbers a card has"],
   ["Home, End", "the first and the last"],

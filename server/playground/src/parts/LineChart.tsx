@@ -108,7 +108,7 @@ export function LineChart(props: LineChartProps) {
       <div class="chart-head">
         <ul class="chart-legend">
           {series.map((line, at) => (
-            <li key={line.label}>
+            <li key={at}>
               <svg viewBox="0 0 20 8" aria-hidden="true">
                 <line
                   x1="0"

@@ -80,7 +80,7 @@ export function Table<Row>({ label, rows, columns, onChoose, isChosen, exportNam
             <tr>
               {columns.map((column, at) => (
                 <th
-                  key={column.name}
+                  key={at}
                   scope="col"
                   class={column.isText ? "is-text" : ""}
                   aria-sort={order?.column === at ? (order.isDescending ? "descending" : "ascending") : undefined}
@@ -103,9 +103,9 @@ export function Table<Row>({ label, rows, columns, onChoose, isChosen, exportNam
                 {columns.map((column, at) => {
                   const shown = column.show ? column.show(row) : (column.value(row) ?? "–");
                   const style = column.isText ? "is-text" : "";
-                  if (at > 0) return <td key={column.name} class={style}>{shown}</td>;
+                  if (at > 0) return <td key={at} class={style}>{shown}</td>;
                   return (
-                    <th key={column.name} scope="row" class={style}>
+                    <th key={at} scope="row" class={style}>
                       {onChoose ? (
                         <button type="button" class="quiet" aria-pressed={isChosen?.(row) ?? false}>
                           {shown}

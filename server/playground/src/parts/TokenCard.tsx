@@ -6,9 +6,9 @@ import { Bars } from "./Bars";
 export interface Alternative {
   token: string;
   logprob: number | null;
-  /** Whether it is the token that stands in the text. */
+  /** Whether it is the token of the text. */
   isTaken?: boolean;
-  /** Go on from here with it in its place. */
+  /** Continue from here with it. */
   onChoose?: () => void;
 }
 
@@ -55,7 +55,7 @@ export function TokenCard({ token, id, logprob, rank, rows = [], alternatives }:
           isDense
           bars={alternatives.map((alternative) => ({
             label: alternative.onChoose ? (
-              <button type="button" title="Go on from here" onClick={alternative.onChoose}>
+              <button type="button" title="Continue from here" onClick={alternative.onChoose}>
                 {visible(alternative.token)}
               </button>
             ) : (

@@ -188,7 +188,7 @@ function placeOf(scale: Scale, tokens: readonly string[], values: readonly (numb
 /**
  * Write a token so that its white space can be seen, and lines end where it ends them.
  *
- * A line may break in front of a token, and not between its first space and its word: the space
+ * A line may break before a token, and not between its first space and its word: the space
  * would else hang, coloured, at the end of the line before.
  */
 function writeToken(span: HTMLElement, given: string): void {

@@ -1,7 +1,7 @@
 // The button that runs a view, and what it says of errors.
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { ServerProblem } from "../lib/api";
+import { ServerProblem, Unreachable } from "../lib/api";
 import type { Task } from "../lib/task";
 import { Icon } from "./Icon";
 
@@ -94,8 +94,14 @@ export function RunForm({ label, onRun, children, class: name = "" }: FormProps)
   );
 }
 
+interface ErrorProps {
+  error: unknown;
+  /** Offered where no answer came. */
+  onRetry?: () => void;
+}
+
 /** What went wrong, in the server's own words; nothing where nothing did. */
-export function ErrorNote({ error }: { error: unknown }) {
+export function ErrorNote({ error, onRetry }: ErrorProps) {
   if (error === null || error === undefined) return null;
   const problem = error instanceof ServerProblem ? error.problem : null;
   return (
@@ -103,6 +109,11 @@ export function ErrorNote({ error }: { error: unknown }) {
       <Icon name="warn" />
       <div>
         <p>{error instanceof Error ? error.message : String(error)}</p>
+        {error instanceof Unreachable && onRetry && (
+          <button type="button" class="quiet" onClick={onRetry}>
+            <Icon name="play" /> Try again
+          </button>
+        )}
         {problem && (
           <p class="error-code">
             {problem.title} · {problem.code}

@@ -1,7 +1,7 @@
 import "./choices.css";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
-import { fixed, interval, number, percent, plural, signed, tick } from "../lib/format";
+import { fixed, interval, percent, plural, signed, tick } from "../lib/format";
 import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { readCases, type Case } from "../lib/tables";
@@ -19,8 +19,7 @@ import { Lines } from "../parts/Lines";
 import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
 import { Table, type TableColumn } from "../parts/Table";
-import { TokenCard } from "../parts/TokenCard";
-import { TokenText } from "../parts/TokenText";
+import { Score } from "./choices/Score";
 
 type Space = "as_given" | "both";
 type Boundary = "joint" | "separate";
@@ -35,7 +34,7 @@ type State = BesideState & {
   space: Space;
   boundary: Boundary;
   shares: Norm;
-  /** What PMI takes the targets' own probability behind. */
+  /** The context of the probabilities that PMI subtracts. */
   neutral: string;
 };
 
@@ -102,7 +101,7 @@ const BATCH = 128;
 interface Side {
   name: string;
   items: Schemas["ItemScore"][];
-  /** The same targets behind the neutral context, where PMI was asked for. */
+  /** The same targets after the neutral context, where PMI was asked for. */
   neutral: Schemas["ItemScore"][] | null;
 }
 
@@ -114,11 +113,11 @@ interface Shown {
 }
 
 function toRequest(state: State, cases: readonly Case[], condition: Condition): Schemas["LogprobRequest"] {
-  const behind = (context: (one: Case) => string) =>
+  const after = (context: (one: Case) => string) =>
     cases.map((one) => ({ context: context(one), targets: one.targets }));
   return {
     model: condition.model,
-    items: [...behind((one) => one.context), ...(state.shares === "pmi" ? behind(() => state.neutral) : [])],
+    items: [...after((one) => one.context), ...(state.shares === "pmi" ? after(() => state.neutral) : [])],
     boundary: state.boundary,
     space: state.space,
     top: state.mode === "one" ? TOP : undefined,
@@ -159,6 +158,8 @@ function ChoicesView(props: ViewProps<State, Shown>) {
         state.mode === "one"
           ? call("post", "/tokenize", { model: conditions[0]?.model, texts: [state.context] }, { signal })
           : null;
+      // Where scoring fails first, nobody awaits this one.
+      cut?.catch(() => undefined);
       const sides: Side[] = [];
       for (const condition of conditions) {
         const side: Side = { name: condition.name, items: [], neutral: state.shares === "pmi" ? [] : null };
@@ -223,7 +224,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
                 onChange={(table) => setState({ table })}
                 rows={6}
                 maxRows={9}
-                hint="CSV: columns context and perhaps answer; every other one is a target. JSON lines: context, targets, answer. An answer is a target, or its number from 0 on. Spaces in front of targets count."
+                hint="CSV: columns context and perhaps answer; every other one is a target. JSON lines: context, targets, answer. An answer is a target, or its number from 0 on. Spaces before targets count."
               />
               <FileButton label="Choose a file" accept=".csv,.tsv,.jsonl,.json,.txt" onTake={take} />
             </Drop>
@@ -284,7 +285,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
         />
       ))}
     >
-      <ErrorNote error={"error" in made ? made.error : task.error} />
+      <ErrorNote error={"error" in made ? made.error : task.error} onRetry={run} />
       {result && <Outcome result={result} state={state} />}
     </Panes>
   );
@@ -296,7 +297,7 @@ const NORMS: { value: Norm; label: string }[] = [
   { value: "sum", label: "log-probability" },
   { value: "tokens", label: "its mean a token" },
   { value: "bytes", label: "its mean a byte" },
-  { value: "pmi", label: "PMI: less that behind a neutral context" },
+  { value: "pmi", label: "PMI: less that after a neutral context" },
 ];
 
 /** What targets are compared by; null where one cannot be. */
@@ -511,93 +512,6 @@ function Choice({ target, shares, isRight, text, context, scale }: ChoiceProps) 
         )}
       </div>
     </li>
-  );
-}
-
-interface ScoreProps {
-  name?: string;
-  target: Schemas["TargetScore"];
-  /** The context, and its own tokens where they are known. */
-  shown: { text: string; context: string[] };
-  scale: Scale;
-}
-
-/** Tokens of the context that are shown in front of the boundary; characters, where they merge. */
-const SHOWN_TOKENS = 4;
-const SHOWN_CHARACTERS = 28;
-
-/** What stands in front of the first scored token: the context's last tokens, or the joint text. */
-function readPrefix(target: Schemas["TargetScore"], { text, context }: ScoreProps["shown"], start: number): string[] {
-  if (target.boundary === "exact" && start === 0 && context.length > 0) {
-    const last = context.slice(-SHOWN_TOKENS);
-    return last.length < context.length ? ["…", ...last] : last;
-  }
-  const joint = (text + target.target).slice(0, text.length + start);
-  const last = joint.slice(-SHOWN_CHARACTERS);
-  return last.length < joint.length ? ["…", last] : [last];
-}
-
-function Score({ name, target, shown, scale }: ScoreProps) {
-  const tokens = target.tokens ?? [];
-  const surprisals = useMemo(
-    () => (target.logprobs ?? []).map((value) => (value === null ? null : -value)),
-    [target],
-  );
-  const isMerged = target.boundary === "merged";
-  const start = target.offsets?.[0]?.[0] ?? 0;
-  return (
-    <div class="score">
-      {name && <h3>{name}</h3>}
-      <div class="joint">
-        <span class="joint-context">
-          {readPrefix(target, shown, start).map((token, at) => (
-            <span key={at}>{token}</span>
-          ))}
-        </span>
-        <span class={`boundary ${isMerged ? "is-merged" : ""}`} aria-hidden="true" />
-        <TokenText
-          label={`Tokens of ${target.target}`}
-          tokens={tokens}
-          values={surprisals}
-          scale={scale}
-          noLegend
-          describe={(index) => (
-            <TokenCard
-              token={tokens[index] ?? ""}
-              id={target.token_ids?.[index]}
-              logprob={target.logprobs?.[index]}
-              rank={target.ranks?.[index]}
-              alternatives={target.top?.tokens[index]?.map((token, at) => ({
-                token,
-                logprob: target.top?.logprobs[index]?.[at] ?? null,
-                isTaken: target.top?.token_ids[index]?.[at] === target.token_ids?.[index],
-              }))}
-            />
-          )}
-        />
-      </div>
-      <p class="hint num">
-        {fixed(target.logprob, 3)} nats · probability {percent(target.prob)} ·{" "}
-        {plural(target.num_tokens, "token")} · perplexity {number(target.perplexity)}
-        {target.is_greedy && " · what greedy decoding says"}
-        {(target.truncated_tokens ?? 0) > 0 && ` · ${target.truncated_tokens} tokens of context dropped`}
-      </p>
-      {isMerged && (
-        <p class="note">
-          Merged boundary: context and target together are cut into other tokens than the context
-          alone
-          {start > 0 && (
-            <>
-              , and the target's first {plural(start, "character")} went to the context's side
-            </>
-          )}
-          {start < 0 && (
-            <>, and the context's last {plural(-start, "character")} went to the target's</>
-          )}
-          . Cut each alone to keep them apart.
-        </p>
-      )}
-    </div>
   );
 }
 

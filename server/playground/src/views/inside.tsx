@@ -202,7 +202,7 @@ function InsideView({ state, setState, model, models, isShown, result, onResult,
         />
       ))}
     >
-      <ErrorNote error={"error" in made ? made.error : task.error} />
+      <ErrorNote error={"error" in made ? made.error : task.error} onRetry={run} />
       {result?.look === state.look && <Outcome result={result} state={state} />}
     </Panes>
   );

@@ -1,6 +1,6 @@
 import "./models.css";
 import { useEffect, useState } from "preact/hooks";
-import { stream, type ModelCard, type Schemas } from "../lib/api";
+import { isAway, stream, type ModelCard, type Schemas } from "../lib/api";
 import { count, number, plural } from "../lib/format";
 import { changeModel, isRefused, refreshModels, reloadConfiguration } from "../lib/models";
 import { useTask } from "../lib/task";
@@ -53,6 +53,7 @@ function ModelsView({ state, setState, models, isShown }: ViewProps<State>) {
         <Model key={model.id} model={model} models={models} state={state} setState={setState} />
       ))}
       <CopyAs label="Copy this list as" asked={{ endpoint: "models" }} />
+      <CopyAs label="Copy reading the configuration as" asked={{ endpoint: "reload" }} />
     </div>
   );
 }
@@ -87,7 +88,8 @@ function Model({ model, models, state, setState }: ModelProps) {
       <header class="model-head">
         <h2 id={`model-${model.id}`}>{model.id}</h2>
         <span class="model-state">
-          <span class={`state-dot is-${model.state}`} aria-hidden="true" />
+          <span class={`state-dot is-${isAway.value ? "failed" : model.state}`} aria-hidden="true" />
+          {isAway.value ? "No answer; before: " : ""}
           {STATES[model.state]}
           {model.state !== "ready" && model.detail && `: ${model.detail}`}
         </span>
@@ -145,6 +147,16 @@ function Model({ model, models, state, setState }: ModelProps) {
       </dl>
       <Changes model={model} />
       <Selftest model={model} models={models} state={state} setState={setState} />
+      <details class="more">
+        <summary>Copy load, drain and unload as requests</summary>
+        {(["load", "drain", "unload"] as const).map((what) => (
+          <CopyAs
+            key={what}
+            label={`Copy ${what} as`}
+            asked={{ endpoint: `${what}_model`, path: { model_id: model.id } }}
+          />
+        ))}
+      </details>
     </article>
   );
 }
@@ -175,7 +187,7 @@ function describeDevices({ tensor_parallel: tensor, pipeline_parallel: pipeline 
   return `tensor parallel ${tensor}, pipeline parallel ${pipeline}`;
 }
 
-/** Sequences at work, and the engine processes where there are several. */
+/** Running sequences, and the engine processes where there are several. */
 function describeWork({ replicas = [] }: ModelCard): string {
   const jobs = replicas.reduce((sum, { num_jobs: own = 0 }) => sum + own, 0);
   const each = replicas.map(({ state, num_jobs: own = 0 }, at) => `replica ${at + 1} ${state}, ${own}`);
@@ -211,7 +223,7 @@ function Changes({ model }: { model: ModelCard }) {
         onConfirm={(signal) => changeModel(model.id, "unload", signal)}
         onClose={() => setAsked(false)}
       >
-        What it has at work is answered first. Then its engine ends, and requests for it are refused
+        Requests that are running are answered first. Then its engine ends, and requests for it are refused
         until it is loaded again{model.required ? "; the server is not ready meanwhile" : ""}.
       </Confirm>
     </section>

@@ -54,7 +54,7 @@ export function makeSessions(others: readonly AnyView[]) {
     const compared = cards.filter((card) => state.compared.includes(card.id));
     return (
       <>
-        <div class="row">
+        <div class="row session-search">
           <TextField
             label="Search"
             value={state.search}
@@ -114,7 +114,7 @@ export function makeSessions(others: readonly AnyView[]) {
         <ErrorNote error={task.error ?? sessionsError.value} />
         {compared.length > 0 && <Compared cards={compared} find={find} />}
         {kept.value !== null && cards.length === 0 && (
-          <p class="note">Nothing is kept yet: every result of the other views comes here by itself.</p>
+          <p class="note">Nothing is kept yet. Every result of the other views is added here.</p>
         )}
         <ul class="session-list">
           {shown.map((card) => (

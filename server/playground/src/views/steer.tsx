@@ -1,44 +1,27 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
-import { parseFields, writeFields } from "../lib/address";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
-import {
-  findVector,
-  INITIAL_STEERING,
-  INITIAL_VECTOR,
-  makeSteering,
-  makeVector,
-  reachOf,
-  readLayers,
-  type PlaceFields,
-  type Reach,
-  type VectorFields,
-} from "../lib/steering";
+import { findVector, INITIAL_STEERING, makeReference, makeSteering, makeVector, readLayers, type PlaceFields } from "../lib/steering";
 import { attempt, useStaying } from "../lib/task";
-import type { VectorCard } from "../lib/vectors";
-import type { ModelCard } from "../lib/api";
+import { findSae, saes, type VectorCard } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { Examples, type Example } from "../parts/Examples";
-import { NumberField, Segments, Select, Slider, TextArea, TextField } from "../parts/fields";
+import { NumberField, Segments, Select, TextArea, TextField } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Lines } from "../parts/Lines";
 import { Panes } from "../parts/Panes";
 import { Receipt } from "../parts/Receipt";
 import "./steer.css";
 import { Columns, type Colouring } from "./steer/Columns";
+import { Doses, listDoses, readDose, type DosesState } from "./steer/Doses";
 import { useStreams, type Ask, type Plan, type Steered, type Turn } from "./steer/stream";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
-import { OperationFields, PositionFields, VectorAndLayers, VectorSelect } from "./steering/VectorFields";
+import { PositionFields, VectorSelect } from "./steering/VectorFields";
 
-/** A vector and how much of it. */
-type Dose = VectorFields & { scale: number };
-
-type State = Dose & PlaceFields & {
-  /** Vectors beside the first, each written as in an address: `vector=calm&scale=2`. */
-  more: string[];
+type State = DosesState & PlaceFields & {
   mode: "text" | "chat";
   prompt: string;
   /** Texts beside the first. */
@@ -46,10 +29,7 @@ type State = Dose & PlaceFields & {
   /** What was said in the chat before. */
   turns: string[];
   system: string;
-  /** Scales of the first vector, a column each, as in `-2, 0, 2`; empty: the slider's alone. */
-  scales: string;
-  n: number;
-  /** Ids to go on from in place of the prompt, and their text. */
+  /** Ids to continue in place of the prompt, and their text. */
   branch: number[];
   branchText: string;
   colour: Colouring;
@@ -64,24 +44,9 @@ type State = Dose & PlaceFields & {
   seed: number;
 };
 
-const INITIAL_DOSE: Dose = { ...INITIAL_VECTOR, scale: 1 };
-
-function readDose(written: string): Dose {
-  return parseFields(INITIAL_DOSE, new Map(new URLSearchParams(written)));
-}
-
-function writeDose(dose: Dose): string {
-  return writeFields(dose, INITIAL_DOSE).query.toString();
-}
-
-/** All vectors of the form, the first one first. */
-function listDoses(state: State): Dose[] {
-  return [state, ...state.more.map(readDose)];
-}
-
 const STORY = { mode: "text", prompt: "Once upon a time", prompts: [] as string[], seed: 1 } as const;
 const PLAIN = {
-  layers: "", op: "add", unit: "raw", positions: "all", when: "", more: [] as string[],
+  layers: "", op: "add", unit: "raw", positions: "all", when: "", where: "", more: [] as string[],
   scales: "", n: 1, branch: [] as number[], branchText: "", turns: [] as string[],
 } as const;
 
@@ -133,7 +98,7 @@ function makePlan(state: State, cards: readonly VectorCard[], model: string | un
       state.colour === "probe"
         ? [
             {
-              name: probed?.name ?? (state.probe || state.vector),
+              ...makeReference(state.probe || state.vector, cards),
               layers: layers?.slice(0, 1),
               read: state.read === "projection" ? undefined : state.read,
             },
@@ -151,7 +116,7 @@ function makePlan(state: State, cards: readonly VectorCard[], model: string | un
   const given = state.branch.length > 0 ? { prompt_ids: [state.branch] } : { prompts };
   const ask = (threads: readonly Turn[][] | null): Ask[] => {
     const continued = (column: number): JsonObject => (threads === null ? given : { messages: [...(threads[column] ?? [])] });
-    // Unsteered and steered texts that go on from the same come in one request.
+    // Unsteered and steered texts that continue the same come in one request.
     const isShared = threads === null || JSON.stringify(threads[0]) === JSON.stringify(threads[1]);
     const asks = steerings.map((steering, at): Ask => ({
       endpoint: "steer",
@@ -169,7 +134,7 @@ function makePlan(state: State, cards: readonly VectorCard[], model: string | un
       .map((one) => (scales.length > 1 && one.note ? { title: "Scale", note: one.note.replace("scale ", "") } : one)),
     prompts: isChat ? [] : state.branch.length > 0 ? [state.branchText] : prompts,
     n: state.n,
-    probe: `${state.read} on ${probed?.name ?? state.probe}`,
+    probe: `${state.read} on ${probed?.name ?? (state.probe || state.vector)}`,
     turns: isChat ? [...state.turns, state.prompt] : [],
     system: state.system.trim(),
     ask,
@@ -194,7 +159,7 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
     if (latest.current !== null) send(latest.current);
   };
   const count = plan === null ? 0 : Math.max(1, plan.prompts.length) * plan.n * plan.titles.length;
-  const isReady = isShown && !isKept && model?.state === "ready" && (cards?.length ?? 0) > 0;
+  const isReady = isShown && !isKept && model?.state === "ready" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
   useRepeated(run, isReady && count <= MANY, plan, state);
   const isStale = useStaying(
     shown !== null && !task.isRunning && (isLong ? plan.ask(shown.threads) : (asks ?? [])).some(
@@ -204,7 +169,7 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
   useNamed(state.vector, cards, (vector) => setState({ vector }));
 
   if (cards === null) return <ErrorNote error={listing.error} />;
-  if (cards.length === 0) {
+  if (cards.length === 0 && saes.value.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
   const isAnswered = shown !== null && !isStale && !task.isRunning && shown.threads !== null;
@@ -235,7 +200,7 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
         )) ?? <p class="hint">A turn's request has the replies before it: generate first, to copy it.</p>
       }
     >
-      <ErrorNote error={"error" in made ? made.error : (task.error ?? listing.error)} />
+      <ErrorNote error={"error" in made ? made.error : (task.error ?? listing.error)} onRetry={run} />
       {shown && (
         <>
           <ColourFields state={state} setState={setState} cards={cards} />
@@ -281,16 +246,16 @@ function Outcome({ result, state }: OutcomeProps<State, Steered>) {
 }
 
 /**
- * Run once all is there, and again when something changes that is no text being typed: at once, then
+ * Run once all is there, and again when something other than a typed text changes: at once, then
  * not more often than every PAUSE_MS.
  */
 function useRepeated(run: () => void, isReady: boolean, body: object | null, state: State): void {
   const {
     prompt: _p, prompts: _ps, turns: _t, system: _s, scales: _sc, layers: _l, slices: _c, probeLayer: _r,
-    whenLayer: _w, more, branchText: _b, ...chosen
+    whenLayer: _w, whereSlices: _x, more, branchText: _b, ...chosen
   } = state;
   const others = more.map((written) => {
-    const { layers: _ml, whenLayer: _mw, ...dose } = readDose(written);
+    const { layers: _ml, whenLayer: _mw, whereSlices: _mx, ...dose } = readDose(written);
     return dose;
   });
   const key = JSON.stringify([chosen, others]);
@@ -315,8 +280,8 @@ function PromptFields({ state, setState, hasChat, isAnswered }: Change & { hasCh
   if (state.branch.length > 0) {
     return (
       <div class="note">
-        Goes on from “…{state.branchText.slice(-90)}”, {plural(state.branch.length, "token")}: the
-        prompt ends there, and positions count from there.{" "}
+        Continues “…{state.branchText.slice(-90)}”, {plural(state.branch.length, "token")}: the
+        prompt ends there, and positions are counted with it as the prompt.{" "}
         <button type="button" class="quiet" onClick={() => setState({ branch: [], branchText: "" })}>
           <Icon name="close" /> Back to the prompt
         </button>
@@ -382,132 +347,6 @@ function PromptFields({ state, setState, hasChat, isAnswered }: Change & { hasCh
   );
 }
 
-interface DosesProps extends Change {
-  cards: readonly VectorCard[];
-  model: ModelCard | null;
-}
-
-/** The vectors, each with its layers, its scale, and what is done along it. */
-function Doses({ state, setState, cards, model }: DosesProps) {
-  const change = (at: number, next: Partial<Dose>): void => {
-    if (at === 0) setState(next);
-    else setState({ more: state.more.map((old, index) => (index === at - 1 ? writeDose({ ...readDose(old), ...next }) : old)) });
-  };
-  const doses = listDoses(state);
-  return (
-    <div class="doses">
-      {doses.map((dose, at) => {
-        const alter = (next: Partial<Dose>): void => change(at, { ...next, ...startOver(dose, next, cards) });
-        return (
-          <fieldset key={at} class="dose">
-            <legend class="off-screen">Vector {at + 1}</legend>
-            <VectorAndLayers fields={dose} onChange={alter} cards={cards} model={model} />
-            <ScaleFields dose={dose} onChange={(next) => change(at, next)} cards={cards} />
-            <details class="more" open={isUnusual(dose) || undefined}>
-              <summary>Operation and condition</summary>
-              <OperationFields fields={dose} onChange={alter} cards={cards} model={model} />
-            </details>
-            {at > 0 && (
-              <button
-                type="button"
-                class="quiet"
-                onClick={() => setState({ more: state.more.filter((_, index) => index !== at - 1) })}
-              >
-                <Icon name="close" /> Without this vector
-              </button>
-            )}
-          </fieldset>
-        );
-      })}
-      <div class="row">
-        <TextField
-          label="Scales, a column each"
-          value={state.scales}
-          placeholder={`the slider's`}
-          hint={doses.length > 1 ? "Of the first vector, as in -2, 0, 2." : "As in -2, 0, 2."}
-          onChange={(scales) => setState({ scales })}
-        />
-        <NumberField label="Samples" value={state.n} min={1} max={256} onChange={(n) => setState({ n: Math.max(1, n ?? 1) })} />
-      </div>
-      <button
-        type="button"
-        class="quiet"
-        onClick={() => {
-          const card = cards[doses.length % cards.length];
-          const scale = reachOf("add", "raw", card).start;
-          setState({ more: [...state.more, writeDose({ ...INITIAL_DOSE, vector: card?.name ?? "", scale })] });
-        }}
-      >
-        <Icon name="plus" /> Add a vector
-      </button>
-    </div>
-  );
-}
-
-interface ScaleProps {
-  dose: Dose;
-  onChange: (change: Partial<Dose>) => void;
-  cards: readonly VectorCard[];
-}
-
-function ScaleFields({ dose, onChange, cards }: ScaleProps) {
-  const card = findVector(dose.vector, cards);
-  const reach = reachOf(dose.op, dose.unit, card);
-  if (dose.op === "clamp") {
-    return (
-      <div class="row">
-        <TextField label="Not below" value={dose.low} placeholder="no bound" onChange={(low) => onChange({ low })} />
-        <TextField label="Not above" value={dose.high} placeholder="no bound" onChange={(high) => onChange({ high })} />
-      </div>
-    );
-  }
-  const best = card?.about.recommendation;
-  const degrees = dose.op === "rotate" ? "°" : "";
-  return (
-    <div class="steer-scale">
-      <Slider
-        label={`Scale of ${card?.name ?? dose.vector}`}
-        value={dose.scale}
-        min={Math.min(reach.min, dose.scale)}
-        max={Math.max(reach.max, dose.scale)}
-        step={stepTo(dose.scale, reach)}
-        ticks={[0]}
-        format={(scale) => `${short(scale)}${degrees}`}
-        hint={
-          best && dose.op === "add" && dose.unit === "raw"
-            ? `Recommended: ${short(best.scales[0] ?? 0)} to ${short(best.scales.at(-1) ?? 0)} at layer ${best.layer}, or with a minus.`
-            : undefined
-        }
-        onChange={(scale) => onChange({ scale })}
-      />
-      <NumberField
-        label="Exactly"
-        value={dose.scale}
-        step="any"
-        onChange={(scale) => onChange({ scale: scale ?? 0 })}
-      />
-    </div>
-  );
-}
-
-/** The step of a slider on which this scale is: a link may have one between those that are offered. */
-function stepTo(scale: number, { min, step }: Reach): number {
-  const steps = (scale - min) / step;
-  if (Math.abs(steps - Math.round(steps)) < 1e-6) return step;
-  return Math.min(step, 10 ** -(String(scale).split(".")[1]?.length ?? 0));
-}
-
-/** A scale that fits the vector and operation which a change chooses. */
-function startOver(dose: Dose, change: Partial<Dose>, cards: readonly VectorCard[]) {
-  if (change.op === undefined && change.unit === undefined && change.vector === undefined) return {};
-  const next = { ...dose, ...change };
-  return { scale: reachOf(next.op, next.unit, findVector(next.vector, cards)).start };
-}
-
-function isUnusual({ op, unit, when }: Dose): boolean {
-  return op !== "add" || unit !== "raw" || when !== "";
-}
-
 function SamplingFields({ state, setState }: Change) {
   const fill = (name: keyof State, otherwise: number) => (value: number | null) =>
     setState({ [name]: value ?? otherwise });
@@ -542,13 +381,14 @@ function ColourFields({ state, setState, cards }: Change & { cards: readonly Vec
             label="Probe"
             value={state.probe}
             cards={cards}
-            none="the steering vector"
+            none="the vector"
+            hasFeatures
             onChange={(probe) => setState({ probe })}
           />
           <TextField
             label="read at layer"
             value={state.probeLayer}
-            placeholder="the steered one"
+            placeholder="the steered"
             onChange={(probeLayer) => setState({ probeLayer })}
           />
           <Select

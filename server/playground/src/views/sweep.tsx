@@ -5,7 +5,7 @@ import { short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import { attempt, useTask } from "../lib/task";
 import { findVector, INITIAL_STEERING, reachOf, type SteeringFields } from "../lib/steering";
-import type { VectorCard } from "../lib/vectors";
+import { findSae, saes, type VectorCard } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
@@ -39,7 +39,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
       onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: { ...state, vector }, title });
     });
   };
-  const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
+  const isReady = isShown && model?.state === "ready" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
   useNamed(state.vector, cards, (vector) => setState({ vector }));
   const hasRun = useRef(false);
   useEffect(() => {
@@ -50,7 +50,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
   }, [isReady, body]);
 
   if (cards === null) return <ErrorNote error={listing.error} />;
-  if (cards.length === 0) {
+  if (cards.length === 0 && saes.value.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
   const alter = (change: Partial<SteeringFields>): void => setState({ ...change, ...rescale(state, change, cards) });
@@ -101,7 +101,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
       }
       below={body && <CopyAs asked={{ endpoint: "sweep", body }} />}
     >
-      <ErrorNote error={("error" in made ? made.error : task.error) ?? listing.error} />
+      <ErrorNote error={("error" in made ? made.error : task.error) ?? listing.error} onRetry={run} />
       {result && (
         <Outcome
           result={result}
@@ -134,7 +134,7 @@ function Outcome({ result, state, setState, children }: SweptProps) {
   );
 }
 
-/** What the model says at the chosen layers and scale: each context goes on, steered and not. */
+/** What the model says at the chosen layers and scale: each context continued, steered and not. */
 function Said({ swept, body, state }: { swept: Swept; body: SweepBody; state: SweepState }) {
   const [shown, setShown] = useState<Steered | null>(null);
   const { task, send } = useStreams(setShown);
@@ -190,12 +190,12 @@ interface CasesProps {
   onChange: (items: string[]) => void;
 }
 
-/** Contexts, each with the targets that are scored behind it. */
+/** Contexts, each with the targets that are scored after it. */
 function Cases({ items, onChange }: CasesProps) {
   const change = (at: number, line: string): void => onChange(items.map((old, index) => (index === at ? line : old)));
   return (
     <fieldset class="cases">
-      <legend>Contexts and what is scored behind each</legend>
+      <legend>Contexts, and the targets scored after each</legend>
       {items.map((line, at) => {
         const { context, targets } = readItem(line);
         return (
@@ -225,7 +225,7 @@ function Cases({ items, onChange }: CasesProps) {
         <button type="button" class="quiet" onClick={() => onChange([...items, "| yes| no"])}>
           <Icon name="plus" /> Add a context
         </button>
-        <span class="hint">A | stands between targets, which are scored with the spaces they have.</span>
+        <span class="hint">Write | between targets. Their spaces count.</span>
       </div>
     </fieldset>
   );

@@ -209,7 +209,7 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
         </>
       }
     >
-      <ErrorNote error={"error" in made ? made.error : task.error} />
+      <ErrorNote error={"error" in made ? made.error : task.error} onRetry={run} />
       {result && <TokensOutcome result={result} state={state} />}
     </Panes>
   );

@@ -10,6 +10,7 @@ import { Panes } from "../parts/Panes";
 import { Cosines } from "./vectors/Cosines";
 import { Combine, IS_VECTOR, Train, Upload, type MakeState } from "./vectors/Make";
 import { writePairs } from "./vectors/pairs";
+import { SAE_CONFIG, Saes } from "./vectors/Saes";
 import { Stored } from "./vectors/Stored";
 
 type State = MakeState & {
@@ -41,7 +42,10 @@ function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
   const take = (given: FileList | null | undefined): void => {
     const all = [...(given ?? [])];
     setFileError(null);
-    if (all.some(({ name }) => IS_VECTOR.test(name))) {
+    if (all.length === 0 || all.some(({ name }) => name === SAE_CONFIG)) {
+      setFiles(all);
+      setState({ make: "upload" });
+    } else if (all.some(({ name }) => IS_VECTOR.test(name))) {
       setFiles(all.filter(({ name }) => IS_VECTOR.test(name)));
       setState({ make: "upload" });
     } else if (all[0] !== undefined && all[0].size <= MAX_PAIRS) {
@@ -90,6 +94,7 @@ function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
           }}
         />
       )}
+      <Saes />
       {cards !== null && cards.length > 1 && <Cosines cards={cards} />}
     </Panes>
   );

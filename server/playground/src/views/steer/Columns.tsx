@@ -11,7 +11,7 @@ import { findAlternatives, promptIds, type Steered, type Text } from "./stream";
 
 export type Colouring = "probe" | "surprisal" | "none";
 
-/** Go on from a token with another one: the ids up to there, and their text. */
+/** Continue from another token in place of one: the ids up to there, and their text. */
 export type OnBranch = (ids: number[], text: string) => void;
 
 interface ColumnsProps {
@@ -78,6 +78,7 @@ export function Columns({ shown, colouring, isRunning = false, isStale = false, 
             title={title}
             values={values[column] ?? []}
             colours={colours}
+            isRunning={isRunning}
             probe={colouring === "probe" ? probe : null}
             marked={marked}
             setMarked={setMarked}
@@ -157,6 +158,7 @@ interface OneColumnProps {
   title: { title: string; note: string };
   values: readonly (number | null)[];
   colours: Scale | undefined;
+  isRunning: boolean;
   probe: string | null;
   marked: number | null;
   setMarked: (index: number | null) => void;
@@ -164,7 +166,7 @@ interface OneColumnProps {
 }
 
 function OneColumn(props: OneColumnProps) {
-  const { shown, column, row, title: { title, note }, values, colours, probe, marked, setMarked, onBranch } = props;
+  const { shown, column, row, title: { title, note }, values, colours, isRunning, probe, marked, setMarked, onBranch } = props;
   const text = shown.texts[column]?.[row] as Text;
   const prompt = shown.prompts[Math.floor(row / shown.n)] ?? "";
   const thread = shown.threads?.[column]?.filter(({ role }) => role !== "system") ?? [];
@@ -202,10 +204,11 @@ function OneColumn(props: OneColumnProps) {
           noLegend
         />
       </div>
+      {text.completion === null && !isRunning && <p class="hint num">{plural(text.ids.length, "token")}, then it was cut off</p>}
       {text.completion && (
         <p class="hint num">
           {plural(text.completion.num_tokens, "token")},{" "}
-          {text.completion.finish_reason === "stop" ? "ended by itself" : "cut at the limit"} ·
+          {text.completion.finish_reason === "stop" ? "ended by itself" : "ended at the limit"} ·
           log-probability {fixed(text.completion.logprob, 2)}
         </p>
       )}
@@ -271,7 +274,7 @@ function TextCard({ shown, column, row, index, probe, onBranch }: TextCardProps)
                 }))
         }
       />
-      {onBranch && ids.length > 0 && <p class="hint">Press one to go on from here with it.</p>}
+      {onBranch && ids.length > 0 && <p class="hint">Press one to continue from here with it.</p>}
     </>
   );
 }

@@ -23,7 +23,7 @@ export interface Text {
   tokens: string[];
   ids: number[];
   logprobs: (number | null)[];
-  /** What the probe read at each: as it came to be steered, and as it left. In a stream one is behind. */
+  /** What the probe read at each: as it came to be steered, and as it left. In a stream the last one is missing. */
   before: (number | null)[];
   after: (number | null)[];
   /** The whole of it, once it has ended. */
@@ -45,7 +45,7 @@ export type Turn = {
 
 /** What the form asks for, whole. */
 export interface Plan {
-  /** What stands above the columns: `Without steering`, then the scales. */
+  /** Heads of the columns: `Without steering`, then the scales. */
   titles: { title: string; note: string }[];
   /** What each row continues; empty in a chat. */
   prompts: string[];
@@ -56,7 +56,7 @@ export interface Plan {
   /** What the user says, one turn after the other; empty where no chat is held. */
   turns: string[];
   system: string;
-  /** The requests for the last turn, or the only one; `threads` has what each column goes on from. */
+  /** The requests for the last turn, or the only one; `threads` has what each column continues. */
   ask: (threads: readonly Turn[][] | null) => Ask[];
 }
 
@@ -68,7 +68,7 @@ export interface Steered {
   probe: string;
   /** What was asked at last; sent again it gives the same texts. */
   asks: Ask[];
-  /** By column: the chat in front of its text. */
+  /** By column: the chat before its text. */
   threads: Turn[][] | null;
   /** By column, then by row: prompts, each with its samples. */
   texts: Text[][];
@@ -198,7 +198,7 @@ export function useStreams(show: (shown: Steered, isWhole: boolean) => void): {
   return { task, send };
 }
 
-/** The ids that a column's text goes on from. */
+/** The ids that a column's text continues. */
 export function promptIds(shown: Steered, column: number, row: number): number[] {
   const ask = shown.asks.find((one) => one.column === column || one.baseline === column);
   return shown.answers[ask?.column ?? column]?.results[Math.floor(row / shown.n)]?.prompt_ids ?? [];

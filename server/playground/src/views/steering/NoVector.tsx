@@ -1,4 +1,4 @@
-// What stands in a view about steering while no vector is stored.
+// A view about steering while no vector is stored.
 import { EXAMPLE_NAME, EXAMPLE_PAIRS, trainExample } from "../../lib/example";
 import { plural } from "../../lib/format";
 import { useTask } from "../../lib/task";
@@ -20,9 +20,9 @@ export function NoVector({ model, onTrained }: NoVectorProps) {
     <section class="no-vector" aria-labelledby="no-vector-title">
       <h2 id="no-vector-title">No steering vector is stored yet</h2>
       <p>
-        A vector is a direction of the model's activations that stands for something. It is made of
-        texts in pairs that differ in just that: here {plural(EXAMPLE_PAIRS.length, "pair")} of
-        stories, the same ones with a happy and with a sad end.
+        A vector is a direction of the model's activations. It is trained from pairs of texts that
+        differ in one thing only: here {plural(EXAMPLE_PAIRS.length, "pair")} of stories, each with
+        a happy and with a sad end.
       </p>
       <dl class="example-pair">
         <dt>Positive</dt>

@@ -9,7 +9,7 @@ import {
   type PlaceFields,
   type VectorFields as Fields,
 } from "../../lib/steering";
-import type { VectorCard } from "../../lib/vectors";
+import { findSae, saes, type VectorCard } from "../../lib/vectors";
 import { Select, TextField } from "../../parts/fields";
 
 interface VectorFieldsProps {
@@ -32,12 +32,13 @@ export function VectorAndLayers({ fields, onChange, cards, model, layersHint }: 
         label="Vector"
         value={fields.vector}
         cards={cards}
+        hasFeatures
         onChange={(vector) => onChange({ vector })}
       />
       <TextField
         label="Layers"
         value={fields.layers}
-        placeholder={describeOwnLayers(card)}
+        placeholder={describeOwnLayers(fields.vector, card)}
         hint={layersHint ?? `0 to ${(model?.num_layers ?? 1) - 1}, as in 4 or 2,5-7; or own`}
         onChange={(layers) => onChange({ layers })}
       />
@@ -70,6 +71,7 @@ export function OperationFields({ fields, onChange, cards, without = [] }: Vecto
           value={fields.when}
           cards={cards}
           none="everywhere"
+          hasFeatures
           onChange={(when) => onChange({ when })}
         />
       </div>
@@ -80,7 +82,7 @@ export function OperationFields({ fields, onChange, cards, without = [] }: Vecto
             label="reads at layer"
             value={fields.whenLayer}
             placeholder="recommended"
-            hint="Not behind the layer that is steered."
+            hint="Not after the steered layer."
             onChange={(whenLayer) => onChange({ whenLayer })}
           />
           <TextField
@@ -104,16 +106,18 @@ export function OperationFields({ fields, onChange, cards, without = [] }: Vecto
 interface PlaceProps {
   fields: PlaceFields;
   onChange: (change: Partial<PlaceFields>) => void;
+  /** A first option without positions, under this name. */
+  shared?: string;
 }
 
 /** At which tokens. */
-export function PositionFields({ fields, onChange }: PlaceProps) {
+export function PositionFields({ fields, onChange, shared }: PlaceProps) {
   return (
     <div class="row">
       <Select
         label="Positions"
         value={fields.positions}
-        options={POSITIONS}
+        options={shared === undefined ? POSITIONS : [{ value: "", label: shared }, ...POSITIONS]}
         onChange={(positions) => onChange({ positions })}
       />
       {fields.positions === "slices" && (
@@ -135,21 +139,39 @@ interface VectorSelectProps {
   onChange: (name: string) => void;
   /** A first option that chooses none, under this name. */
   none?: string;
-  hint?: string;
+  /** Whether features of autoencoders can be chosen. */
+  hasFeatures?: boolean;
 }
 
-/** A stored vector, or one that a link names and that is not stored here. */
-export function VectorSelect({ label, value, cards, onChange, none, hint }: VectorSelectProps) {
+/** A stored vector or a feature of an autoencoder, or one that a link names and that is not stored here. */
+export function VectorSelect({ label, value, cards, onChange, none, hasFeatures = false }: VectorSelectProps) {
   const options = cards.map(({ name }) => ({ value: name, label: name }));
   if (none !== undefined) options.unshift({ value: "", label: none });
-  const shown = value === "" && none === undefined ? (cards[0]?.name ?? "") : value;
+  if (hasFeatures) options.push(...saes.value.map(({ name }) => ({ value: `${name}/`, label: `${name}: a feature` })));
+  const sae = hasFeatures && !cards.some(({ name }) => name === value) ? findSae(value) : undefined;
+  const named = value === "" && none === undefined ? (cards[0]?.name ?? "") : value;
+  const shown = sae === undefined ? named : `${sae.name}/`;
   if (!options.some((option) => option.value === shown)) {
-    options.push({ value: shown, label: `${shown} (not stored here)` });
+    options.push({ value: shown, label: shown === "" ? "choose one" : `${shown} (not stored here)` });
   }
-  return <Select label={label} value={shown} options={options} hint={hint} onChange={onChange} />;
+  return (
+    <>
+      <Select label={label} value={shown} options={options} onChange={onChange} />
+      {sae && (
+        <TextField
+          label="Feature"
+          value={value.slice(sae.name.length + 1)}
+          hint={`0 to ${sae.features - 1}${sae.labels > 0 ? ", or its label" : ""}`}
+          onChange={(feature) => onChange(`${sae.name}/${feature}`)}
+        />
+      )}
+    </>
+  );
 }
 
-function describeOwnLayers(card: VectorCard | undefined): string {
+function describeOwnLayers(vector: string, card: VectorCard | undefined): string {
+  const sae = card === undefined ? findSae(vector) : undefined;
+  if (sae !== undefined) return String(sae.layer);
   const best = card?.about.recommendation?.layer;
   return best === undefined ? (card?.layers.join(", ") ?? "") : `${best} (recommended)`;
 }

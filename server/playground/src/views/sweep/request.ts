@@ -73,7 +73,7 @@ export function makeSweep(state: SweepState, cards: readonly VectorCard[], model
   const cases = state.items.map(readItem).filter(({ context }) => context !== "");
   const bare = cases.find(({ targets }) => targets.length === 0);
   if (bare) {
-    throw new Error(`“${bare.context}” has no target: write them behind it, with | between two of them.`);
+    throw new Error(`“${bare.context}” has no target: write them after it, with | between two of them.`);
   }
   const texts = state.text.trim() === "" ? [] : [state.text];
   if (cases.length + texts.length === 0) throw new Error("Give a context with targets, a text, or both.");

@@ -70,7 +70,7 @@ function toRequest(state: WindowState, model: string, text: string): Schemas["Pe
 }
 
 type WindowsProps<S extends WindowState> = ViewProps<S, Progress> & {
-  /** What stands above the text in the form, and below it. */
+  /** What is above the text in the form, and below it. */
   head: ComponentChildren;
   examples: ComponentChildren;
 };
@@ -199,13 +199,13 @@ export function Windows<S extends WindowState>(props: WindowsProps<S>) {
         )
       }
     >
-      <ErrorNote error={fileError ?? task.error} />
+      <ErrorNote error={fileError ?? task.error} onRetry={run} />
       {progress && <WindowsOutcome result={progress} state={state} setState={setState} />}
     </Panes>
   );
 }
 
-/** Return a file's text. Throws where it is none. */
+/** Return a file's text. Throws Error where it is not text. */
 async function readFile(file: File): Promise<string> {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -283,7 +283,7 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
           {windows.length}
         </progress>
         <span class="hint num" role="status">
-          {latest === null ? "Sent, and at work …" : `${windows.length} of ${total ?? "?"} windows`}
+          {latest === null ? "Sent, and running …" : `${windows.length} of ${total ?? "?"} windows`}
         </span>
       </span>
     );
@@ -387,7 +387,7 @@ const MAX_EXCERPT = 420;
 
 function Excerpt({ progress: { text, offsets }, window }: ExcerptProps) {
   if (window === undefined || text === null || offsets === null) {
-    return <p class="excerpt hint">Point at the curve to read what stands there.</p>;
+    return <p class="excerpt hint">Point at the curve to read the text there.</p>;
   }
   const first = window.end - window.num_scored;
   const characters = Array.from(text);

@@ -12,6 +12,7 @@ import { Checkbox, NumberField, Select, TextArea, TextField } from "../../parts/
 import { Icon } from "../../parts/Icon";
 import { VectorSelect } from "../steering/VectorFields";
 import { readPairs } from "./pairs";
+import { SAE_CONFIG, UploadSae } from "./Saes";
 
 export type MakeState = {
   name: string;
@@ -65,7 +66,7 @@ export function Train({ state, setState, model, cards, onMade }: MakeProps) {
         value={state.pairs}
         rows={6}
         maxRows={12}
-        hint="A tab stands between two texts as well, so that columns of a spreadsheet can be pasted; JSON lines with positive and negative are read, too."
+        hint="A tab also separates two texts, so columns of a spreadsheet can be pasted. JSON lines with positive and negative are read, too."
         onChange={(text) => setState({ pairs: text })}
       />
       <p class={wrong.length ? "wrong" : "hint"} role="status">
@@ -123,15 +124,15 @@ export function Train({ state, setState, model, cards, onMade }: MakeProps) {
 }
 
 /** Whether a new vector may take the place of the one of its name; asked where there is one. */
-function useReplaced(cards: readonly VectorCard[], name: string) {
+export function useReplaced(cards: readonly { name: string }[], name: string) {
   const [isAllowed, setAllowed] = useState("");
-  const stands = cards.some((card) => card.name === name);
+  const isStored = cards.some((card) => card.name === name);
   return {
-    overwrite: (stands && isAllowed === name) || undefined,
-    checkbox: stands && (
+    overwrite: (isStored && isAllowed === name) || undefined,
+    checkbox: isStored && (
       <Checkbox
         label={`Replace ${name}`}
-        hint="A vector of this name is stored; without this, only the same request again is answered."
+        hint="This name is stored. Without the tick only the same request again is answered."
         value={isAllowed === name}
         onChange={(value) => setAllowed(value ? name : "")}
       />
@@ -173,38 +174,45 @@ export function Upload({ cards, onMade, files, onTake }: UploadProps) {
     });
   };
   return (
-    <RunForm label="Upload vectors" onRun={run}>
+    <>
       <label class="upload-box">
-        <input type="file" multiple accept=".safetensors,.gguf" onChange={(event) => onTake(event.currentTarget.files)} />
+        <input type="file" multiple accept=".safetensors,.gguf,.json" onChange={(event) => onTake(event.currentTarget.files)} />
         <span>
           <Icon name="file" /> {files.length ? files.map((file) => `${file.name}, ${bytes(file.size)}`).join("; ") : "Drop files here, or choose some"}
         </span>
         <span class="hint">
-          safetensors, or a GGUF control vector as repeng writes it; a feature of a sparse autoencoder
-          comes by `logsteer vectors import-sae`, what torch.save has written by `logsteer vectors put`
+          safetensors; a GGUF control vector, as repeng writes it; or a sparse autoencoder as SAELens
+          saves it: cfg.json, sae_weights.safetensors and, if there is one, labels.json. For a file
+          of torch.save use <code>logsteer vectors put</code>.
         </span>
       </label>
-      {first !== undefined && files.length === 1 && (
-        <TextField label="Name" value={typed?.of === first ? typed.name : nameOf(first)} onChange={(name) => setTyped({ of: first, name })} />
+      {files.some(({ name }) => name === SAE_CONFIG) ? (
+        <UploadSae files={files} onDone={() => onTake(null)} />
+      ) : (
+        <RunForm label="Upload vectors" onRun={run}>
+          {first !== undefined && files.length === 1 && (
+            <TextField label="Name" value={typed?.of === first ? typed.name : nameOf(first)} onChange={(name) => setTyped({ of: first, name })} />
+          )}
+          {files.length > 1 && <p class="hint">They are stored as {names.join(", ")}.</p>}
+          {replaced.checkbox}
+          <div class="actions">
+            <RunButton task={task} onRun={run} label="Upload" disabled={!canRun} />
+            {task.isRunning && files.length > 1 && <Working words={`${done} of ${files.length} stored`} share={done / files.length} />}
+          </div>
+          <ErrorNote error={task.error} />
+          {first !== undefined && canRun && (
+            <CopyAs
+              asked={{
+                endpoint: "vectors.put",
+                path: { name: names[0] ?? "" },
+                file: first.name,
+                body: replaced.overwrite ? { overwrite: true } : undefined,
+              }}
+            />
+          )}
+        </RunForm>
       )}
-      {files.length > 1 && <p class="hint">They are stored as {names.join(", ")}.</p>}
-      {replaced.checkbox}
-      <div class="actions">
-        <RunButton task={task} onRun={run} label="Upload" disabled={!canRun} />
-        {task.isRunning && files.length > 1 && <Working words={`${done} of ${files.length} stored`} share={done / files.length} />}
-      </div>
-      <ErrorNote error={task.error} />
-      {first !== undefined && canRun && (
-        <CopyAs
-          asked={{
-            endpoint: "vectors.put",
-            path: { name: names[0] ?? "" },
-            file: first.name,
-            body: replaced.overwrite ? { overwrite: true } : undefined,
-          }}
-        />
-      )}
-    </RunForm>
+    </>
   );
 }
 

@@ -95,7 +95,7 @@ function describeArea(auc: number | null | undefined, pairs: number | null | und
   return `${fixed(auc, 3)} ± ${fixed(errorOfArea(auc, pairs), 3)}`;
 }
 
-/** Layers are whole: nothing stands at the axis between two of them. */
+/** Layers are whole: the axis has no labels between two of them. */
 function nameLayer(layer: number): string {
   return Number.isInteger(layer) ? String(layer) : "";
 }

@@ -1,11 +1,12 @@
 // The stored vectors: what each is, and what can be done with it.
 import { useRef, useState } from "preact/hooks";
-import { call, download } from "../../lib/api";
+import { call, download, upload } from "../../lib/api";
 import { bytes, plural, short } from "../../lib/format";
 import { useTask } from "../../lib/task";
 import { refreshVectors, type VectorCard } from "../../lib/vectors";
 import { Confirm } from "../../parts/Confirm";
-import { ErrorNote } from "../../parts/controls";
+import { ErrorNote, RunForm } from "../../parts/controls";
+import { CopyAs } from "../../parts/CopyAs";
 import { TextField } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
 import { save } from "../../parts/LineChart";
@@ -145,10 +146,48 @@ function Entry({ card, model, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
             </dl>
             <Quality card={card} onSteer={(layer, scale) => onSteer(card, layer, scale)} />
             <Evaluate card={card} model={model} />
+            <Rename card={card} onDone={onOpen} />
+            <CopyAs label="Copy its deletion as" asked={{ endpoint: "vectors.delete", path: { name: card.name } }} />
           </>
         )}
       </div>
     </li>
+  );
+}
+
+/** The file under another name: the server has no request for that. */
+function Rename({ card, onDone }: { card: VectorCard; onDone: (name: string) => void }) {
+  const task = useTask();
+  const [typed, setTyped] = useState("");
+  const name = typed.trim();
+  const run = (): void => {
+    if (name === "") return;
+    task.run(async (signal) => {
+      const file = await download("/vectors/{name}/content", { path: { name: card.name }, query: { format: "safetensors" }, signal });
+      await upload("/vectors/{name}", file, { path: { name }, signal });
+      await call("delete", "/vectors/{name}", undefined, { path: { name: card.name }, signal });
+      await refreshVectors();
+      onDone(name);
+    });
+  };
+  return (
+    <details class="more">
+      <summary>Rename it</summary>
+      <RunForm label={`Rename ${card.name}`} onRun={run}>
+        <TextField
+          label="New name"
+          value={typed}
+          hint="Its file is stored under the new name, then the old name is deleted. What training measured of it is not in the file, and is lost."
+          onChange={setTyped}
+        />
+        <div class="actions">
+          <button type="submit" class="quiet" disabled={name === "" || task.isRunning}>
+            <Icon name="pen" /> Rename
+          </button>
+        </div>
+        <ErrorNote error={task.error} />
+      </RunForm>
+    </details>
   );
 }
 
