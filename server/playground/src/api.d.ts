@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 010bb1869068d9d430650fcb98c07c31bbc3c39ccc744df00da3c9976e4df79c
+// Written by build/types.mjs from openapi.json, sha256 0892630c14689d9e8c2c7b6768c552bb72d03689cc6cad2b4242964ba1e9c1ea
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -11,40 +11,6 @@ export interface paths {
         put?: never;
         /** Reload */
         post: operations["reload_admin_reload_post"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/detokenize": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /** Detokenize */
-        post: operations["detokenize_detokenize_post"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/diagnostics": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /** Diagnostics */
-        post: operations["diagnostics_diagnostics_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -233,6 +199,42 @@ export interface paths {
         /** Perplexity */
         post: operations["perplexity_perplexity_post"];
         delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/saes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** List Saes */
+        get: operations["list_saes_saes_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/saes/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Show Sae */
+        get: operations["show_sae_saes__name__get"];
+        /** Upload Sae */
+        put: operations["upload_sae_saes__name__put"];
+        post?: never;
+        /** Delete Sae */
+        delete: operations["delete_sae_saes__name__delete"];
         options?: never;
         head?: never;
         patch?: never;
@@ -428,56 +430,17 @@ export interface components {
             negative: string | components["schemas"]["Message"][];
             positive: string | components["schemas"]["Message"][];
         };
-        DeletedVector: {
+        DeletedSae: {
             name: string;
             sha256: string | null;
         } & {
             [key: string]: unknown;
         };
-        DetokenizeAnswer: {
-            model: string;
-            prompt?: string | null;
-            texts: string[];
+        DeletedVector: {
+            name: string;
+            sha256: string | null;
         } & {
             [key: string]: unknown;
-        };
-        DetokenizeRequest: {
-            model?: string | null;
-            token_ids?: number[][] | null;
-            tokens?: number[] | null;
-        };
-        DiagnosticsRequest: {
-            adapter?: string | null;
-            add_generation_prompt?: boolean | null;
-            /** @enum {string} */
-            bos?: "auto" | "always" | "never";
-            /** @enum {string} */
-            boundary?: "joint" | "separate";
-            cache?: boolean;
-            chat_template_kwargs?: {
-                [key: string]: unknown;
-            } | null;
-            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
-            continue_final_message?: boolean;
-            items: components["schemas"]["LogprobItem"][];
-            model?: string | null;
-            /** @enum {string} */
-            on_error?: "fail" | "report";
-            /** @enum {string} */
-            on_overflow?: "error" | "truncate_left";
-            override?: components["schemas"]["ParameterOverride"] | null;
-            per_token?: boolean;
-            policy?: components["schemas"]["SamplingPolicy"];
-            /** @enum {string} */
-            precision?: "float32" | "float64";
-            probes?: components["schemas"]["ProbeRequest"][] | null;
-            /** @enum {string} */
-            space?: "as_given" | "both" | "best";
-            steering?: components["schemas"]["Steering"] | null;
-            tools?: components["schemas"]["Tool"][] | null;
-            top?: number;
-            vocabulary?: boolean;
-            window?: number;
         };
         Divergence: {
             kl_max: number | null;
@@ -1034,6 +997,30 @@ export interface components {
             restarts?: number;
             /** @enum {string} */
             state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
+        } & {
+            [key: string]: unknown;
+        };
+        SaeCard: {
+            architecture: string;
+            bytes: number;
+            created: string;
+            features: number;
+            hook: string;
+            k?: number | null;
+            labels: number;
+            layer: number;
+            model_hint?: string | null;
+            name: string;
+            sha256: string;
+            width: number;
+        } & {
+            [key: string]: unknown;
+        };
+        SaeList: {
+            bytes: number;
+            damaged?: string[];
+            max_bytes: number;
+            saes: components["schemas"]["SaeCard"][];
         } & {
             [key: string]: unknown;
         };
@@ -1657,70 +1644,6 @@ export interface operations {
             };
         };
     };
-    detokenize_detokenize_post: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["DetokenizeRequest"];
-            };
-        };
-        responses: {
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["DetokenizeAnswer"];
-                };
-            };
-            default: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
-    diagnostics_diagnostics_post: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["DiagnosticsRequest"];
-            };
-        };
-        responses: {
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["LogprobAnswer"];
-                    "application/msgpack": unknown;
-                    "application/vnd.safetensors": unknown;
-                };
-            };
-            default: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
     generate_generate_post: {
         parameters: {
             query?: never;
@@ -2059,6 +1982,135 @@ export interface operations {
                     "application/json": components["schemas"]["PerplexityAnswer"];
                     "application/msgpack": unknown;
                     "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_saes_saes_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SaeList"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_sae_saes__name__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SaeCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    upload_sae_saes__name__put: {
+        parameters: {
+            query?: {
+                layer?: number | null;
+                activation_scale?: number | null;
+                overwrite?: boolean;
+            };
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "multipart/form-data": {
+                    /** Format: binary */
+                    config: string;
+                    /** Format: binary */
+                    labels?: string;
+                    /** Format: binary */
+                    weights: string;
+                };
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SaeCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_sae_saes__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeletedSae"];
                 };
             };
             default: {
