@@ -248,6 +248,20 @@ def test_errors_stand_where_they_arose_in_the_servers_words(visit: OpenPage, api
     assert refused.json()["detail"] in alert.inner_text()
 
 
+def test_a_server_that_is_away_is_said_and_asked_again(visit: OpenPage) -> None:
+    seen = visit("choices")
+    seen.see("choices")
+    seen.expect_failures()
+    seen.page.context.set_offline(True)
+    seen.button("Compare").click()
+    expect(seen.page.locator(".head-state")).to_have_text("no answer")
+    expect(seen.page.locator("#view-choices .choice").first).to_be_visible()  # it is kept
+    seen.page.context.set_offline(False)
+    seen.button("Try again").click()
+    expect(seen.page.locator("#view-choices").get_by_role("alert")).to_have_count(0)
+    expect(seen.page.locator(".head-state")).not_to_have_text("no answer")
+
+
 # ------------------------------------------------------------------ long texts
 
 

@@ -104,5 +104,9 @@ def test_combining_and_uploading_are_copied(visit: OpenPage, api: Client, tmp_pa
 
 
 def test_what_a_command_leaves_out_is_said(visit: OpenPage) -> None:
-    view = visit("text").see("text")
-    expect(view.locator(".copy-row")).to_contain_text("leaves out tokens, windows, columns")
+    seen = visit("text")
+    row = seen.see("text").locator(".copy-row")
+    expect(row).to_contain_text("leaves out tokens, windows, columns")
+    seen.page.get_by_role("button", name="A turn of mood").click()
+    seen.open("text?colour=probe&probe=mood")
+    expect(row).to_contain_text("no CLI: the command reads no probes")

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+import torch
 from playwright.sync_api import Locator, expect
 from safetensors.numpy import load
 
@@ -18,6 +19,7 @@ from tests.browser.conftest import OpenPage
 from tests.browser.test_views import read, read_tokens
 from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit
 from tests.conftest import ServerFactory, fake_model
+from tests.server.test_saes import save_sae
 
 pytestmark = pytest.mark.engine
 
@@ -159,7 +161,7 @@ def sent_to(seen: Visit, path: str) -> list[Any]:
 def test_vectors_scales_samples_and_texts_are_rows_of_one_table(
     visit: OpenPage, api: Client
 ) -> None:
-    more = quote(json.dumps(["vector=mood&scale=0.5&layers=3"]))
+    more = quote(json.dumps(["vector=mood&scale=0.5&layers=3&where=completion"]))
     prompts = quote(json.dumps(["Tom felt"]))
     seen = visit(
         f"steer?vector=mood&layers=2&scales=-2,2&n=2&max_tokens=9&more={more}&prompts={prompts}"
@@ -170,10 +172,15 @@ def test_vectors_scales_samples_and_texts_are_rows_of_one_table(
     table.wait_for()
     first, second = sorted(sent_to(seen, "/steer"), key=lambda b: not b.get("baseline"))
     vectors = [
-        [(v["name"], v["layers"], v["scale"]) for v in body["steering"]["vectors"]]
+        [
+            (v["name"], v["layers"], v["scale"], v.get("positions"))
+            for v in body["steering"]["vectors"]
+        ]
         for body in (first, second)
     ]
-    assert vectors == [[("mood", [2], scale), ("mood", [3], 0.5)] for scale in (-2, 2)]
+    assert vectors == [
+        [("mood", [2], scale, None), ("mood", [3], 0.5, "completion")] for scale in (-2, 2)
+    ]
     expected = {}
     for body in (first, second):
         scale = body["steering"]["vectors"][0]["scale"]
@@ -422,10 +429,38 @@ def test_vectors_go_up_and_down_as_files(
             view.locator("input[type=file]").set_input_files(path)
         expect(view.get_by_label("Name", exact=True)).to_have_value(path.stem)
         seen.button("Upload").click()
-        view.locator(f"[data-vector={path.stem}] .vector-facts").wait_for()
-        assert api.vectors.get(path.stem).sha256 == api.vectors.get("without-0").sha256
-        api.vectors.delete(path.stem)
+        entry = view.locator(f"[data-vector={path.stem}]")
+        entry.locator(".vector-facts").wait_for()
+        entry.locator("summary", has_text="Rename").click()
+        entry.get_by_label("New name").fill(f"{own}-renamed")
+        seen.button("Rename").click()
+        view.locator(f"[data-vector={own}-renamed] .vector-facts").wait_for()
+        stored = {card.name: card.sha256 for card in api.vectors.list().vectors}
+        assert path.stem not in stored
+        assert stored[f"{own}-renamed"] == stored["without-0"]
+        api.vectors.delete(f"{own}-renamed")
     api.vectors.delete("without-0")
+
+
+def test_a_feature_of_an_uploaded_autoencoder_steers(
+    visit: OpenPage, api: Client, tmp_path: Path
+) -> None:
+    width, size = api.vectors.get("mood").width, 10
+    weights = {"W_enc": (width, size), "W_dec": (size, width), "b_enc": (size,), "b_dec": (width,)}
+    tensors = {name: torch.ones(shape) for name, shape in weights.items()}
+    save_sae(tmp_path, {"d_in": width, "d_sae": size}, tensors)
+    seen = visit("vectors?make=upload")
+    view = seen.page.locator("#view-vectors")
+    view.locator("input[type=file]").set_input_files(sorted(tmp_path.iterdir()))
+    view.get_by_label("Name", exact=True).fill("of-the-page")
+    seen.button("Upload").click()
+    expect(view.get_by_text("of-the-page", exact=True)).to_be_visible()
+    seen.open("steer?vector=of-the-page/7&max_tokens=4&scale=3")
+    view = seen.see("steer")
+    (vector,) = seen.sent_to("/steer")["steering"]["vectors"]
+    assert vector == {"sae": "of-the-page", "feature": 7, "scale": 3}
+    expect(view.get_by_label("Feature")).to_have_value("7")
+    api.saes.delete("of-the-page")
 
 
 def test_a_vector_is_combined_and_deleted_after_a_question(

@@ -118,6 +118,10 @@ class Visit:
         """Do not complain of answers with this status, which the browser reports by itself."""
         self._expected.append(f"status of {status} ")
 
+    def expect_failures(self) -> None:
+        """Do not complain of requests that get no answer."""
+        self._expected.append("net::ERR_INTERNET_DISCONNECTED")
+
     def open(self, address: str) -> None:
         """Go to a view by its address."""
         self.page.goto(f"{self.url}/#{address}" if address else f"{self.url}/")

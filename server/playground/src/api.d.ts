@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 0892630c14689d9e8c2c7b6768c552bb72d03689cc6cad2b4242964ba1e9c1ea
+// Written by build/types.mjs from openapi.json, sha256 f44ba8ca9a604d26b1e9c3353b40748ea5312f28245057087c8ec9f63674303d
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -809,6 +809,8 @@ export interface components {
             tools?: components["schemas"]["Tool"][] | null;
         };
         PatchResult: {
+            /** @enum {string} */
+            boundary: "exact" | "merged";
             clean: number | null;
             corrupted: number | null;
             layers: number[][];

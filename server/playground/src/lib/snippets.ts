@@ -166,6 +166,7 @@ const READING = new Set<string>(["logprob", "generate", "steer"]);
 function probeOptions({ endpoint }: Asked, probes: Json | undefined): string[] {
   if (!READING.has(endpoint)) return [];
   return ((probes ?? []) as ProbeBody[]).map(({ name, layers, read }) => {
+    if (name === undefined) throw new Error("the command reads no features");
     const at = layers ? `@${layers.join(",")}` : "";
     return `--probe ${quote(`${name}${at}${read && read !== "projection" ? `:${read}` : ""}`)}`;
   });

@@ -1,7 +1,7 @@
 import "./choices.css";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
-import { fixed, interval, number, percent, plural, signed, tick } from "../lib/format";
+import { fixed, interval, percent, plural, signed, tick } from "../lib/format";
 import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { readCases, type Case } from "../lib/tables";
@@ -19,8 +19,7 @@ import { Lines } from "../parts/Lines";
 import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
 import { Table, type TableColumn } from "../parts/Table";
-import { TokenCard } from "../parts/TokenCard";
-import { TokenText } from "../parts/TokenText";
+import { Score } from "./choices/Score";
 
 type Space = "as_given" | "both";
 type Boundary = "joint" | "separate";
@@ -159,6 +158,8 @@ function ChoicesView(props: ViewProps<State, Shown>) {
         state.mode === "one"
           ? call("post", "/tokenize", { model: conditions[0]?.model, texts: [state.context] }, { signal })
           : null;
+      // Where scoring fails first, nobody awaits this one.
+      cut?.catch(() => undefined);
       const sides: Side[] = [];
       for (const condition of conditions) {
         const side: Side = { name: condition.name, items: [], neutral: state.shares === "pmi" ? [] : null };
@@ -511,93 +512,6 @@ function Choice({ target, shares, isRight, text, context, scale }: ChoiceProps) 
         )}
       </div>
     </li>
-  );
-}
-
-interface ScoreProps {
-  name?: string;
-  target: Schemas["TargetScore"];
-  /** The context, and its own tokens where they are known. */
-  shown: { text: string; context: string[] };
-  scale: Scale;
-}
-
-/** Tokens of the context that are shown before the boundary; characters, where they merge. */
-const SHOWN_TOKENS = 4;
-const SHOWN_CHARACTERS = 28;
-
-/** What is before the first scored token: the context's last tokens, or the joint text. */
-function readPrefix(target: Schemas["TargetScore"], { text, context }: ScoreProps["shown"], start: number): string[] {
-  if (target.boundary === "exact" && start === 0 && context.length > 0) {
-    const last = context.slice(-SHOWN_TOKENS);
-    return last.length < context.length ? ["…", ...last] : last;
-  }
-  const joint = (text + target.target).slice(0, text.length + start);
-  const last = joint.slice(-SHOWN_CHARACTERS);
-  return last.length < joint.length ? ["…", last] : [last];
-}
-
-function Score({ name, target, shown, scale }: ScoreProps) {
-  const tokens = target.tokens ?? [];
-  const surprisals = useMemo(
-    () => (target.logprobs ?? []).map((value) => (value === null ? null : -value)),
-    [target],
-  );
-  const isMerged = target.boundary === "merged";
-  const start = target.offsets?.[0]?.[0] ?? 0;
-  return (
-    <div class="score">
-      {name && <h3>{name}</h3>}
-      <div class="joint">
-        <span class="joint-context">
-          {readPrefix(target, shown, start).map((token, at) => (
-            <span key={at}>{token}</span>
-          ))}
-        </span>
-        <span class={`boundary ${isMerged ? "is-merged" : ""}`} aria-hidden="true" />
-        <TokenText
-          label={`Tokens of ${target.target}`}
-          tokens={tokens}
-          values={surprisals}
-          scale={scale}
-          noLegend
-          describe={(index) => (
-            <TokenCard
-              token={tokens[index] ?? ""}
-              id={target.token_ids?.[index]}
-              logprob={target.logprobs?.[index]}
-              rank={target.ranks?.[index]}
-              alternatives={target.top?.tokens[index]?.map((token, at) => ({
-                token,
-                logprob: target.top?.logprobs[index]?.[at] ?? null,
-                isTaken: target.top?.token_ids[index]?.[at] === target.token_ids?.[index],
-              }))}
-            />
-          )}
-        />
-      </div>
-      <p class="hint num">
-        {fixed(target.logprob, 3)} nats · probability {percent(target.prob)} ·{" "}
-        {plural(target.num_tokens, "token")} · perplexity {number(target.perplexity)}
-        {target.is_greedy && " · what greedy decoding says"}
-        {(target.truncated_tokens ?? 0) > 0 && ` · ${target.truncated_tokens} tokens of context dropped`}
-      </p>
-      {isMerged && (
-        <p class="note">
-          Merged boundary: context and target together are cut into other tokens than the context
-          alone
-          {start > 0 && (
-            <>
-              , and the target's first {plural(start, "character")} went to the context's side
-            </>
-          )}
-          {start < 0 && (
-            <>, and the context's last {plural(-start, "character")} went to the target's</>
-          )}
-          . Cut each alone to keep them apart.
-        </p>
-      )}
-    </div>
   );
 }
 

@@ -134,7 +134,7 @@ function makePlan(state: State, cards: readonly VectorCard[], model: string | un
       .map((one) => (scales.length > 1 && one.note ? { title: "Scale", note: one.note.replace("scale ", "") } : one)),
     prompts: isChat ? [] : state.branch.length > 0 ? [state.branchText] : prompts,
     n: state.n,
-    probe: `${state.read} on ${probed?.name ?? state.probe}`,
+    probe: `${state.read} on ${probed?.name ?? (state.probe || state.vector)}`,
     turns: isChat ? [...state.turns, state.prompt] : [],
     system: state.system.trim(),
     ask,
@@ -381,14 +381,14 @@ function ColourFields({ state, setState, cards }: Change & { cards: readonly Vec
             label="Probe"
             value={state.probe}
             cards={cards}
-            none="the steering one"
+            none="the vector"
             hasFeatures
             onChange={(probe) => setState({ probe })}
           />
           <TextField
             label="read at layer"
             value={state.probeLayer}
-            placeholder="the steered one"
+            placeholder="the steered"
             onChange={(probeLayer) => setState({ probeLayer })}
           />
           <Select

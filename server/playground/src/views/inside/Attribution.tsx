@@ -1,7 +1,7 @@
 // What each input token contributes to the score of a target.
 import { useMemo } from "preact/hooks";
 import type { Schemas } from "../../lib/api";
-import { fixed, number, signed, tick, visible } from "../../lib/format";
+import { number, signed, tick, visible } from "../../lib/format";
 import { divergingScale, findReach } from "../../lib/scales";
 import { Stats } from "../../parts/Stats";
 import { Table, type TableColumn } from "../../parts/Table";
@@ -71,7 +71,7 @@ function Attribution({ target, scale }: AttributionProps) {
       <Stats
         label={`Sums for ${target.target}`}
         stats={[
-          { label: "Log-probability", value: fixed(target.logprob, 2), note: "nats" },
+          { label: "Log-probability", value: number(target.logprob), note: "nats" },
           { label: "At the baseline", value: number(target.baseline_logprob), note: "nats" },
           ...(delta == null ? [] : [{ label: "Left over", value: number(delta, 2), note: "nats, less with more steps" }]),
         ]}
