@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
+from logsteer import Client
 from tests.conftest import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"
@@ -77,6 +81,18 @@ def run_shell(command: str, url: str, directory: Path) -> str:
 def run_python(code: str, url: str, name: str, namespace: dict[str, Any]) -> None:
     """Run a block in what the blocks before it on its page have defined."""
     exec(compile(code.replace(ADDRESS, url), name, "exec"), namespace)
+
+
+@contextmanager
+def open_namespace() -> Iterator[dict[str, Any]]:
+    """What the blocks of a page define; clients among it are closed at the end."""
+    namespace: dict[str, Any] = {}
+    try:
+        yield namespace
+    finally:
+        for value in namespace.values():
+            if isinstance(value, Client | OpenAI):
+                value.close()
 
 
 def assert_contains(found: Any, shown: Any) -> None:

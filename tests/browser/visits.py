@@ -151,7 +151,7 @@ class Visit:
         """Press a button of `Copy as`; return what is in the clipboard then."""
         # The page says `Copied` for a while: of what was copied before, too.
         self.page.evaluate("navigator.clipboard.writeText('')")
-        self.page.locator(within).locator(f"[data-copy={form}]").first.click()
+        self.page.locator(within).locator(f"[data-copy={form}]:visible").first.click()
         self.page.get_by_role("status").filter(has_text="Copied").wait_for()
         read = "() => navigator.clipboard.readText()"
         return str(self.page.wait_for_function(read, polling=50).json_value())

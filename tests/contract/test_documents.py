@@ -18,6 +18,7 @@ from tests.documents import (
     NOT_RUN,
     PAGES,
     assert_contains,
+    open_namespace,
     read_blocks,
     run_python,
     run_shell,
@@ -66,24 +67,24 @@ def test_the_blocks_of_a_page_run_in_their_order(
     page: Path, empty_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A page's blocks share a directory and what Python has defined; JSON is the answer before."""
-    namespace: dict[str, Any] = {}
     answer = ""
-    for block in filter(lambda block: block.is_run, read_blocks(page)):
-        try:
-            match block.language:
-                case "sh":
-                    answer = run_shell(block.code, empty_server.url, tmp_path)
-                case "python":
-                    run_python(block.code, empty_server.url, block.name, namespace)
-                    answer = capsys.readouterr().out
-                case "json":
-                    assert_contains(json.loads(answer), json.loads(block.code))
-                case "yaml":
-                    document = yaml.safe_load(block.code)
-                    assert "models" not in document or Settings(**document).models
-        except BaseException as error:
-            error.add_note(f"in {block.name}")
-            raise
+    with open_namespace() as namespace:
+        for block in filter(lambda block: block.is_run, read_blocks(page)):
+            try:
+                match block.language:
+                    case "sh":
+                        answer = run_shell(block.code, empty_server.url, tmp_path)
+                    case "python":
+                        run_python(block.code, empty_server.url, block.name, namespace)
+                        answer = capsys.readouterr().out
+                    case "json":
+                        assert_contains(json.loads(answer), json.loads(block.code))
+                    case "yaml":
+                        document = yaml.safe_load(block.code)
+                        assert "models" not in document or Settings(**document).models
+            except BaseException as error:
+                error.add_note(f"in {block.name}")
+                raise
 
 
 def count_words(page: Path) -> int:
@@ -132,7 +133,8 @@ def test_every_picture_is_on_a_page() -> None:
 @pytest.mark.engine
 def test_the_readme_runs(empty_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (b for b in read_blocks(README) if b.is_run)
-    run_python(block.code, empty_server.url, block.name, {})
+    with open_namespace() as namespace:
+        run_python(block.code, empty_server.url, block.name, namespace)
     probs, happy = capsys.readouterr().out.splitlines()
     assert probs.startswith("[0.99999")
     assert "She was very happy." in happy

@@ -82,4 +82,4 @@ def test_prefixes_are_shared_as_the_table_says(client: Client) -> None:
     context = " ".join(f"A story of dog number {n} and its hat." for n in range(20))
     targets = [" It was red and", " It was blue and", " It was green and"]
     answer = client.logprob([{"context": context, "targets": targets}], model="demo")
-    assert (answer.usage.cached_tokens > 0) == (cell_of(client, "`prefix`") == "yes")
+    assert (answer.usage.cached_tokens > 0) == (cell_of(client, "a prefix") == "yes")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.overrides import TorchFunctionMode
 
-from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.parameters import Adapter
 from tests.conftest import DEMO_MODEL
@@ -22,7 +22,9 @@ from tests.contract import draws_probe
 from tests.contract.engine_probe import GREEDY, SOFT, make_capture, make_plans, read
 from tests.probes import finish, start_vllm
 
-KINDS = ("all", "prompt", "completion", "predicting", "slices", "read", "if token", "if prompt")
+KINDS = (
+    "all", "prompt", "completion", "predicting", "slices", "read", "if token", "if prompt", "apart",
+)  # fmt: skip
 """What the plans of `make_plans` are, in order."""
 COLUMNS = ("logprob", "rank", "entropy", "log_q", "rb_entropy", "eos_prob")
 LENGTH = 16
@@ -36,7 +38,7 @@ def make_jobs(vocab: int, width: int, adapter: Adapter) -> dict[str, Job]:
     rng = np.random.default_rng(5)
     shared = rng.integers(10, vocab, 70)
     texts = []
-    for index in range(8):
+    for index in range(len(KINDS)):
         own = rng.integers(10, vocab, 30 + 5 * index)
         texts.append(np.concatenate([shared, own] if index % 2 else [own]).astype(np.int32))
     long = texts[7]
@@ -131,7 +133,7 @@ def main() -> None:
     engine = start_vllm(
         EngineSpec("probe", "vllm", str(DEMO_MODEL), dtype="float32", compile=False,
                    max_model_len=320, memory="4MiB", adapter_slots=1, adapter_rank=8,
-                   runner=runner, engine_args=args)
+                   runner=runner, hooks=HOOKS, engine_args=args)
     )  # fmt: skip
     if runner == "v2":
         warm_up(engine)
