@@ -137,7 +137,7 @@ def test_the_readme_runs(empty_server: Server, capsys: pytest.CaptureFixture[str
         run_python(block.code, empty_server.url, block.name, namespace)
     probs, happy = capsys.readouterr().out.splitlines()
     assert probs.startswith("[0.99999")
-    assert "She was very happy." in happy
+    assert "He felt happy and glad." in happy
 
 
 @pytest.mark.engine
