@@ -76,7 +76,7 @@ def test_requests_do_without_the_head_and_a_kill_leaves_nothing(tmp_path: Path) 
     cluster.client.close()
     cluster.process.kill()
     cluster.process.wait()
-    _, left = psutil.wait_procs(family, 20)
+    _, left = psutil.wait_procs(family, 60)
     assert not [own for own in left if own.status() != psutil.STATUS_ZOMBIE]
 
 
