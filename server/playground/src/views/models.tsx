@@ -147,16 +147,6 @@ function Model({ model, models, state, setState }: ModelProps) {
       </dl>
       <Changes model={model} />
       <Selftest model={model} models={models} state={state} setState={setState} />
-      <details class="more">
-        <summary>Copy load, drain and unload as requests</summary>
-        {(["load", "drain", "unload"] as const).map((what) => (
-          <CopyAs
-            key={what}
-            label={`Copy ${what} as`}
-            asked={{ endpoint: `${what}_model`, path: { model_id: model.id } }}
-          />
-        ))}
-      </details>
     </article>
   );
 }
