@@ -222,11 +222,7 @@ def run_cancelled(
 
 
 def main() -> None:
-    """Run the jobs with and without pressure, and with half of them cancelled in the middle.
-
-    Then once more as on a device that works beside this process, where each step is begun before
-    the results of the one before it are made.
-    """
+    """Run the jobs with and without pressure, and with half of them cancelled in the middle."""
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
     engine = start_vllm(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
@@ -254,27 +250,18 @@ def main() -> None:
     jobs = dict(enumerate(make_jobs(engine.info.vocab_size, engine.info.hidden_size)))
     alone = {index: run(engine, {index: job})[index] for index, job in jobs.items()}
     cancelled = [index for index in jobs if index % 2]
-    runs = {}
-    for overlaps in (False, True):
-        engine._vllm.overlaps = overlaps
-        preempted.clear()
-        together = run_pressed(engine, jobs)
-        times_preempted = len(preempted)
-        kept = run_cancelled(engine, jobs, cancelled)
-        scheduler.reset_prefix_cache()
-        preempted.clear()
-        drawn = {i: job for i, job in jobs.items() if isinstance(job, GenerateJob)}
-        resumed = resume(engine, {i: job for i, job in drawn.items() if job.policy == SOFT})
-        runs["overlapped" if overlaps else "in turn"] = {
-            "together": together, "kept": kept, "preempted": times_preempted,
-            "left": len(engine._running), "resumed": resumed,
-            "times_resumed": sum(count > 0 for count in preempted),
-        }  # fmt: skip
-    engine.add([(0, jobs[0])])
-    engine.step()
-    in_flight = engine._vllm.has_step
+    preempted.clear()
+    together = run_pressed(engine, jobs)
+    times_preempted = len(preempted)
+    kept = run_cancelled(engine, jobs, cancelled)
+    scheduler.reset_prefix_cache()
+    preempted.clear()
+    drawn = {i: job for i, job in jobs.items() if isinstance(job, GenerateJob)}
+    resumed = resume(engine, {i: job for i, job in drawn.items() if job.policy == SOFT})
     finish(
-        {"alone": alone, "cancelled": cancelled, "in_flight": in_flight, "runs": runs,
+        {"alone": alone, "cancelled": cancelled, "together": together, "kept": kept,
+         "preempted": times_preempted, "left": len(engine._running), "resumed": resumed,
+         "times_resumed": sum(count > 0 for count in preempted),
          "children_s": children_s, "own_s": own_s, "seen": seen,
          "counted": engine.read().preemptions},
         engine,

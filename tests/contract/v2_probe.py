@@ -28,6 +28,8 @@ KINDS = (
 """What the plans of `make_plans` are, in order."""
 COLUMNS = ("logprob", "rank", "entropy", "log_q", "rb_entropy", "eos_prob")
 LENGTH = 16
+STOP = ("e",)
+"""It ends replies where nobody but the reader of the text knows: on V2, a step late."""
 COUNTED_STEPS = 4
 THROWN_OUT = {"v1": (), "v2": (6, 12, 18, 24, 32, 40, 50)}
 """By runner, the steps after which whatever runs is preempted."""
@@ -50,11 +52,11 @@ def make_jobs(vocab: int, width: int, adapter: Adapter) -> dict[str, Job]:
     plans = make_plans(width)
     for ids, kind, plan in zip(texts, KINDS, plans, strict=True):
         score = ScoreJob(ids[:-1], ids[-20:], COLUMNS, top=2, policy=SOFT, plan=plan)
+        drawn = GenerateJob(ids[:40], LENGTH, SOFT, seed=len(jobs), ignore_eos=True, plan=plan)
         jobs |= {
             f"score, {kind}": score,
-            f"generate, {kind}": GenerateJob(
-                ids[:40], LENGTH, SOFT, seed=len(jobs), ignore_eos=True, plan=plan
-            ),
+            f"generate, {kind}": drawn,
+            f"stop, {kind}": replace(drawn, stop=STOP),
         }
     jobs["adapter, steered"] = replace(jobs["generate, all"], adapter=adapter)
     jobs |= {f"capture, {n}": make_capture(n, texts[n], plans) for n in range(5)}
@@ -104,7 +106,7 @@ def count_waits(engine: Any) -> dict[str, dict[str, int]]:
         while engine.busy:
             engine.step()
         found[kind] = dict(waits.places)
-    with Waits() as waits:  # of which one is known to wait
+    with Waits() as waits:
         engine.add([(0, ScoreJob(ids[:-1], ids[1:]))])
         while engine.busy:
             engine.step()
@@ -141,6 +143,8 @@ def main() -> None:
     names = list(jobs)
     preempted = draws_probe.count_preempted(engine)
     engine.add(list(enumerate(jobs.values())))
+    engine._vllm.steps.begin()
+    depth = len(engine._vllm.steps)
     found: dict[str, list[float]] = {}
     steps = 0
     while engine.busy:
@@ -160,7 +164,7 @@ def main() -> None:
         "numbers": found, "preempted": len(preempted), "computed_on": engine.info.computed_on,
         "cached": again["second"].cached_tokens,
         "again": {which: read(result) for which, result in again.items()},
-        "waits": count_waits(engine),
+        "waits": count_waits(engine), "depth": depth,
     }, engine)  # fmt: skip
 
 

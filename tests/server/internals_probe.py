@@ -6,6 +6,7 @@ A process of its own, because vLLM reads its environment once and leaves a proce
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.vllm.config import set_environment
+from logsteer_server.engines.vllm.config import V2, set_environment
 from logsteer_server.engines.vllm.internals import INTERNALS, find_moved
 from logsteer_server.imports import hold_collector, leave_out_unused
 from tests.probes import finish
@@ -118,8 +119,31 @@ def find_batch(gigabytes: int, engine_args: dict[str, Any]) -> list[int]:
     return found
 
 
+def find_runner(spec: EngineSpec, *, is_hybrid: bool) -> dict[str, Any]:
+    """Which runner a model has on a GPU for which vLLM takes V2 unless it is told otherwise."""
+    from logsteer_server.engines.vllm import arguments, core
+
+    def configure(*_: Any) -> Any:
+        return SimpleNamespace(
+            use_v2_model_runner=os.environ.get(V2, "1") == "1",
+            model_config=SimpleNamespace(is_hybrid=is_hybrid),
+            scheduler_config=SimpleNamespace(async_scheduling=None),
+        )
+
+    with (
+        patch.dict(os.environ),
+        patch.object(arguments, "_has_distribution", lambda name: name == "vllm"),
+        patch.object(core, "current_platform", SimpleNamespace(is_cpu=lambda: False)),
+        patch.object(core.EngineArgs, "create_engine_config", configure),
+    ):
+        os.environ.pop(V2, None)
+        set_environment(spec)
+        config = core.configure(spec, spec.path, 64)
+    return {"v2": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
+
+
 def main() -> None:
-    """Print what moved, names that collide, and the sizes of a step on GPUs."""
+    """Print what moved, names that collide, and the sizes of a step and the runner on GPUs."""
     before = set(os.environ)
     set_environment(EngineSpec("probe", "vllm", ".", tensor_parallel=2))
     variables = {name for name in set(os.environ) - before if name.startswith("VLLM_")}
@@ -139,8 +163,15 @@ def main() -> None:
         "small": find_batch(24, {}),
         "given": find_batch(139, {"max_num_batched_tokens": 512, "max_num_seqs": 7}),
     }
+    spec = EngineSpec("probe", "vllm", str(DEMO_MODEL))
+    runners = {
+        "auto": find_runner(spec, is_hybrid=False),
+        "hybrid": find_runner(spec, is_hybrid=True),
+        "v1": find_runner(replace(spec, runner="v1"), is_hybrid=False),
+        "stages": find_runner(replace(spec, pipeline_parallel=2), is_hybrid=False),
+    }
     finish({
-        "moved": moved,
+        "moved": moved, "runners": runners,
         "unread": sorted(variables - import_module("vllm.envs").environment_variables.keys()),
         "collisions": find_collisions(), "unasked": unasked,
         "profiled": profiled, "batches": batches,

@@ -117,7 +117,7 @@ def test_the_example_of_the_recorder() -> None:
     taken = recorder.take("a")
     assert taken is not None
     assert np.allclose(taken.values_TGR[:, 0, 0], [0.1, 0.9, 0.2, 1.2, 2.2])
-    assert recorder.read_passed("a") == (4,)
+    assert recorder.read_passed("a", 99) == (4,)
     recorder.end("a")
     assert len(recorder) == 0
 
@@ -136,10 +136,10 @@ def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
             read = [[0.9, 0.1, 0.8, 0.7, 0.2][t] for t in range(position, position + count)]
             recorder.record(torch.from_numpy(values(*read)))
             if asks_often:
-                recorder.read_passed("a")
+                recorder.read_passed("a", 99)
         taken = recorder.take("a")
         assert taken is not None
-        results.append((recorder.read_passed("a"), taken.first, components(taken.values_TGR)))
+        results.append((recorder.read_passed("a", 99), taken.first, components(taken.values_TGR)))
     assert results[0] == results[1]
     assert results[0][0] == (3, 3)
     assert results[0][2] == [np.float32(c) for c in (0.9, 0.1, 0.8, 0.7, 0.2)]
@@ -160,7 +160,7 @@ def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     taken = recorder.take("a")
     assert taken is not None
     assert (taken.first, len(taken.values_TGR)) == (4, 3)
-    assert recorder.read_passed("a") == (0,)
+    assert recorder.read_passed("a", 99) == (0,)
 
 
 def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
@@ -175,7 +175,7 @@ def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
     read = recorder.find(["b", "c"], np.array([0, 1, 3]), np.array([3, 0]))
     assert read.is_kept_r.tolist() == [True, False, True]
     recorder.record(torch.from_numpy(values(0.0, 7.0)))
-    assert recorder.read_passed("b") == (2,)
+    assert recorder.read_passed("b", 99) == (2,)
     taken = recorder.take("c")
     assert taken is not None
     assert (taken.first, components(taken.values_TGR)) == (1, [7.0])

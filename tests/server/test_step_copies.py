@@ -126,7 +126,7 @@ class Rank:
         self.positions = {name: at + tokens for name, at in self.positions.items()}
 
     def end(self, names: list[str]) -> None:
-        traces = self.steering.take_traces(names)
+        traces = self.steering.take_traces({name: self.positions[name] for name in names})
         assert [sum(traces[name][0]) for name in names] == [self.positions[name] for name in names]
         for name in names:
             self.steering.end(name)

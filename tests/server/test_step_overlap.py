@@ -1,118 +1,130 @@
-"""In which order the vLLM engine begins steps and makes results, without vLLM."""
+"""In which order steps of vLLM are begun and ended, without vLLM."""
 
-from collections.abc import Sequence
+from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from logsteer_server.contract.jobs import GenerateJob, ScoreJob, ScoreOutput
-from logsteer_server.contract.plan import Probe, SteeringPlan
-from logsteer_server.engines.vllm.engine import VllmEngine
-from logsteer_server.engines.vllm.requests import RunningJob
-from logsteer_server.engines.vllm.slots import SteeringSlot
-
-JOB = ScoreJob(np.arange(3, dtype=np.int32), np.ones(1, np.int32))
-PLAIN, STEERED = 1, 2
+from logsteer_server.engines.vllm.steps import StepQueue
 
 
-class RecordedCore:
-    """In the place of `VllmCore`: notes what is called; each step ends all that runs."""
+class Scheduler:
+    """In the place of vLLM's: each step has the next of so many, and the last ones are empty."""
 
-    def __init__(self, overlaps: bool, calls: list[str]) -> None:
-        self.overlaps, self.has_step, self.split_ids = overlaps, False, set[str]()
-        self.running: list[str] = []
-        self._calls = calls
+    def __init__(self, calls: list[str], steps: list[str]) -> None:
+        self._calls, self._steps = calls, deque(steps)
+        self.running: list[Any] = []
 
-    def begin_step(self) -> None:
-        self._calls.append("begin")
-        self.has_step = bool(self.running)
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._steps)
 
-    def end_step(self) -> list[Any]:
-        self._calls.append("end")
-        if not self.has_step:
-            return []
-        self.has_step = False
-        ended, self.running = self.running, []
-        return [SimpleNamespace(request_id=request_id, finished=True) for request_id in ended]
+    def schedule(self) -> Any:
+        kind = self._steps.popleft()
+        self._calls.append(f"schedule {kind}")
+        return SimpleNamespace(
+            kind=kind,
+            total_num_scheduled_tokens=0 if kind == "empty" else 1,
+            pending_structured_output_tokens=kind == "form",
+        )
+
+    def get_grammar_bitmask(self, scheduled: Any) -> str:
+        return f"grammar of {scheduled.kind}"
+
+    def update_from_output(self, scheduled: Any, output: str) -> dict[int, Any]:
+        self._calls.append(f"update {scheduled.kind}")
+        return {0: SimpleNamespace(outputs=[output])}
 
 
-class RecordedRequests:
-    """In the place of `ScoreRequests`: notes whose results are made."""
+class Executor:
+    """In the place of vLLM's: what it gives of a step is its kind."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
-    def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Any]:
-        self._calls.extend(f"collect {running.job_id}" for running, _ in outputs)
-        scores = {"logprob": np.zeros(1, np.float32)}
-        return [(running, ScoreOutput(scores, None, None)) for running, _ in outputs]
+    def execute_model(self, scheduled: Any, *, non_block: bool) -> Future[Any]:
+        assert non_block
+        if scheduled.kind == "broken":
+            raise MemoryError(scheduled.kind)
+        self._calls.append(f"run {scheduled.kind}")
+        return done("nothing" if scheduled.kind == "empty" else None)
+
+    def sample_tokens(self, grammar: str, *, non_block: bool) -> Future[Any]:
+        assert non_block
+        self._calls.append(f"draw by {grammar}")
+        return done(grammar)
 
 
-def make_engine(overlaps: bool, calls: list[str]) -> VllmEngine:
-    """An engine in which a plain job and a steered one run."""
-    engine = object.__new__(VllmEngine)
-    core = RecordedCore(overlaps, calls)
-    slots = SimpleNamespace(read_traces=lambda _: {}, release=lambda _: None)
-    vars(engine).update(_vllm=core, _slots=slots, _known=[], _waiting={}, _running={})
-    engine._by_request_id = {}
-    for job_id, slot in (
-        (PLAIN, SteeringSlot()),
-        (STEERED, SteeringSlot((1,), SteeringPlan(()))),
-    ):
-        running = RunningJob(job_id, JOB, RecordedRequests(calls), slot, None)  # type: ignore[arg-type]
-        running.request_id = str(job_id)
-        engine._running[job_id] = engine._by_request_id[str(job_id)] = running
-        core.running.append(str(job_id))
-    return engine
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_what_needs_the_workers_is_read_before_the_next_step(overlaps: bool) -> None:
+def make_queue(depth: int, steps: list[str]) -> tuple[StepQueue, list[str]]:
     calls: list[str] = []
-    engine = make_engine(overlaps, calls)
-    found: list[int] = []
-    while engine.busy:
-        found += [job_id for job_id, _ in engine.step()]
-    assert sorted(found) == [PLAIN, STEERED]
-    if overlaps:
-        assert calls == ["end", "begin", "end", "collect 2", "begin", "collect 1"]
-    else:
-        assert calls == ["begin", "end", "collect 1", "collect 2"]
+    return StepQueue(Scheduler(calls, steps), Executor(calls), depth), calls
 
 
-HELD = SteeringSlot((1,), SteeringPlan(()))
-READ = SteeringPlan((), probes=(Probe(0, "resid_post", np.ones(1, np.float32)),), kept="all")
+def end_all(queue: StepQueue) -> list[Any]:
+    """Begin and end steps until none is left; return what they gave."""
+    found = []
+    queue.begin()
+    while queue:
+        found += queue.end()
+        queue.begin()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("job", "slot", "is_last", "waits"),
-    [
-        (JOB, SteeringSlot(), True, True),
-        (JOB, HELD, True, False),
-        (GenerateJob(JOB.tokens, 9), SteeringSlot(), True, True),
-        (GenerateJob(JOB.tokens, 9, stop=("x",)), SteeringSlot(), False, True),
-        (GenerateJob(JOB.tokens, 9), HELD, False, True),
-        (GenerateJob(JOB.tokens, 9), HELD, True, False),
-        (GenerateJob(JOB.tokens, 9, stop=("x",)), HELD, False, False),
-        (GenerateJob(JOB.tokens, 9, plan=READ), HELD, False, False),
-        (GenerateJob(JOB.tokens, 9), SteeringSlot(rows=range(2)), True, False),
-    ],
-)
-def test_a_result_waits_unless_the_workers_or_other_jobs_have_a_part_in_it(
-    job: Any, slot: SteeringSlot, is_last: bool, waits: bool
-) -> None:
-    running = RunningJob(0, job, RecordedRequests([]), slot, None)  # type: ignore[arg-type]
-    assert running.can_wait(SimpleNamespace(finished=is_last)) is waits
+def test_one_step_at_a_time_ends_before_the_next_is_scheduled() -> None:
+    queue, calls = make_queue(1, ["a", "b"])
+    assert end_all(queue) == ["grammar of a", "grammar of b"]
+    assert [call for call in calls if call.startswith(("schedule", "update"))] == [
+        "schedule a", "update a", "schedule b", "update b",
+    ]  # fmt: skip
 
 
-def test_a_step_whose_jobs_were_all_cancelled_is_still_ended() -> None:
-    calls: list[str] = []
-    engine = make_engine(True, calls)
-    engine.step()
-    engine._running.clear()
-    engine._by_request_id.clear()
-    assert engine.busy
-    assert engine.step() == []
-    assert not engine.busy
+def test_the_next_step_is_on_the_device_before_the_one_before_it_is_waited_for() -> None:
+    queue, calls = make_queue(2, ["a", "b", "c"])
+    queue.begin()
+    queue.begin()
+    assert calls[-1] == "draw by grammar of b", "no third one"
+    assert queue.end() == ["grammar of a"]
+    queue.begin()
+    assert [call for call in calls if not call.startswith("draw")] == [
+        "schedule a", "run a", "schedule b", "run b", "update a", "schedule c", "run c",
+    ]  # fmt: skip
+    assert end_all(queue) == ["grammar of b", "grammar of c"]
+
+
+def test_an_empty_step_ends_the_round_and_draws_nothing() -> None:
+    queue, calls = make_queue(3, ["a", "empty", "b"])
+    queue.begin()
+    assert calls == ["schedule a", "run a", "draw by grammar of a", "schedule empty", "run empty"]
+    assert end_all(queue) == ["grammar of a", "nothing", "grammar of b"]
+
+
+def test_a_draw_by_a_grammar_waits_for_the_tokens_before_it() -> None:
+    queue, calls = make_queue(3, ["a", "form", "b"])
+    queue.begin()
+    assert calls[-1] == "run form", "neither drawn nor followed by another one"
+    assert queue.end() == ["grammar of a"]
+    assert calls[-2:] == ["update a", "draw by grammar of form"]
+
+
+def test_a_step_that_cannot_be_launched_fails_in_its_turn() -> None:
+    queue, _ = make_queue(2, ["a", "broken"])
+    queue.begin()
+    assert queue.end() == ["grammar of a"]
+    with pytest.raises(MemoryError, match="broken"):
+        queue.end()
+
+
+def test_parts_of_a_prompt_are_seen_in_each_step_that_is_scheduled() -> None:
+    part = SimpleNamespace(request_id="long", num_computed_tokens=3, num_prompt_tokens=9)
+    scheduler = Scheduler([], ["a", "b"])
+    scheduler.running = [part]
+    queue = StepQueue(scheduler, Executor([]), 2)
+    queue.begin()
+    assert queue.split_ids == {"long"}

@@ -66,7 +66,7 @@ class Rank:
         """How many tokens were steered; by layer, how many changed, and their ratios' sum."""
         sums_Ln = self.sums.fetch([self.entries[name]])[0].tolist()
         layers = {n: (int(count), total) for n, (count, total) in enumerate(sums_Ln) if count}
-        return sum(self.recorder.count(name)), layers
+        return sum(self.recorder.count(name, 2**31)), layers
 
 
 @given(
@@ -154,11 +154,11 @@ def test_the_example_of_the_recorder() -> None:
     assert found.index_t.tolist() == [2, 3, 4]
     assert found.slots_t.tolist() == [2, 2, 2]
     assert found.is_new_t.tolist() == [True] * 3
-    assert recorder.count("a") == (3,)
+    assert recorder.count("a", 9) == (3,)
     again = recorder.find(["a"], np.array([0, 4]), np.array([0]))
     assert again.index_t.tolist() == [0, 1, 2, 3]
     assert again.is_new_t.tolist() == [False] * 3 + [True]
-    assert recorder.count("a") == (4,)
+    assert recorder.count("a", 9) == (4,)
 
 
 def test_entries_are_empty_when_they_are_given_out_again() -> None:

@@ -50,6 +50,7 @@ class SequenceReadings:
     counted: int = 0
     decided: int | None = None
     _passed_C: npt.NDArray[np.int64] = field(init=False)
+    _last_C: npt.NDArray[np.int64] = field(init=False)
     _parts: list[tuple[int, Values]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,12 @@ class SequenceReadings:
     def passed(self) -> tuple[int, ...]:
         """By condition, the tokens at its positions where it held."""
         return tuple(self._passed_C.tolist())
+
+    def passed_before(self, end: int) -> tuple[int, ...]:
+        """Return `passed` of the tokens before `end`, after which at most one has been read."""
+        if self.counted <= end:
+            return self.passed
+        return tuple((self._passed_C - self._last_C).tolist())
 
     def add(self, begin: int, values_TGR: Values) -> None:
         """Take in what was read of the tokens from position `begin` on."""
@@ -75,10 +82,13 @@ class SequenceReadings:
                 if condition.of == "prompt":
                     holds_TC[:, c] = behind_T & bool((self.decided or 0) >> c & 1)
             new = max(0, self.counted - begin)
+            passed_TC = np.zeros((end - begin - new, len(asked.conditions)), np.int64)
             for c, positions in enumerate(asked.positions):
                 for where in positions:
                     steered_T = where.mask(begin + new, end, asked.prompt_len)
-                    self._passed_C[c] += (holds_TC[new:, c] & steered_T).sum()
+                    passed_TC[:, c] += holds_TC[new:, c] & steered_T
+            self._passed_C += passed_TC.sum(0)
+            self._last_C = passed_TC[-1]
             self.counted = end
         if asked.first_kept is not None and end > asked.first_kept:
             first = max(begin, asked.first_kept)

@@ -118,8 +118,9 @@ class ModelSettings(BaseModel):
     )
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
-        description="vLLM's model runner; auto: v1. v2 is experimental: on GPUs with one pipeline "
-        "stage; on CPUs, slowly, with one rank and compile: false.",
+        description="vLLM's model runner; auto: v2 on GPUs, except with pipeline stages and state "
+        "space layers, else v1. v2 schedules a step while the one before it runs. On CPUs it is "
+        "for tests: interpreted, with one rank and compile: false.",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Other arguments of the engine, under its own names."

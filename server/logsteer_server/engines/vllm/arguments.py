@@ -32,6 +32,7 @@ INSTEAD = {
     "max_loras": "adapter_slots",
     "max_cpu_loras": "adapter_slots",
     "max_lora_rank": "adapter_rank",
+    "async_scheduling": "runner",
 }
 """Argument -> the key of a model's configuration that sets it."""
 
@@ -52,7 +53,6 @@ REFUSED = {
     "hf_config_path": _OTHER_MODEL,
     "disable_sliding_window": _OTHER_MODEL,
     "enable_prompt_embeds": "a prompt has token ids, which scores and steering refer to",
-    "async_scheduling": "steering plans, rows and pieces are read between two steps",
     "speculative_config": "positions of drafted tokens are neither steered nor read",
     "spec_method": "positions of drafted tokens are neither steered nor read",
     "spec_model": "positions of drafted tokens are neither steered nor read",

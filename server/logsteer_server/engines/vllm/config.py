@@ -37,6 +37,8 @@ from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 WORKER = "logsteer_server.engines.vllm.worker.LogsteerWorker"
 """The class that runs the model, by which every executor finds it."""
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+V2 = "VLLM_USE_V2_MODEL_RUNNER"
+"""Whether vLLM runs its V2 runner; where it is not set, vLLM decides by what the model needs."""
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
@@ -47,7 +49,8 @@ SAMPLED = 1
 def set_environment(spec: EngineSpec) -> None:
     """Set what vLLM reads from the environment; only before it is imported does that count."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(spec.runner == "v2"))
+    if spec.runner != "auto" or is_cpu_build() or spec.pipeline_parallel > 1:
+        os.environ[V2] = str(int(spec.runner == "v2"))
     if spec.runner == "v2" and is_cpu_build():
         interpret_kernels()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

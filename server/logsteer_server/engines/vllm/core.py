@@ -8,12 +8,10 @@ after `config.set_environment`.
 
 import gc
 import itertools
+import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +35,13 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.engines.vllm.config import (
     BREAKABLE,
+    V2,
     clear_new_blocks,
     context_length,
     engine_args,
 )
 from logsteer_server.engines.vllm.extra_args import SALT, SCORE
+from logsteer_server.engines.vllm.steps import StepQueue
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
 """Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
@@ -59,25 +59,10 @@ short one costs.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """A step that was handed to the device: what was scheduled, and how to wait for its output."""
-
-    scheduled: Any
-    wait: Callable[[], Any]
-    sample: Callable[[], Any]
-
-
 class VllmCore:
-    """Run a model in vLLM. Errors: ValueError where the specification cannot be served.
-
-    A step is begun and ended apart. Where `overlaps`, the device or worker processes work on it in
-    between, and this process is free for something else; where not, it has run when `begin_step`
-    returns, and what does not depend on it should not wait for it.
-    """
+    """Run a model in vLLM. Errors: ValueError where the specification cannot be served."""
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
-        on_cpu = current_platform.is_cpu()
         self.context_length = context_length(path, spec.max_model_len)
         self.config = configure(spec, path, self.context_length)
         clear_new_blocks()
@@ -90,13 +75,9 @@ class VllmCore:
         PrefixHitLimit(manager)
         self.freed_prefixes = FreedPrefixes(manager)
         self.preemptions = PreemptionCount(self.engine_core.scheduler)
-        self.split_ids: set[str] = set()
-        ranks = spec.tensor_parallel * spec.pipeline_parallel
-        self._has_workers = ranks > 1
-        # Pipeline stages have a queue of their own, in vLLM, to keep all of them busy.
-        self._fills_pipeline = spec.pipeline_parallel > 1
-        self.overlaps = not self._fills_pipeline and (self._has_workers or not on_cpu)
-        self._in_flight: _StepInFlight | None = None
+        core = self.engine_core
+        depth = self.config.max_concurrent_batches
+        self.steps = StepQueue(core.scheduler, core.model_executor, depth)
         self._serial = itertools.count()
         self._params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
@@ -175,61 +156,14 @@ class VllmCore:
             raise ValueError(str(error)) from error
         return request_id, output_id
 
-    @property
-    def may_be_asked(self) -> bool:
-        """Whether workers answer at once: they do in this process, and where no step runs."""
-        return not (self._has_workers and self.has_step)
+    def step(self) -> list[Any]:
+        """Begin the steps that may be under way; return an `EngineCoreOutput` a request of one.
 
-    @property
-    def has_step(self) -> bool:
-        """Whether a step was begun and not ended."""
-        return self._in_flight is not None
-
-    def begin_step(self) -> None:
-        """Schedule a step and hand it to the device, if there is something to run."""
-        scheduler, executor = self.engine_core.scheduler, self.engine_core.model_executor
-        if self._fills_pipeline or not scheduler.has_unfinished_requests():
-            return
-        assert self._in_flight is None
-        scheduled = scheduler.schedule()
-        sample = partial(executor.sample_tokens, None)
-        try:
-            executed = executor.execute_model(scheduled, non_block=True)
-            allowed = scheduler.get_grammar_bitmask(scheduled)
-            sample = partial(executor.sample_tokens, allowed)
-            if self._has_workers and scheduled.total_num_scheduled_tokens:
-                # They need not be told again once they have run the model.
-                sample = executor.sample_tokens(allowed, non_block=True).result
-        except Exception as error:  # of this step, and not of whoever reports the one before
-            executed = Future()
-            executed.set_exception(error)
-        self._in_flight = _StepInFlight(scheduled, executed.result, sample)
-
-    def end_step(self) -> list[Any]:
-        """Wait for the step that was begun; return an `EngineCoreOutput` a request.
-
-        `split_ids` then has the ids of requests that it read a part of, besides those it had.
         Errors: whatever the model raises.
         """
+        self.steps.begin()
         self.freed_prefixes.forget()
-        scheduler = self.engine_core.scheduler
-        if self._fills_pipeline:
-            outputs, executed = self.engine_core.step_fn()
-            self.engine_core.post_step(model_executed=executed)
-        elif (step := self._in_flight) is not None:
-            self._in_flight = None
-            found = step.wait()
-            output = step.sample() if found is None else found
-            outputs = scheduler.update_from_output(step.scheduled, output)
-        else:
-            return []
-        self.split_ids |= {
-            request.request_id
-            for request in scheduler.running
-            if request.num_computed_tokens < request.num_prompt_tokens
-        }
-        # None while pipeline stages are being filled
-        return [output for batch in (outputs or {}).values() for output in batch.outputs]
+        return self.steps.end()
 
     def count_held(self) -> int:
         """Return how many tokens have their keys and values in the cache, or had them when they
@@ -256,11 +190,6 @@ class VllmCore:
         """Return how many requests run, and how many wait for the scheduler."""
         running, waiting = self.engine_core.scheduler.get_request_counts()
         return int(running), int(waiting)
-
-    def step(self) -> list[Any]:
-        """Run one step of the scheduler and the model, as `begin_step` and `end_step`."""
-        self.begin_step()
-        return self.end_step()
 
     def process(self, outputs: Sequence[Any]) -> list[Any]:
         """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""
@@ -315,7 +244,12 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
         args["enable_prefix_caching"] = False
         config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
     if config.use_v2_model_runner and config.model_config.is_hybrid:
-        raise ValueError("runner: v2 is not tried with state space layers; set runner: v1")
+        if spec.runner == "v2":
+            raise ValueError("runner: v2 is not tried with state space layers; set runner: v1")
+        os.environ[V2] = "0"
+        config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
+    # vLLM's platform for CPUs sets it to False, as nothing is gained there.
+    config.scheduler_config.async_scheduling = config.use_v2_model_runner
     check_breakable_graphs()
     return config
 

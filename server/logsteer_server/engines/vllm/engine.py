@@ -117,7 +117,7 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._running or self._waiting or self._known or self._vllm.has_step)
+        return bool(self._running or self._waiting or self._known or self._vllm.steps)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
@@ -198,7 +198,7 @@ class VllmEngine:
 
     def _remove(self, running: RunningJob) -> None:
         del self._running[running.job_id], self._by_request_id[running.request_id]
-        self._vllm.split_ids.discard(running.request_id)
+        self._vllm.steps.split_ids.discard(running.request_id)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Abort jobs in vLLM, and drop results of theirs that have not been reported."""
@@ -215,26 +215,15 @@ class VllmEngine:
         self._admit()
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Run one step of vLLM and return the results that it had.
+        """End a step of vLLM and return the results that it had.
 
-        Where the device works beside this process, the step after it is begun in between, so that
-        it runs while results are made, sent, and jobs taken in. What a step has measured in the
-        workers is read before the next one.
+        Where others may be under way, they are begun before, so that the device works on them while
+        results are made, sent, and jobs taken in.
         """
         results, self._known = self._known, []
-        if not self._vllm.overlaps:
-            self._vllm.begin_step()
-        outputs = self._find_running(self._vllm.end_step())
-        if not self._vllm.overlaps:
-            results += self._collect(outputs)
-            self._admit()
-            return results
-        now = [(running, output) for running, output in outputs if not running.can_wait(output)]
-        later = [(running, output) for running, output in outputs if running.can_wait(output)]
-        results += self._collect(now)
+        results += self._collect(self._find_running(self._vllm.step()))
         self._admit()
-        self._vllm.begin_step()
-        return results + self._collect(later)
+        return results
 
     def _find_running(self, outputs: Sequence[Any]) -> list[tuple[RunningJob, Any]]:
         """Return outputs of a step with their jobs, without those that were cancelled."""
@@ -285,7 +274,7 @@ class VllmEngine:
         """Return last results of jobs, with traces of those steered, and free their slots."""
         traces = self._slots.read_traces(
             {
-                running.request_id: running.slot.plan
+                running.request_id: (running.slot.plan, running.num_read)
                 for running, _ in ended
                 if running.slot.plan and running.slot.plan.sites
             }
@@ -336,7 +325,7 @@ class VllmEngine:
     def _read_memory(self) -> tuple[DeviceMemory, ...]:
         """Return the memory of the workers' GPUs, read anew from time to time."""
         is_due = self._has_gpu and time.monotonic() >= self._memory_due
-        if is_due and self._vllm.may_be_asked:
+        if is_due:
             self._memory_due = time.monotonic() + MEMORY_EVERY_S
             self._memory = tuple(
                 each for found in self._vllm.call_workers("read_memory") for each in found

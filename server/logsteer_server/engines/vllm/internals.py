@@ -92,13 +92,24 @@ INTERNALS: dict[str, Internal] = {
     "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": Internal(
         "6b34329e4cd2", "detokenizes and finds stop strings in outputs that we filtered"
     ),
-    f"{CORE}.step": Internal(
-        "ff753cb86509", "replaced: `begin_step` and `end_step` are its two halves"
-    ),
     f"{CORE}.step_with_batch_queue": Internal(
-        "f9e54683f276", "steps pipeline stages; tells workers to sample at once, as we do"
+        "f9e54683f276", "replaced by `steps.StepQueue`, which begins and ends steps apart"
     ),
-    f"{CORE}.post_step": Internal("aa67347996b5", "called after each step of pipeline stages"),
+    f"{CORE}.post_step": Internal("aa67347996b5", "left out: it is for drafted tokens alone"),
+    "vllm.config.VllmConfig.max_concurrent_batches": Internal(
+        "fd5570554d04", "how many steps are under way at once"
+    ),
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": Internal(
+        "ba530e0bb9da",
+        "schedules a step before the tokens of the one before it are known; at most one more for a "
+        "request that has ended",
+    ),
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc": Internal(
+        "2ca9a2bf4d6f", "without blocking, returns before the device has computed"
+    ),
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor.collective_rpc": Internal(
+        "fa145c55ce15", "calls between steps wait for the steps that were begun before"
+    ),
     f"{CORE}.add_request": Internal("be0d1d656991", "called without vLLM's front end"),
     f"{CORE}.abort_requests": Internal("1b6ec7a96ebd", "called without vLLM's front end"),
     f"{CORE}.add_lora": Internal(

@@ -190,13 +190,13 @@ class ReadingRecorder:
             for position, values_TGR in _join(parts):
                 sequence.add(position, values_TGR)
 
-    def read_passed(self, req_id: str) -> tuple[int, ...]:
-        """Return, by condition, the tokens of a request at which it held."""
+    def read_passed(self, req_id: str, end: int) -> tuple[int, ...]:
+        """Return, by condition, the tokens of a request before `end` at which it held."""
         entry = self._entry_of.get(req_id)
         if entry is None or not self._sequences[entry].request.conditions:
             return ()
         self._fetch()
-        return self._sequences[entry].passed
+        return self._sequences[entry].passed_before(end)
 
     def take(self, req_id: str) -> Readings | None:
         """Return what was read of a request and not taken before, where its plan keeps any."""

@@ -48,6 +48,12 @@ class RunningJob:
     request_id: str = ""
     readings: Readings | None = None
     """What was read of tokens that no output has had yet."""
+    num_generated: int = 0
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that the model has read: those of the prompt, and all drawn but the last."""
+        return len(self.job.tokens) + max(0, self.num_generated - 1)
 
     @property
     def lora_request(self) -> Any:
@@ -58,16 +64,6 @@ class RunningJob:
     def keeps_readings(self) -> bool:
         """Whether outputs have what the plan's probes read."""
         return self.job.plan is not None and self.job.plan.kept != "none"
-
-    def can_wait(self, output: Any) -> bool:
-        """Whether the next step may run while a result is made of this output.
-
-        Not where that asks the workers, or frees what other jobs wait for. Where it may end the job
-        at a stop string, one token more is drawn, and dropped; what steers would count that.
-        """
-        holds = bool(self.slot.numbers or self.slot.rows) or self.adapter is not None
-        may_end = output.finished or (isinstance(self.job, GenerateJob) and bool(self.job.stop))
-        return not (self.keeps_readings or (holds and may_end))
 
     @property
     def asks_prompt(self) -> bool:
@@ -190,7 +186,7 @@ class ScoreRequests(PrefillRequests):
             rows.top_ids,
             rows.top_logprobs,
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
-            was_split=running.request_id in self._vllm.split_ids,
+            was_split=running.request_id in self._vllm.steps.split_ids,
         )
 
 
@@ -285,6 +281,7 @@ class GenerationRequests:
     def _make_piece(self, output: Any) -> Collected:
         sample = self._by_output_id[output.request_id]
         completion = output.outputs[0]
+        sample.running.num_generated += len(completion.token_ids)
         if output.finished:
             del self._by_output_id[sample.output_id], self._samples[sample.running.request_id]
         if completion.finish_reason == "error":

@@ -159,7 +159,8 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         layers = self.find_layers()
         like = torch.empty(0, dtype=self.model_config.dtype, device=self.device)
         width = self.model_config.get_hidden_size()
-        self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like)
+        lags = self.vllm_config.scheduler_config.async_scheduling
+        self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like, lags=lags)
         self.compilation_config.static_forward_context[TABLES] = self.steering.tables
         append_operation(layers, self.steering.tables, size.hooks)
 

@@ -133,6 +133,7 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         if finished := self.row_reader.take_finished():
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
+            self._sync_device()
             output.prompt_token_id_logprobs_dict = finished
         if isinstance(output, ModelRunnerOutput):
             output.num_nans_in_logits = self.sampler.take_non_finite()

@@ -22,10 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class PartialRows:
-    """Gather the rows of one request over the steps of a chunked or preempted prefill."""
+    """Gather the rows of one request over the steps of a chunked or preempted prefill.
 
-    def __init__(self, num_rows: int, spec: RowSpec) -> None:
-        self.values_RW = torch.zeros((num_rows, spec.width), dtype=spec.dtype)
+    They stay on the device of `like`, so that no step waits for them.
+    """
+
+    def __init__(self, num_rows: int, like: Tensor) -> None:
+        self.values_RW = like.new_zeros((num_rows, like.shape[1]))
         self.present_R = np.zeros(num_rows, dtype=bool)
 
     def put(self, first: int, values_rW: Tensor) -> None:
@@ -153,7 +156,8 @@ class RowReader:
     def take_finished(self) -> dict[str, Tensor]:
         """Return the rows of the requests whose prompt ended in this step, each flattened.
 
-        A request has none where the prefix cache has hidden some of its rows.
+        They are copied to the host, and are there once the device has computed the step. A request
+        has none where the prefix cache has hidden some of its rows.
         """
         finished, self._finished = self._finished, {}
         return finished
@@ -228,10 +232,12 @@ class RowReader:
                 with_rows[0].wanted.spec,
                 self._bounds,
                 self._find_files(with_rows[0]),
-            ).cpu()
+            )
+            host_RW = values_RW.to("cpu", non_blocking=True)
             start = 0
             for step in with_rows:
-                self._store(step, values_RW[start : start + step.count])
+                own = slice(start, start + step.count)
+                self._store(step, values_RW[own], host_RW[own])
                 start += step.count
         for step in steps:
             if step.ends_prompt and step.req_id not in self._finished:
@@ -246,16 +252,16 @@ class RowReader:
             step.first,
         )
 
-    def _store(self, step: StepRows, values_rW: Tensor) -> None:
+    def _store(self, step: StepRows, values_rW: Tensor, host_rW: Tensor) -> None:
         if step.req_id in self._failed:
             return
         if step.ends_prompt and step.count == len(step.wanted.targets):
-            self._finished[step.req_id] = values_rW.flatten()
+            self._finished[step.req_id] = host_rW.flatten()
             self._partial.pop(step.req_id, None)
             return
         partial = self._partial.get(step.req_id)
         if partial is None:
-            partial = PartialRows(len(step.wanted.targets), step.wanted.spec)
+            partial = PartialRows(len(step.wanted.targets), values_rW)
             self._partial[step.req_id] = partial
         partial.put(step.first, values_rW)
 
@@ -265,6 +271,6 @@ class RowReader:
         if step.req_id in self._failed:
             self._finished[step.req_id] = self._failed.pop(step.req_id)
         elif partial is not None and partial.present_R.all():
-            self._finished[step.req_id] = partial.values_RW.flatten()
+            self._finished[step.req_id] = partial.values_RW.flatten().to("cpu", non_blocking=True)
         else:
             self._finished[step.req_id] = HIDDEN

@@ -236,14 +236,20 @@ class SteeringSlots:
             self._rows.release(slot.rows)
         self._release(slot.numbers)
 
-    def read_traces(self, plans: Mapping[str, SteeringPlan]) -> dict[str, SteeringTrace]:
-        """Return what was measured of requests that have ended, of which these are the plans."""
-        if not plans:
+    def read_traces(
+        self, ended: Mapping[str, tuple[SteeringPlan, int]]
+    ) -> dict[str, SteeringTrace]:
+        """Return what was measured of requests that have ended, by their plans and lengths.
+
+        A length counts the tokens that the model has read, but for one that was read too much.
+        """
+        if not ended:
             return {}
-        by_rank: list[dict[str, StageTrace]] = self._call_workers("take_traces", list(plans))
+        ends = {request_id: length for request_id, (_, length) in ended.items()}
+        by_rank: list[dict[str, StageTrace]] = self._call_workers("take_traces", ends)
         return {
             request_id: self._join_traces(plan, [found.get(request_id) for found in by_rank])
-            for request_id, plan in plans.items()
+            for request_id, (plan, _) in ended.items()
         }
 
     def _join_traces(

@@ -65,7 +65,7 @@ class TraceRecorder:
         entry             0    0    1    1    1
         find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2],
                                                      is_new_t = [True, True, True]
-        count("a"):                                  (3,)
+        count("a", end=3):                           (3,)
 
     Were `a` preempted here, the next step would read a0 to a3: `find` names all four, which are
     steered again, and of which a3 alone is new.
@@ -165,12 +165,20 @@ class TraceRecorder:
             tokens, steps = latest.tokens, latest.steps
             np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
 
-    def count(self, req_id: str) -> tuple[int, ...]:
-        """Return how many tokens of a request were steered, by part, cached ones included."""
+    def is_beyond(self, req_id: str, end: int) -> bool:
+        """Return whether the token at `end` of a request was steered, or one after it."""
+        self._add_up()
+        return bool(self._entries["recorded"][self._entry_of[req_id]] > end)
+
+    def count(self, req_id: str, end: int) -> tuple[int, ...]:
+        """Return how many tokens of a request before `end` were steered, by part of its plan.
+
+        Those that the prefix cache had are included.
+        """
         self._add_up()
         entry = self._entry_of[req_id]
         parts, prompt_len = self._parts[entry]
-        num_read = int(self._entries["recorded"][entry])
+        num_read = min(int(self._entries["recorded"][entry]), end)
         return tuple(positions.count(num_read, prompt_len) for _, positions in parts)
 
 
@@ -178,12 +186,21 @@ class StepSteering:
     """Mark the tokens of each step with the slots of their requests' plans and captures; record
     what was measured and read of them.
 
-    `tokens`: how many a step has at most; `like`: a tensor of the activations' dtype and device.
+    `tokens`: how many a step has at most; `like`: a tensor of the activations' dtype and device;
+    `lags`: whether a request may be in one step more when its end is known.
     """
 
     def __init__(
-        self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
+        self,
+        size: SteeringSize,
+        layers: int,
+        tokens: int,
+        width: int,
+        like: Tensor,
+        *,
+        lags: bool = False,
     ) -> None:
+        self._lags = lags
         self.tables = SteeringTables(size, layers, tokens, width, like)
         self._recorder = TraceRecorder()
         self._readings = ReadingRecorder()
@@ -225,6 +242,8 @@ class StepSteering:
             read = self._readings.find(req_ids, starts_R, computed_R)
             captured = self._captures.find(req_ids, starts_R, computed_R)
             self.tables.write(Step(steered, captured, read))
+            if self._lags and len(steered.index_t):
+                self.tables.keep_sums()
             self._is_unrecorded = True
         elif not self.tables.is_idle:
             self.tables.write(Step())
@@ -242,20 +261,26 @@ class StepSteering:
         if readings_kGR is not None:
             self._readings.record(readings_kGR)
 
-    def take_traces(self, req_ids: Sequence[str]) -> dict[str, StageTrace]:
-        """Return what was measured of requests. Layers of other pipeline stages changed none."""
+    def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
+        """Return what was measured of the first tokens of requests, by request so many.
+
+        There is at most one token more, of the latest step. Layers of other pipeline stages changed
+        none.
+        """
         self.record()
-        sums_ELn = self.tables.take_sums([self._entry_of[req_id] for req_id in req_ids])
+        late = [req_id for req_id, end in ends.items() if self._recorder.is_beyond(req_id, end)]
+        entries, before = ([self._entry_of[req_id] for req_id in some] for some in (ends, late))
+        sums_ELn = self.tables.take_sums(entries, before)
         return {
             req_id: (
-                self._recorder.count(req_id),
+                self._recorder.count(req_id, end),
                 {
                     int(layer): (int(sums_Ln[layer, 0]), float(sums_Ln[layer, 1]))
                     for layer in sums_Ln[:, 0].nonzero()[0]
                 },
-                self._readings.read_passed(req_id),
+                self._readings.read_passed(req_id, end),
             )
-            for req_id, sums_Ln in zip(req_ids, sums_ELn, strict=True)
+            for (req_id, end), sums_Ln in zip(ends.items(), sums_ELn, strict=True)
         }
 
     def take_readings(self, req_id: str) -> Readings | None:

@@ -11,6 +11,7 @@ Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M ma
 fields of a mark, W what a layer has of a plan.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ class TraceSums:
         self.decided_E = like.new_zeros((entries + 1,), dtype=torch.int32)
         self._unused = list(range(entries, 0, -1))
         self._used: list[int] = []
+        self._kept: _KeptSums | None = None
 
     def take(self) -> int:
         """Return an entry whose sums are 0. Errors: RuntimeError where none is left.
@@ -89,11 +91,39 @@ class TraceSums:
         both_n2 = np.stack([(ratios != 0).sum(0), ratios.sum(0)], axis=1)
         np.add.at(self.sums_EL2[:, layer].numpy(), entries_n, both_n2)
 
-    def fetch(self, entries: list[int]) -> npt.NDArray[np.float64]:
-        """Return the sums of some entries: float64 [E, L, 2], tokens changed and sum of ratios."""
-        index_e = staging.send(np.array(entries), self.sums_EL2)
-        found: npt.NDArray[np.float64] = staging.fetch(self.sums_EL2.index_select(0, index_e))
-        return found
+    def keep(self, entries_t: Indices) -> None:
+        """Keep the sums of some entries as they are before a step that adds to them."""
+        kept = self._kept
+        if kept is None or kept.entries_t is not entries_t:
+            entries_e = np.unique(entries_t)
+            kept = _KeptSums(entries_t, entries_e, staging.send(entries_e, self.sums_EL2))
+            self._kept = kept
+        kept.sums_eL2 = self.sums_EL2.index_select(0, kept.index_e)
+
+    def fetch(self, entries: list[int], before: Sequence[int] = ()) -> npt.NDArray[np.float64]:
+        """Return the sums of some entries: float64 [E, L, 2], tokens changed and sum of ratios.
+
+        Those that are in `before`, too, are as they were when they were kept.
+        """
+        index_E = staging.send(np.array(entries), self.sums_EL2)
+        found_EL2: npt.NDArray[np.float64] = staging.fetch(self.sums_EL2.index_select(0, index_E))
+        if before:
+            assert self._kept is not None, "the step that is left out was marked"
+            kept_eL2 = staging.fetch(self._kept.sums_eL2)
+            for entry in before:
+                place = self._kept.entries_e.searchsorted(entry)
+                found_EL2[entries.index(entry)] = kept_eL2[place]
+        return found_EL2
+
+
+@dataclass(slots=True, eq=False)
+class _KeptSums:
+    """Sums [e, L, 2] of the entries of a step's steered tokens t, as they were before the step."""
+
+    entries_t: Indices
+    entries_e: Indices
+    index_e: Tensor
+    sums_eL2: Tensor = field(init=False)
 
 
 MAX_STEPS = 64
@@ -227,10 +257,15 @@ class SteeringTables:
                 change.sizes.clear()
                 change.norms.clear()
 
-    def take_sums(self, entries: list[int]) -> np.ndarray:
+    def keep_sums(self) -> None:
+        """Keep the sums of this step's requests as they are before it runs."""
+        self.add_up()
+        self.sums.keep(self.step.steered.entries_t)
+
+    def take_sums(self, entries: list[int], before: Sequence[int] = ()) -> np.ndarray:
         """Return the sums of some entries, as `TraceSums.fetch` does."""
         self.add_up()
-        return self.sums.fetch(entries)
+        return self.sums.fetch(entries, before)
 
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         """Steer the tokens of this step at one layer, in place; measure, and capture.

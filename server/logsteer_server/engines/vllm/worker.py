@@ -1,6 +1,6 @@
 """vLLM's worker for this machine, with a model runner that reads rows and steers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -178,14 +178,16 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         layers = enumerate(self.model_runner.find_layers())
         return frozenset(i for i, layer in layers if not isinstance(layer, PPMissingLayer))
 
-    def take_traces(self, req_ids: Sequence[str]) -> dict[str, StageTrace]:
+    def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
         """Return what was measured at this stage's layers of requests that have ended.
+
+        `ends`: the tokens of each that count.
 
         Empty on all tensor-parallel ranks but the first: they have measured the same.
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
-        traces: dict[str, StageTrace] = self.model_runner.steering.take_traces(req_ids)
+        traces: dict[str, StageTrace] = self.model_runner.steering.take_traces(ends)
         return traces
 
     def take_readings(self, req_ids: Sequence[str]) -> dict[str, Readings]:
