@@ -108,8 +108,8 @@ BARS = (
     ),
     *(
         Bar(
-            "host_time", f"ms of host time that a step waits for, {count} sequences, V1 runner",
-            ("figures", f"v1, {count} unsteered"), most=most,
+            "host_time", f"ms that a device waits in a step, {count} sequences, V2 runner",
+            ("figures", f"v2, {count} unsteered"), most=most,
         )
         for count, most in ((1, 0.3), (32, 0.5), (256, 2))
     ),

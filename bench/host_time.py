@@ -1,9 +1,10 @@
-"""How long a device waits for the host between two decode steps: `host_time.py RUNNER MODEL RUNS`.
+"""How long a device waits for the host in a step of decoding: `host_time.py RUNNER MODEL RUNS`.
 
-It is the time of this thread's CPU from where the tokens of a step are drawn, which a device has
-computed by then, to where the model of the next step is called: tokens are taken in, results made,
-the next step scheduled and prepared. The engine is told that a device works beside it. On a CPU the
-kernels of the V2 runner are interpreted: they are counted, and their time is left out.
+The device is pretended, and the host is real: CPU time in which it takes tokens in, makes results,
+schedules and prepares. What a device would compute (the model, the draw, and the kernels of the V2
+runner, which a CPU interprets) is left out of it. The device takes DEVICE_MS for a step; it begins
+when the step has been handed over and the one before is done. Counted is how long it has nothing
+to do in between.
 """
 
 import json
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,53 +26,79 @@ from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 
 BATCHES = (1, 32, 256)
-PROMPT, GENERATED = 16, 48
+PROMPT, GENERATED = 16, 24
 
 
-class Gaps:
-    """Milliseconds from the end of one function to the beginning of another, by step.
+DEVICE_MS = 4.8
+"""A step of an H100 at least: it reads the weights of 8 B in bfloat16, at 3.35 TB/s."""
 
-    `kernels`: calls in between whose time is left out.
+
+class PretendedDevice:
+    """A device beside a host whose clock is CPU time, of which some parts are left out.
+
+    `idle_ms`: by step, how long the device had nothing to do before it. `host_ms`: by step, the
+    host's own time since the step before it was handed over.
     """
 
     def __init__(self) -> None:
-        self.ms: list[float] = []
-        self.kernels: list[int] = []
-        self._ended: float | None = None
-        self._left_out = [0.0]
+        self.idle_ms: list[float] = []
+        self.host_ms: list[float] = []
+        self._ends: deque[float] = deque()
+        self._last_end: float | None = None
+        self._shift = 0.0
+        self._handed_over = 0.0
+        self._is_left_out = False
 
-    def begin_after(self, owner: Any, name: str) -> None:
-        """Have a gap begin where this function returns."""
+    def now(self) -> float:
+        """Return the host's clock, in ms."""
+        return 1e3 * time.thread_time() + self._shift
 
-        def end(call: Callable[[], Any]) -> Any:
-            found = call()
-            self._left_out, self._ended = [], time.thread_time()
-            return found
-
-        wrap(owner, name, end)
-
-    def end_before(self, owner: Any, name: str) -> None:
-        """Have a gap end where this function is called."""
-
-        def begin(call: Callable[[], Any]) -> Any:
-            if self._ended is not None:
-                self.ms.append(1e3 * (time.thread_time() - self._ended - sum(self._left_out)))
-                self.kernels.append(len(self._left_out))
-                self._ended = None
-            return call()
-
-        wrap(owner, name, begin)
+    def forget(self) -> None:
+        """Begin with no step."""
+        self.idle_ms, self.host_ms, self._last_end = [], [], None
+        self._ends.clear()
 
     def leave_out(self, owner: Any, name: str) -> None:
-        """Leave the time of this function out."""
+        """Leave the time of this function out of the host's."""
 
-        def time_call(call: Callable[[], Any]) -> Any:
-            started = time.thread_time()
-            found = call()
-            self._left_out.append(time.thread_time() - started)
+        def stop_clock(call: Callable[[], Any]) -> Any:
+            if self._is_left_out:
+                return call()
+            started, self._is_left_out = self.now(), True
+            try:
+                return call()
+            finally:
+                self._is_left_out = False
+                self._shift -= self.now() - started
+
+        wrap(owner, name, stop_clock)
+
+    def hand_over_after(self, owner: Any, name: str) -> None:
+        """Have a step handed over where this function returns."""
+
+        def hand_over(call: Callable[[], Any]) -> Any:
+            found, now = call(), self.now()
+            if self._last_end is not None:
+                self.idle_ms.append(max(0.0, now - self._last_end))
+                self.host_ms.append(now - self._handed_over)
+            self._handed_over = now
+            self._last_end = max(now, self._last_end or 0.0) + DEVICE_MS
+            self._ends.append(self._last_end)
             return found
 
-        wrap(owner, name, time_call)
+        wrap(owner, name, hand_over)
+
+    def wait_before(self, owner: Any, name: str) -> None:
+        """Have the host wait, before this function is called, for the first step handed over."""
+
+        def wait(call: Callable[[], Any]) -> Any:
+            if self._ends:
+                waited = max(0.0, self._ends.popleft() - self.now())
+                self._shift += waited
+                self._handed_over += waited  # no time of the host's own
+            return call()
+
+        wrap(owner, name, wait)
 
 
 def wrap(owner: Any, name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
@@ -79,19 +107,20 @@ def wrap(owner: Any, name: str, around: Callable[[Callable[[], Any]], Any]) -> N
     setattr(owner, name, lambda *args, **named: around(lambda: function(*args, **named)))
 
 
-def watch(engine: Any, runner: str) -> Gaps:
+def watch(engine: Any, runner: str) -> PretendedDevice:
     """Measure an engine as that of a device which works beside this process."""
-    engine._vllm.overlaps = True
-    gaps, own = Gaps(), engine._vllm.engine_core.model_executor.driver_worker.worker.model_runner
-    gaps.end_before(own.model, "forward")
-    if runner == "v1":
-        gaps.begin_after(own.sampler, "forward")
-    else:
+    device = PretendedDevice()
+    own = engine._vllm.engine_core.model_executor.driver_worker.worker.model_runner
+    draw = (own, "sample") if runner == "v2" else (own.sampler, "forward")
+    device.leave_out(own.model, "forward")
+    device.leave_out(*draw)
+    device.hand_over_after(*draw)
+    device.wait_before(engine._vllm.engine_core.scheduler, "update_from_output")
+    if runner == "v2":
         from triton.runtime.interpreter import GridExecutor
 
-        gaps.begin_after(own, "sample")
-        gaps.leave_out(GridExecutor, "__call__")
-    return gaps
+        device.leave_out(GridExecutor, "__call__")
+    return device
 
 
 def make_jobs(engine: Any, count: int, *, steered: bool) -> list[GenerateJob]:
@@ -107,15 +136,15 @@ def make_jobs(engine: Any, count: int, *, steered: bool) -> list[GenerateJob]:
 
 
 def measure_host_time(directory: Path, runs: int) -> dict[str, Any]:
-    """Milliseconds that a step waits for the host, of 36 tiny layers, by runner and sequences."""
+    """Milliseconds that a device waits in a step, of 36 tiny layers, by runner and sequences."""
     path, found = make_model(directory, vocab=2048, hidden=64, layers=36), dict[str, Any]()
     for runner in ("v1", "v2"):
         command = [sys.executable, "-m", "bench.host_time", runner, str(path), str(runs)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         line = next(line for line in output.splitlines() if line.startswith("result "))
         found |= json.loads(line.removeprefix("result "))
-    figures = {name: way["ms"] for name, way in found.items()}
-    return {"runs": runs, "ways": found, "figures": figures}
+    figures = {name: way["idle_ms"] for name, way in found.items()}
+    return {"runs": runs, "device_ms": DEVICE_MS, "ways": found, "figures": figures}
 
 
 def main() -> None:
@@ -129,18 +158,19 @@ def main() -> None:
             engine_args={"max_num_seqs": max(BATCHES), "max_num_batched_tokens": 8192},
         )
     )  # fmt: skip
-    gaps, found = watch(engine, runner), dict[str, Any]()
+    device, found = watch(engine, runner), dict[str, Any]()
     for count in BATCHES:
         for kind in ("unsteered", "steered"):
-            medians = []
+            idle, host = [], []
             for _ in range(int(runs) + 1):
-                gaps.ms, gaps.kernels = [], []
+                device.forget()
                 generate(engine, make_jobs(engine, count, steered=kind == "steered"))
                 # The first steps read prompts, after the last ones requests end.
-                medians.append(statistics.median(gaps.ms[4:-2]))
+                idle.append(statistics.median(device.idle_ms[4:-2]))
+                host.append(statistics.median(device.host_ms[4:-2]))
             found[f"{runner}, {count} {kind}"] = {
-                "ms": spread(medians[1:]),
-                "kernels_left_out": statistics.median(gaps.kernels),
+                "idle_ms": spread(idle[1:]),
+                "host_ms": spread(host[1:]),
             }
     print("result", json.dumps(found), flush=True)
     engine.close()
