@@ -84,7 +84,7 @@ class VllmCore:
         )
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker, between two steps; return the results by rank."""
+        """Call a method of every worker, after the steps begun; return the results by rank."""
         results: list[Any] = self.engine_core.model_executor.collective_rpc(method, args=args)
         return results
 

@@ -1,6 +1,6 @@
 """Slots of running jobs: those of plans, adapters and captures, and what the workers measured.
 
-The tables are in the workers, which are called on every rank in between two steps.
+The tables are in the workers, which are called on every rank after the steps that were begun.
 """
 
 from collections import OrderedDict
