@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bench.models import GREEDY, generate
+from bench.stock import read_choices
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -102,13 +103,7 @@ class Stock:
         self._llm: Any = LLM(path, dtype=settings["dtype"], kv_cache_memory_bytes=MEMORY)
         config = self._llm.llm_engine.vllm_config
         self.vocab = int(config.model_config.get_vocab_size())
-        self.chosen = {
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "block_size": config.cache_config.block_size,
-            "enforce_eager": bool(config.model_config.enforce_eager),
-        }
+        self.chosen = read_choices(config)
 
     def generate(self, prompts: list[np.ndarray], work: Work) -> list[list[int]]:
         """Return the tokens of each sequence, unsteered."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import DEMO, DEVICE, ROOT
+from bench.stock import ask_choices, describe_stock
 from bench.timing import compare_with_first, summarize, time_call
-from bench.workplace import ID, Workplace, describe_stock
+from bench.workplace import ID, Workplace
 
 sys.path.insert(0, str(ROOT / "demo"))
 import corpus
@@ -111,4 +112,4 @@ def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
         worst = max(abs(a - b) for a, b in zip(values, answers[EXACT], strict=False))
         result["ways"][name]["largest_difference_from_hf_nats"] = float(f"{worst:.2g}")
     notes = [f"{COUNT} sequences of {sort}, {FEW} of them by default settings, model {path.name}"]
-    return result | {"notes": [*notes, describe_stock()]}
+    return result | {"notes": [*notes, describe_stock(ask_choices(path, dtype))]}

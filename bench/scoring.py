@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 
 from bench.models import read_vocab
+from bench.stock import ask_choices, describe_stock
 from bench.timing import compare_with_first, summarize, time_call
-from bench.workplace import Workplace, describe_stock
+from bench.workplace import Workplace
 from logsteer import Client
 
 Item = dict[str, Any]
@@ -93,7 +94,7 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
                 seconds["stock vLLM server"].append(other / CONTEXTS_ON_STOCK)
     result = summarize(seconds, TARGETS, "pairs") | {"ratios": compare_with_first(seconds)}
     result["notes"] = [f"{CONTEXTS} contexts a run; {CONTEXTS_ON_STOCK} on the stock server"]
-    result["notes"].append(describe_stock())
+    result["notes"].append(describe_stock(ask_choices(path, place.settings["dtype"])))
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 

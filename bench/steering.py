@@ -11,8 +11,9 @@ from typing import Any
 
 from bench.decoding import GENERATED, SEQUENCES, Answer, Work
 from bench.models import DEMO, make_model
+from bench.stock import describe_stock
 from bench.timing import compare, join_results, summarize
-from bench.workplace import Workplace, describe_stock
+from bench.workplace import Workplace
 from logsteer_server.contract.engine import HOOKS
 
 UNCOUNTED = 4

@@ -1,7 +1,6 @@
 """Where benchmarks run: their files, the model they measure with, the servers they share."""
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,3 @@ class Workplace:
         if self.given is not None:
             found |= {"model": self.given.name, "dtype": self.dtype}
         return found
-
-
-def describe_stock(chosen: Mapping[str, Any] | None = None) -> str:
-    """Return the note that says with which settings stock vLLM ran, and what it chose itself."""
-    words = "".join(f", {name} {value}" for name, value in (chosen or {}).items())
-    return f"stock vLLM has its own defaults, but for our dtype and memory{words}"

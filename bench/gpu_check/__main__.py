@@ -54,6 +54,10 @@ PARTS = (
         for name in TESTS
     }
     | {
+        f"stock-{case}": Part(f"Against stock vLLM, {case}", "stock", case)
+        for case in ("decode", "prefill")
+    }
+    | {
         f"speed-{row}": Part(f"Speed, {row}", "speed", row)
         for row in dict.fromkeys(bar.row for bar in BARS)
         if row != "host_time"  # whose clock counts a GPU's own time, too
@@ -70,7 +74,7 @@ def run_one(result: PartResult, device: str, quick: bool) -> None:
     started, died = time.monotonic(), ""
     with tempfile.TemporaryDirectory(prefix="logsteer-gpu-check-") as directory:
         try:
-            run_command([*command, "--directory", directory])
+            run_command([*command, "--directory", directory], own_group=True)
         except RuntimeError as error:
             died = str(error)
         result.seconds = time.monotonic() - started

@@ -8,6 +8,7 @@ so that a part that dies or takes too long leaves what it has measured.
 import argparse
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -114,27 +115,37 @@ def run_command(
     command: Sequence[str],
     timeout_s: float = LIMIT_S,
     environment: Mapping[str, str] | None = None,
+    *,
+    own_group: bool = False,
 ) -> str:
     """Run a command in the project's directory; return what it printed.
 
-    Errors: RuntimeError with the end of its messages where it fails or takes longer.
+    Where it has a group of processes of its own, what it has started ends with it: a server that is
+    left would keep the GPU's memory from the next part. Errors: RuntimeError with the end of its
+    messages where it fails or takes longer.
     """
-    try:
-        done = subprocess.run(
-            [*command],
-            cwd=ROOT,
-            env=os.environ | (environment or {}),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as expired:
-        raise RuntimeError(f"took longer than {timeout_s:g} s") from expired
-    if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip())[-1500:]
-        raise RuntimeError(f"ended with status {done.returncode}: {words}")
-    return done.stdout
+    with subprocess.Popen(
+        [*command],
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0 if own_group else None,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException as stopped:
+            if own_group:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            if isinstance(stopped, subprocess.TimeoutExpired):
+                raise RuntimeError(f"took longer than {timeout_s:g} s") from stopped
+            raise
+    if process.returncode:
+        words = (errors.strip() or output.strip())[-1500:]
+        raise RuntimeError(f"ended with status {process.returncode}: {words}")
+    return output
 
 
 def run_part(measure: Callable[[Options, Findings], None]) -> None:

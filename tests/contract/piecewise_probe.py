@@ -1,4 +1,4 @@
-"""Compiles the demo model in pieces on a CPU, as vLLM does for GPUs; prints what came of it.
+"""Compiles a model in pieces on a CPU, as vLLM does for GPUs; prints what came of it.
 
 vLLM's platform for CPUs compiles whole graphs. It is told to keep what its configuration says, and
 the passes are given the names of GPU operations that they look for.
@@ -54,8 +54,9 @@ def score(engine: Any) -> list[float]:
     rng = np.random.default_rng(0)
     u = rng.normal(size=engine.info.hidden_size).astype(np.float32)
     u /= np.linalg.norm(u)
+    layers = engine.info.num_layers
     plan = SteeringPlan(
-        (Site(1, "resid_post", 2 * u), Site(4, "resid_post", None, (ResidualOp(u),))),
+        (Site(1, "resid_post", 2 * u), Site(layers - 1, "resid_post", None, (ResidualOp(u),))),
         Positions("all"),
     )
     ids = rng.integers(10, engine.info.vocab_size, 40).astype(np.int32)

@@ -177,36 +177,38 @@ class TestDevices:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == given
 
     @pytest.mark.parametrize(
-        ("fields", "reason"),
+        ("build", "fields", "reason"),
         [
-            ({"devices": [0, 1], "tensor_parallel": 4}, "tensor_parallel x pipeline_parallel x"),
-            ({"devices": [0, 1]}, "list as many as that"),
-            ({"devices": [0]}, "vLLM's build for CPUs is installed"),
-            ({"devices": "auto", "tensor_parallel": 4}, None),
-            ({"devices": [0], "engine": "fake"}, None),
+            ("vllm-cpu", {"devices": [0, 1], "tensor_parallel": 4}, "tensor_parallel x pipeline"),
+            ("vllm-cpu", {"devices": [0, 1]}, "list as many as that"),
+            ("vllm-cpu", {"devices": [0]}, "vLLM's build for CPUs is installed"),
+            ("vllm-cpu", {"devices": "cpu"}, None),
+            ("vllm-cpu", {"devices": "auto", "tensor_parallel": 4}, None),
+            ("vllm-cpu", {"devices": [0], "engine": "fake"}, None),
+            ("vllm", {"devices": [0]}, None),
+            ("vllm", {"devices": "cpu"}, "the one for GPUs is installed"),
+            ("vllm", {"devices": "cpu", "engine": "transformer_lens"}, None),
         ],
     )
     def test_devices_that_would_not_be_used_are_refused(
         self,
+        build: str,
         fields: dict[str, Any],
         reason: str | None,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm-cpu")
+        monkeypatch.setattr(arguments, "_has_distribution", build.__eq__)
         path = tmp_path / "models.yaml"
         path.write_text(yaml.safe_dump({"models": [{"id": "m", "path": "p", **fields}]}))
         assert main(["--config", str(path), "--check"]) == (2 if reason else 0)
         if reason:
             assert reason in capsys.readouterr().err
-            ranks, devices = fields.get("tensor_parallel", 1), tuple(fields["devices"])
+            ranks, devices = fields.get("tensor_parallel", 1), fields["devices"]
+            devices = devices if isinstance(devices, str) else tuple(devices)
             with pytest.raises(ValueError, match=reason):
                 prepare(EngineSpec("m", "vllm", "p", devices=devices, tensor_parallel=ranks))
-
-    def test_a_gpus_build_takes_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm")
-        arguments.check_devices([0, 1], 2)
 
     @pytest.mark.parametrize(
         ("fields", "reason"),

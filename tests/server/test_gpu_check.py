@@ -12,7 +12,7 @@ import pytest
 from bench.bars import Bar, find_figure
 from bench.gpu_check import __main__ as gpu_check
 from bench.gpu_check.contract import read_outcomes
-from bench.gpu_check.part import Findings, Table
+from bench.gpu_check.part import Findings, Table, run_command
 from bench.gpu_check.report import PartResult, Report
 
 pytestmark = pytest.mark.full
@@ -57,7 +57,8 @@ def test_a_difference_that_is_no_number_is_a_failure() -> None:
 def test_a_part_that_dies_leaves_what_it_has_measured_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def pretend(command: list[str]) -> str:
+    def pretend(command: list[str], *, own_group: bool) -> str:
+        assert own_group
         assert command[:2] == [sys.executable, "-m"]
         path = Path(command[command.index("--directory") + 1]) / "findings.json"
         if not command[2].endswith("rows"):
@@ -79,6 +80,17 @@ def test_a_part_that_dies_leaves_what_it_has_measured_and_stops_no_other(
     assert parts["kernel"]["found"]["tables"][0]["rows"] == TABLE.rows
     assert "the CPU: this is not a GPU's report" in text
     assert "Segmentation fault" in text
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    command = ["sh", "-c", f"(sleep 60; echo left) > {tmp_path}/pipe & wait"]
+    with pytest.raises(RuntimeError, match="took longer than 2 s"):
+        run_command(command, 2, own_group=True)
+    os.set_blocking(pipe, True)
+    assert os.read(pipe, 9) == b"", "nobody holds the other end"
+    os.close(pipe)
 
 
 def test_results_of_pytest_are_counted_and_failures_named(tmp_path: Path) -> None:

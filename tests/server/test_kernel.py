@@ -1,4 +1,6 @@
-"""The CUDA kernel, run by Triton's interpreter, against the plain form of the operation."""
+"""The CUDA kernel, run by Triton's interpreter, against the plain form of the operation; and this
+and the one that reads rows, compiled for GPUs by the ptxas that Triton brings.
+"""
 
 import pytest
 
@@ -227,6 +229,7 @@ from triton.runtime.jit import JITFunction
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.tables import SteeringTables
+from logsteer_server.numerics.row_kernel import FusedRows
 
 CAPABILITY = int(sys.argv[1])
 run, compiled = JITFunction.run, []
@@ -268,15 +271,18 @@ for width in (2048, 4096, 8192, 16384):
     compiled.clear()
     kernel.launch(tables, hidden, hidden.clone(), 0)
     spilled[width] = [count_spilled(made) for made in compiled]
+compiled.clear()
+for dtype in (torch.bfloat16, torch.float32):
+    logits = torch.zeros(2, 151_936, dtype=dtype)
+    FusedRows(logits, torch.zeros(2, dtype=torch.int64))._numbers_4R
+spilled["rows"] = [count_spilled(made) for made in compiled]
 print(json.dumps(spilled))
 '''
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("capability", "most"), [(80, 8), (90, 0), (100, 0)])
-def test_the_kernel_compiles_for_a_gpu_and_stays_in_its_registers(
-    capability: int, most: int
-) -> None:
+def test_kernels_compile_for_a_gpu_and_stay_in_its_registers(capability: int, most: int) -> None:
     """At width 16,384, four vectors of float32 fill a multiprocessor's registers."""
     spilled = run_script(COMPILED, str(capability), VLLM_LOGGING_LEVEL="ERROR")
     for width, found in spilled.items():

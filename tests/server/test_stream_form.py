@@ -212,6 +212,7 @@ def test_layers_are_those_of_the_language_model_and_idle_steps_end_requests() ->
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("step", ["prompt", "decode"])
 @pytest.mark.parametrize(
     ("off", "dtype", "is_wrong"),
     [
@@ -220,7 +221,7 @@ def test_layers_are_those_of_the_language_model_and_idle_steps_end_requests() ->
     ],
 )  # fmt: skip
 def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
-    monkeypatch: pytest.MonkeyPatch, off: float, dtype: torch.dtype, is_wrong: bool
+    monkeypatch: pytest.MonkeyPatch, step: str, off: float, dtype: torch.dtype, is_wrong: bool
 ) -> None:
     called: list[str] = []
 
@@ -228,10 +229,17 @@ def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
         called.append(name)
         return [set()]
 
-    def score(*_: Any) -> np.ndarray:
-        return np.full(15, off if called[-1] == "end_stream_probe" else 0.0, np.float32)
+    def score(_: Any, ids: np.ndarray) -> np.ndarray:
+        is_served = called[-1] == "end_stream_probe" and step == "prompt"
+        return np.full(len(ids) - 1, off if is_served else 0.0, np.float32)
+
+    def generate(_: Any, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert len(ids) == stream.PROBE_TOKENS - 3
+        decoded = off if step == "decode" else 0.0
+        return np.zeros(3, np.int32), np.array([9.0, decoded, decoded], np.float32)
 
     monkeypatch.setattr(stream, "_score", score)
+    monkeypatch.setattr(stream, "_generate", generate)
     model = SimpleNamespace(
         dtype=dtype, quantization=None, enforce_eager=False, get_vocab_size=lambda: 99
     )
@@ -241,7 +249,8 @@ def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
             stream.ask_graphs(vllm)
     else:
         stream.ask_graphs(vllm)
-    assert called == ["begin_stream_probe", "end_stream_probe"]
+    texts = 1 if is_wrong and step == "prompt" else 2
+    assert called == ["begin_stream_probe", "end_stream_probe"] * texts
     model.enforce_eager = True
     stream.ask_graphs(vllm)
-    assert len(called) == 2, "layers that run one by one are not compared"
+    assert len(called) == 2 * texts, "layers that run one by one are not compared"

@@ -1,13 +1,11 @@
 """vLLM is as the engine relies on it: an upgrade fails here with the names of what moved."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from logsteer_server.engines.vllm.internals import INTERNALS
-from tests.probes import run_probe, run_script
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine  # it imports all of vLLM
 
@@ -22,38 +20,6 @@ def test_what_is_relied_on_is_as_it_was_read(probe: dict[str, Any]) -> None:
     moved = [f"{name} ({INTERNALS[name].reason}): {now}" for name, now in probe["moved"].items()]
     assert not moved, "moved in vLLM: " + "; ".join(moved)
     assert probe["unread"] == [], "vLLM does not read what the engine sets in the environment"
-
-
-SCRIPT = """
-import json, os
-from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.vllm.config import BREAKABLE, set_breakable_graphs, set_environment
-spec = EngineSpec("probe", "vllm", {path!r})
-set_environment(spec)
-set_breakable_graphs(spec, spec.path)
-from logsteer_server.engines.vllm import core, worker
-found = [os.environ.get(BREAKABLE), None]
-core.check_breakable_graphs()
-os.environ[BREAKABLE] = "0" if found[0] else "1"  # as a configuration that decides later
-try:
-    core.check_breakable_graphs()
-except ValueError as error:
-    found[1] = str(error)
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize(
-    ("architecture", "flag"), [("DeepseekV32ForCausalLM", "1"), ("LlamaForCausalLM", None)]
-)
-def test_attention_breaks_graphs_up_where_vllm_will_ask_for_it(
-    tmp_path: Path, architecture: str, flag: str | None
-) -> None:
-    """Attention that was imported too early is left out of graphs, and nothing says so."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    found, refusal = run_script(SCRIPT.format(path=str(tmp_path)))
-    assert found == flag
-    assert "after its attention was imported" in refusal
 
 
 def test_our_runner_and_worker_hide_nothing_else_of_vllms(probe: dict[str, Any]) -> None:

@@ -87,6 +87,11 @@ def check_devices(devices: str | Sequence[int], ranks: int) -> None:
 
     `ranks`: devices that a replica takes, of those listed. Errors: ValueError.
     """
+    if devices == "cpu" and _has_distribution("vllm"):
+        raise ValueError(
+            "devices: cpu needs vLLM's build for CPUs, and the one for GPUs is installed; leave "
+            "devices out, or install requirements/cpu.lock"
+        )
     if isinstance(devices, str):
         return
     if len(devices) != ranks:

@@ -16,8 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from logsteer_server.contract.jobs import ScoreJob
-from logsteer_server.engines.vllm.extra_args import describe_rows
+from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
+from logsteer_server.engines.readings import DrawnValues
+from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
+from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ def find_stream_form(
 
 
 PROBE_TOKENS = 16
+DECODED = 3
+"""Of these, those that are generated where decode steps are checked."""
 
 
 def ask_stream_form(vllm: "VllmCore") -> StreamForm:
@@ -176,7 +180,7 @@ def ask_stream_form(vllm: "VllmCore") -> StreamForm:
     outputs: set[str] = set()
 
     def score(change: Change | None) -> npt.NDArray[np.float32]:
-        return _score_layers(vllm, change, outputs)
+        return _score_layers(vllm, change, outputs, _draw_text(vllm))
 
     form = find_stream_form(outputs, score, exact=_is_exact(vllm))
     vllm.call_workers("set_stream_form", form)
@@ -184,13 +188,19 @@ def ask_stream_form(vllm: "VllmCore") -> StreamForm:
 
 
 def ask_graphs(vllm: "VllmCore") -> None:
-    """Check a compiled model's graphs by the text of `ask_stream_form`, steered or not.
+    """Check a compiled model's graphs, of prompts and of decode steps, by unsteered texts.
 
     Errors: ValueError as `check_graphs`.
     """
-    if not vllm.config.model_config.enforce_eager:
-        eager_R = _score_layers(vllm, None, set())
-        check_graphs(eager_R, _score(vllm, _draw_text(vllm)), exact=_is_exact(vllm))
+    if vllm.config.model_config.enforce_eager:
+        return
+    ids, exact = _draw_text(vllm), _is_exact(vllm)
+    check_graphs(_score_layers(vllm, None, set(), ids), _score(vllm, ids), exact=exact)
+    prompt = ids[:-DECODED]
+    drawn, drawn_R = _generate(vllm, prompt)
+    eager_R = _score_layers(vllm, None, set(), np.concatenate([prompt, drawn]))
+    # The first token is drawn in the prompt's step.
+    check_graphs(eager_R[1 - DECODED :], drawn_R[1:], exact=exact)
 
 
 def _is_exact(vllm: "VllmCore") -> bool:
@@ -244,14 +254,32 @@ def _draw_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
 
 
 def _score_layers(
-    vllm: "VllmCore", change: Change | None, outputs: set[str]
+    vllm: "VllmCore", change: Change | None, outputs: set[str], ids: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float32]:
-    """Score the text by layers run one by one, under a change; add what they return, in words."""
+    """Score a text by layers run one by one, under a change; add what they return, in words."""
     vllm.call_workers("begin_stream_probe", change)
     try:
-        return _score(vllm, _draw_text(vllm))
+        return _score(vllm, ids)
     finally:
         outputs.update(*vllm.call_workers("end_stream_probe"))
+
+
+def _generate(
+    vllm: "VllmCore", ids: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return the DECODED most probable tokens after a text, and their log-probabilities."""
+    job = GenerateJob(ids, DECODED, Policy(temperature=0), ignore_eos=True)
+    spec = spec_of_draw(job, ())
+    drawn, values = list[int](), DrawnValues(spec)
+    vllm.generate(job, describe_draw(job, spec), None, (), use_cache=False)
+    while len(drawn) < DECODED:
+        outputs = vllm.step()
+        for output in outputs:
+            drawn += output.new_token_ids
+            values.add(output.new_logprobs.logprobs)
+            output.new_logprobs = None
+        vllm.process(outputs)
+    return np.array(drawn, np.int32), values.take(DECODED)["logprobs"]
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
