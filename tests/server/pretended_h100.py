@@ -22,6 +22,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm import arguments
 from logsteer_server.engines.vllm.config import (
     BREAKABLE,
+    V2,
     prepare,
     set_breakable_graphs,
     set_environment,
@@ -84,7 +85,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "V2": {"runner": "v2"},
+    "auto": {"runner": "auto"},
     "eager": {"compile": False},
     "logits in bfloat16": {"logits_dtype": "bfloat16"},
     "adapters": {"adapter_slots": 3},
@@ -164,6 +165,7 @@ def configure(path: Path, **fields: Any) -> Any:
     from logsteer_server.engines.vllm import core
 
     spec = EngineSpec("probe", "vllm", str(path), **{"runner": "v1"} | fields)
+    os.environ.pop(V2, None)
     set_environment(spec)
     arguments.check_runner(spec)
     return core.configure(spec, path, 512)

@@ -18,7 +18,7 @@ ON_AN_H100 = {
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "V2": {"v2": True},
+    "auto": {"v2": True, "async": True},
     "eager": {"compiles": "NONE", "graphs": "NONE", "largest_graph": 0},
     "logits in bfloat16": {"widens_head": False},
     "adapters": {"adapters": 3},

@@ -232,8 +232,6 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
     Errors: ValueError where the specification cannot be served.
     """
     on_cpu = current_platform.is_cpu()
-    if spec.devices == "cpu" and not on_cpu:
-        raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
     args = engine_args(spec, path, on_cpu, limit)
     args.setdefault("structured_outputs_config", COMPACT)
     if spec.tensor_parallel * spec.pipeline_parallel == 1:
