@@ -54,7 +54,9 @@ def make_engine(overlaps: bool, calls: list[str]) -> VllmEngine:
     """An engine in which a plain job and a steered one run."""
     engine = object.__new__(VllmEngine)
     core = RecordedCore(overlaps, calls)
-    slots = SimpleNamespace(read_traces=lambda _: {}, release=lambda _: None)
+    slots = SimpleNamespace(
+        read_traces=lambda _: {}, release=lambda _: None, load_plans=lambda: None
+    )
     vars(engine).update(_vllm=core, _slots=slots, _known=[], _waiting={}, _running={})
     engine._by_request_id = {}
     for job_id, slot in (
