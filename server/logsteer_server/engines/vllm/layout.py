@@ -182,38 +182,19 @@ class TableShape:
     width: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanRows:
-    """The rows of plans, whose slots are `slots_s`.
-
-    `offsets_at_n`, `ops_at_m`, `probes_at_g` and `conditions_at_c` count the rows of tables
-    [L * S, D], [L * S * K, D], [S * G, D] and [S * C, P].
-    """
-
-    slots_s: npt.NDArray[np.int64]
-    work_LsW: npt.NDArray[np.int32]
-    offsets_at_n: npt.NDArray[np.int64]
-    offsets_nD: npt.NDArray[np.float32]
-    ops_at_m: npt.NDArray[np.int64]
-    directions_mD: npt.NDArray[np.float32]
-    numbers_mP: npt.NDArray[np.float32]
-    probes_at_g: npt.NDArray[np.int64]
-    probes_gD: npt.NDArray[np.float32]
-    order_g: npt.NDArray[np.int32]
-    conditions_at_c: npt.NDArray[np.int64]
-    conditions_cP: npt.NDArray[np.float32]
-
-    @property
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """All of them, in the order of the fields."""
-        return [getattr(self, name) for name in self.__slots__]
-
-
-def pack_plans(plans: Mapping[int, SteeringPlan], shape: TableShape) -> PlanRows:
+def pack_plans(
+    plans: Mapping[int, SteeringPlan], shape: TableShape
+) -> tuple[npt.NDArray[Any], ...]:
     """Return the rows of plans by slot. Errors: ValueError for more operations than fit.
 
-    A plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD` is
-    [v], and `work_LsW[5, 0]` is [0, 1, 0, 0].
+    slots_s, work_LsW                             what there is to do of each plan
+    offsets_at_n, offsets_nD                      rows of a table [L * S, D]
+    ops_at_m, directions_mD, numbers_mP           rows of tables [L * S * K, ...]
+    probes_at_g, probes_gD, order_g               rows of tables [S * G, ...]
+    conditions_at_c, conditions_cP                rows of a table [S * C, P]
+
+    Of a plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD`
+    is [v], and `work_LsW[5, 0]` is [0, 1, 0, 0].
     """
     work_LsW = np.zeros((shape.layers, len(plans), len(Work)), np.int32)
     offsets, ops, probes, conditions = (dict[int, Any]() for _ in range(4))
@@ -235,7 +216,7 @@ def pack_plans(plans: Mapping[int, SteeringPlan], shape: TableShape) -> PlanRows
         conditions |= dict(enumerate(plan.conditions, slot * shape.probes))
     counts_Ls = work_LsW[..., Work.PROBE_COUNT]
     work_LsW[..., Work.FIRST_PROBE] = counts_Ls.cumsum(0) - counts_Ls
-    return PlanRows(
+    return (
         np.array(list(plans)),
         work_LsW,
         np.array(list(offsets), np.int64),

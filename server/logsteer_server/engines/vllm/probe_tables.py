@@ -63,7 +63,7 @@ class ProbeTables:
         conditions_at_c: Tensor,
         conditions_cP: Tensor,
     ) -> None:
-        """Put the probes and conditions of plans into slots: `PlanRows` on the device."""
+        """Put the probes and conditions of plans into slots: `pack_plans`, on the device."""
         if len(probes_at_g):
             self.directions_SGD.flatten(0, 1).index_copy_(0, probes_at_g, probes_gD)
             self.order_SG.flatten().index_copy_(0, probes_at_g, order_g)

@@ -173,7 +173,7 @@ class SteeringTables:
         fit.
         """
         slots_s, work_LsW, offsets_at_n, offsets_nD, ops_at_m, directions_mD, numbers_mP, *read = (
-            staging.send_all(pack_plans(plans, self._shape).arrays, self.work_LSW)
+            staging.send_all(pack_plans(plans, self._shape), self.work_LSW)
         )
         self.work_LSW.index_copy_(1, slots_s, work_LsW)
         if len(offsets_at_n):
