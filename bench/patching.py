@@ -1,5 +1,6 @@
 """Activation patching: `/patch` over HTTP against a loop of TransformerLens, the same places."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -83,7 +84,7 @@ def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
         def repeat(threads: int) -> None:
             found[LOOP] = loop.run(corrupted, threads)
 
-        ways = {
+        ways: dict[str, Callable[[], object]] = {
             OURS: partial(ask, OURS, corrupted),
             OURS_APART: partial(ask, OURS_APART, apart),
             LOOP: partial(repeat, threads),
