@@ -64,7 +64,7 @@ def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
     tables = SteeringTables(SteeringSize(5, 2, 16, 0), 2, max(BATCHES), width, like)
     tables.set_form(form)
     for slot, site in enumerate(make_sites(width), start=1):
-        tables.load(slot, SteeringPlan((site,)))
+        tables.load({slot: SteeringPlan((site,))})
     tables.write(STEP)
     if not tables.by_kernel:  # `write` fills the kernel's buffers on CUDA devices alone
         tables.fill_marks()

@@ -19,6 +19,8 @@ PAIR = {
     "clean": {"context": "The capital of France is", "targets": TARGETS},
     "corrupted": {"context": "The capital of Spain is", "targets": TARGETS},
 }
+SHARED = 4
+"""Tokens that both begin with."""
 EMPTY = {"context": "The capital of Spain is", "targets": [" Paris", ""]}
 LONGER = {"context": "I say: the capital of Spain is", "targets": TARGETS}
 
@@ -125,6 +127,8 @@ def test_every_patch_is_that_of_transformers(
     expected = [[measure(PAIR[into], s, [(p, p)]) for p in result.positions] for s in sets]
     assert np.array(result.matrix) == pytest.approx(np.array(expected), abs=3 * PER_TOKEN)
     assert np.ptp(expected) > 1, "no patch changes anything"
+    unpatched = result.clean if into == "clean" else result.corrupted
+    assert all(row[:SHARED] == [unpatched] * SHARED for row in result.matrix), "it was computed"
 
 
 def test_contexts_of_unequal_length_are_aligned(client: Client, patched: PatchedReference) -> None:

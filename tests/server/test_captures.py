@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.extra_args import describe_capture
+from logsteer_server.engines.vllm.requests import RunningJob
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.tasks.captures import CaptureSite, plan_captures
 from tests.server.plan_steps import finish
@@ -126,7 +128,7 @@ def test_a_step_that_captures_nothing_marks_nothing() -> None:
 def test_a_capture_is_of_the_steered_stream() -> None:
     rank = Rank()
     offset = np.array([5.0, 0.0, 0.0], dtype=np.float32)
-    rank.steering.tables.load(1, SteeringPlan((Site(1, "resid_post", offset),)))
+    rank.steering.tables.load({1: SteeringPlan((Site(1, "resid_post", offset),))})
     job = make_job("each")
     rows = rank.pool.take(20)
     assert rows is not None
@@ -146,13 +148,14 @@ def test_a_capture_that_waits_for_room_keeps_back_captures_alone() -> None:
     engine._waiting = {1: score, 2: large, 3: small, 4: score}
     started: list[int] = []
 
-    def start(job_id: int, job: Job) -> bool:
+    def start(job_id: int, job: Job, _: list[RunningJob]) -> bool:
         if job is large:
             return False
         started.append(job_id)
         return True
 
     engine._start = start  # type: ignore[method-assign]
+    engine._slots = SimpleNamespace(load_plans=lambda: None)  # type: ignore[assignment]
     engine._admit()
     assert started == [1, 4]
     assert list(engine._waiting) == [2, 3]

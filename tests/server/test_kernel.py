@@ -66,11 +66,11 @@ def fill(tables, plans):
     older = Site(LAYER, "resid_post", unit(), (ResidualOp(unit()),) * 3)
     for slot, (offset, ops) in enumerate(plans, start=1):
         # What a slot held before must not count, nor an older plan at another layer.
-        tables.load(slot, SteeringPlan((older, Site(0, "resid_post", unit())), probes=PROBES))
-        tables.load(slot, SteeringPlan((Site(LAYER, "resid_post", offset, ops),)))
+        tables.load({slot: SteeringPlan((older, Site(0, "resid_post", unit())), probes=PROBES)})
+        tables.load({slot: SteeringPlan((Site(LAYER, "resid_post", offset, ops),))})
     site = Site(LAYER, "resid_post", None, CONDITIONAL)
-    tables.load(6, SteeringPlan((site,), probes=PROBES, conditions=CONDITIONS))
-    tables.load(7, SteeringPlan((), probes=PROBES[1:]))
+    tables.load({6: SteeringPlan((site,), probes=PROBES, conditions=CONDITIONS)})
+    tables.load({7: SteeringPlan((), probes=PROBES[1:])})
     captured = {
         LAYER: (np.array([0, 2, 3]), np.array([1, 1, 3])), 0: (np.array([4]), np.array([2]))
     }

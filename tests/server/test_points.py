@@ -128,7 +128,7 @@ def test_tables_have_a_row_for_each_hook_of_each_layer() -> None:
     tables = SteeringTables(SteeringSize(2, 1, 1, 64, hooks), 3, 4, WIDTH, torch.empty(0))
     numbers, v = SiteNumbers(hooks, 3), np.ones(WIDTH, np.float32)
     plan = SteeringPlan((Site(1, "resid_post", v), Site(2, "attn_out", 2 * v)))
-    tables.load(1, numbers.rewrite(plan))
+    tables.load({1: numbers.rewrite(plan)})
     one = np.array([0])
     tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0)))
     moved = torch.zeros(len(hooks) * 3, 4, WIDTH)

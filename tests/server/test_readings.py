@@ -201,9 +201,8 @@ def test_the_last_of_as_many_conditions_as_there_may_be_is_kept() -> None:
         ResidualOp(aside, base=2.0**n, per_component=1, condition=n) for n in range(MAX_CONDITIONS)
     )
     probes = (Probe(0, "resid_post", ahead),)
-    tables.load(
-        1, SteeringPlan((Site(0, "resid_post", None, ops),), probes=probes, conditions=conditions)
-    )
+    site = Site(0, "resid_post", None, ops)
+    tables.load({1: SteeringPlan((site,), probes=probes, conditions=conditions)})
     for step, component in enumerate([0.9, -5.0]):
         read = recorder.find(["a"], np.array([0, 1]), np.array([step]))
         one = np.array([0])

@@ -1,9 +1,17 @@
 """Slots of the steering tables: shared by equal plans, never given to two different ones."""
 
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer_server.engines.vllm.slots import SlotPool
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.slots import PLANS_AT_ONCE, SlotPool, SteeringSlots
+from tests.server.steering_cases import INFO
 
 
 def test_equal_keys_share_a_slot_and_others_wait() -> None:
@@ -49,5 +57,40 @@ def test_a_slot_that_could_not_be_filled_is_forgotten() -> None:
     pool = SlotPool(1)
     assert pool.take(b"a") == (1, True)
     pool.forget(1)
+    pool.release(1)
     assert pool.take(b"a") == (1, True)
     assert pool.take(b"b") is None
+
+
+def steer_by(size: float) -> ScoreJob:
+    site = Site(1, "resid_post", np.full(INFO.hidden_size, size, np.float32))
+    ids = np.arange(3, dtype=np.int32)
+    return ScoreJob(ids, ids[:1], plan=SteeringPlan((site,)))
+
+
+def test_plans_are_loaded_together_and_those_that_fail_again() -> None:
+    loaded: list[list[int]] = []
+
+    def call(method: str, *args: Any) -> list[Any]:
+        if method == "find_stage":
+            return [frozenset(range(INFO.num_layers))]
+        loaded.append(list(args[0]))
+        if len(loaded) == 1:
+            raise RuntimeError("no memory")
+        return [None]
+
+    slots = SteeringSlots(call, SteeringSize(2 * PLANS_AT_ONCE, 1, 1, 64), INFO)
+    jobs = [steer_by(n) for n in range(PLANS_AT_ONCE + 3)]
+    taken = list(map(slots.take_plan, jobs))
+    with pytest.raises(RuntimeError, match="no memory"):
+        slots.load_plans()
+    for slot in taken:
+        assert slot is not None
+        slots.release(slot)
+    again = [slot.numbers[0] for slot in map(slots.take_plan, jobs) if slot is not None]
+    slots.load_plans()
+    slots.load_plans()
+    assert loaded[1:] == [again[:PLANS_AT_ONCE], again[PLANS_AT_ONCE:]]
+    assert slots.take_plan(jobs[0]) is not None
+    slots.load_plans()
+    assert len(loaded) == 3

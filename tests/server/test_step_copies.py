@@ -109,7 +109,7 @@ class Rank:
         self.positions: dict[str, int] = {}
 
     def load(self) -> None:
-        self.steering.tables.load(1, self.plan)
+        self.steering.tables.load({1: self.plan})
 
     def begin(self, name: str) -> None:
         extra_args: dict[str, Any] = {STEER: (((1, Positions()),), PROMPT)}

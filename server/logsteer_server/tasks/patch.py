@@ -1,8 +1,9 @@
 """`/patch`: activations of one run, put into another one place at a time (activation patching).
 
 Every place is a job of its own with a plan that replaces one token's activations; the engine has
-all of them in one continuous batch. Meng et al., Locating and Editing Factual Associations in GPT
-(2022), call it causal tracing.
+all of them in one continuous batch. As far as both runs have read the same tokens, a patch changes
+nothing: its number is that of the run without it, and no job is made. Meng et al., Locating and
+Editing Factual Associations in GPT (2022), call it causal tracing.
 
     clean        The  capital  of  France  is   captured: layers x tokens
                                    │
@@ -13,7 +14,8 @@ all of them in one continuous batch. Meng et al., Locating and Editing Factual A
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,17 @@ class PlannedPair:
             for name, run in self.runs.items()
         }
         return replace(self, runs=runs)
+
+    def list_places(self) -> list[tuple[int, int, bool]]:
+        """Return each token patched, the one whose activations go there, and whether that changes
+        anything: not where both runs have read the same tokens so far.
+        """
+        clean, corrupted = (run.context.tolist() for run in self.runs.values())
+        num_shared = sum(takewhile(bool, map(eq, clean, corrupted)))
+        return [
+            (own, other, own != other or own >= num_shared)
+            for own, other in zip(self.positions, self.source, strict=True)
+        ]
 
 
 def plan_run(
@@ -250,8 +263,9 @@ class PatchTask(BodyTask[PatchRequest]):
             yield from map(change, (*pair.runs["clean"].jobs, *pair.runs["corrupted"].jobs))
             base = [change(job) for job in pair.runs[self._base].jobs]
             source_LTD = dict(zip(layers, output.activations_LTD, strict=True))
+            changed = [(into, other) for into, other, changes in pair.list_places() if changes]
             for layer_set in layer_sets:
-                for into, other in zip(pair.positions, pair.source, strict=True):
+                for into, other in changed:
                     activations = {layer: source_LTD[layer][other] for layer in layer_set}
                     plan = replace_at(self._body.hook, activations, into)
                     yield from (replace(job, plan=plan) for job in base)
@@ -269,7 +283,11 @@ class PatchTask(BodyTask[PatchRequest]):
             return run.measure(self._body.metric, list(islice(outputs, len(run.jobs))))
 
         unpatched = {name: measure(name) for name in ("clean", "corrupted")}
-        matrix = [[measure(self._base) for _ in pair.positions] for _ in layer_sets]
+        differs = [changes for _, _, changes in pair.list_places()]
+        matrix = [
+            [measure(self._base) if changes else unpatched[self._base] for changes in differs]
+            for _ in layer_sets
+        ]
         ids = pair.runs[self._base].context
         findings = {target.finding for run in pair.runs.values() for target in run.targets}
         return {

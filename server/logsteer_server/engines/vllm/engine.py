@@ -139,24 +139,33 @@ class VllmEngine:
         Captures that wait for room keep others back only of their own kind.
         """
         captures_wait = False
+        started: list[RunningJob] = []
         for job_id, job in list(self._waiting.items()):
             is_capture = isinstance(job, CaptureJob)
             if is_capture and captures_wait:
                 continue
             try:
-                if not self._start(job_id, job):
+                if not self._start(job_id, job, started):
                     if not is_capture:
-                        return
+                        break
                     captures_wait = True
                     continue
             except UnfitAdapterError as error:
                 self._known.append((job_id, JobFailure(error.code, error.detail)))
-            except Exception as error:  # whatever a worker raises over a plan
+            except Exception as error:  # whatever a worker raises over an adapter
                 self._known.append((job_id, describe_error(error)))
             del self._waiting[job_id]
+        try:
+            self._slots.load_plans()
+        except Exception as error:  # whatever a worker raises over a plan
+            for running in started:
+                self._drop(running, describe_error(error))
+        else:
+            for running in started:
+                self._submit(running)
 
-    def _start(self, job_id: int, job: Job) -> bool:
-        """Take the slots of a job and submit it; return False where it has to wait for one.
+    def _start(self, job_id: int, job: Job, started: list[RunningJob]) -> bool:
+        """Take the slots of a job, and add it to those started; return False where it has to wait.
 
         Errors: UnfitAdapterError, and whatever a worker raises.
         """
@@ -175,7 +184,7 @@ class VllmEngine:
             if slot is None:
                 self._release(SteeringSlot(), adapter)
         if slot is not None:
-            self._submit(RunningJob(job_id, job, kind, slot, adapter))
+            started.append(RunningJob(job_id, job, kind, slot, adapter))
         return slot is not None
 
     def _release(self, slot: SteeringSlot, adapter: AdapterSlot | None) -> None:
@@ -187,14 +196,18 @@ class VllmEngine:
         try:
             running.request_id = running.kind.submit(running)
         except Exception as error:  # whatever vLLM's checks raise, which have no common class
-            self._release(running.slot, running.adapter)
+            failure = describe_error(error)
             if isinstance(error, ValueError) and "structure" in running.job.features:
                 detail = f"the form of the reply cannot be forced: {error!s:.400}"
-                self._known.append((running.job_id, JobFailure("invalid_request", detail)))
-                return
-            self._known.append((running.job_id, describe_error(error)))
-            return
-        self._running[running.job_id] = self._by_request_id[running.request_id] = running
+                failure = JobFailure("invalid_request", detail)
+            self._drop(running, failure)
+        else:
+            self._running[running.job_id] = self._by_request_id[running.request_id] = running
+
+    def _drop(self, running: RunningJob, failure: JobFailure) -> None:
+        """Fail a job that vLLM does not have."""
+        self._release(running.slot, running.adapter)
+        self._known.append((running.job_id, failure))
 
     def _remove(self, running: RunningJob) -> None:
         del self._running[running.job_id], self._by_request_id[running.request_id]

@@ -1,11 +1,13 @@
-"""What the kernel reads: the marked tokens of a step, and the rows of tables that a plan fills.
+"""What the kernel reads: the marked tokens of a step, and the rows of tables that plans fill.
 
 The host packs both, so that one copy takes each to the device. Axis letters: L layers, S slots, D
 width, K operations, P numbers of an operation or of a condition, G probes, C conditions, W what a
 layer has of a plan, F fields of a mark; lower case: t tokens of a step that are steered, r those
-that are read, m all that are marked, or operations; n offsets.
+that are read, m all that are marked, or operations; s slots that are filled, n offsets, g probes, c
+conditions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -180,59 +182,53 @@ class TableShape:
     width: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanRows:
-    """The rows of one plan.
+def pack_plans(
+    plans: Mapping[int, SteeringPlan], shape: TableShape
+) -> tuple[npt.NDArray[Any], ...]:
+    """Return the rows of plans by slot. Errors: ValueError for more operations than fit.
 
-    `offsets_at_n` and `ops_at_m` count the rows of tables [L * S, D] and [L * S * K, D].
+    slots_s, work_LsW                             what there is to do of each plan
+    offsets_at_n, offsets_nD                      rows of a table [L * S, D]
+    ops_at_m, directions_mD, numbers_mP           rows of tables [L * S * K, ...]
+    probes_at_g, probes_gD, order_g               rows of tables [S * G, ...]
+    conditions_at_c, conditions_cP                rows of a table [S * C, P]
+
+    Of a plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD`
+    is [v], and `work_LsW[5, 0]` is [0, 1, 0, 0].
     """
-
-    offsets_at_n: npt.NDArray[np.int64]
-    ops_at_m: npt.NDArray[np.int64]
-    offsets_nD: npt.NDArray[np.float32]
-    directions_mD: npt.NDArray[np.float32]
-    numbers_mP: npt.NDArray[np.float32]
-    work_LW: npt.NDArray[np.int32]
-    probes_GD: npt.NDArray[np.float32]
-    order_G: npt.NDArray[np.int32]
-    conditions_CP: npt.NDArray[np.float32]
-
-    @property
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """All of them, in the order of the fields."""
-        return [getattr(self, name) for name in self.__slots__]
-
-
-def pack_plan(plan: SteeringPlan, slot: int, shape: TableShape) -> PlanRows:
-    """Return the rows of a plan in a slot. Errors: ValueError for more operations than fit.
-
-    A plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD` is
-    [v], and `work_LW[5]` is [0, 1, 0, 0].
-    """
-    offsets = [(site.layer, site.offset) for site in plan.sites if site.offset is not None]
-    ops = [(site.layer, k, op) for site in plan.sites for k, op in enumerate(site.ops)]
-    work_LW = np.zeros((shape.layers, len(Work)), np.int32)
-    for site in plan.sites:
-        if len(site.ops) > shape.depth:
-            raise ValueError(f"{len(site.ops)} operations do not fit into {shape.depth} places")
-        work_LW[site.layer, Work.DEPTH] = len(site.ops)
-        work_LW[site.layer, Work.HAS_OFFSET] = site.offset is not None
-    layers_G = np.array([probe.layer for probe in plan.probes], np.int64)
-    order_G = np.argsort(layers_G, kind="stable")
-    counts_L = np.bincount(layers_G, minlength=shape.layers)
-    work_LW[:, Work.PROBE_COUNT] = counts_L
-    work_LW[:, Work.FIRST_PROBE] = counts_L.cumsum() - counts_L
-    width = shape.width
-    return PlanRows(
-        np.array([layer * shape.slots + slot for layer, _ in offsets], np.int64),
-        np.array([(i * shape.slots + slot) * shape.depth + k for i, k, _ in ops], np.int64),
-        _stack([offset for _, offset in offsets], width),
-        _stack([op.direction for _, _, op in ops], width),
-        _stack([op.numbers for _, _, op in ops], len(UNCHANGED)),
-        work_LW,
-        _stack([probe.direction for probe in plan.probes], width),
-        order_G.astype(np.int32),
-        _stack([condition.numbers for condition in plan.conditions], CONDITION_NUMBERS),
+    work_LsW = np.zeros((shape.layers, len(plans), len(Work)), np.int32)
+    offsets, ops, probes, conditions = (dict[int, Any]() for _ in range(4))
+    order: list[int] = []
+    for s, (slot, plan) in enumerate(plans.items()):
+        for site in plan.sites:
+            if len(site.ops) > shape.depth:
+                raise ValueError(f"{len(site.ops)} operations do not fit into {shape.depth} places")
+            at = site.layer * shape.slots + slot
+            work_LsW[site.layer, s, Work.DEPTH] = len(site.ops)
+            ops |= dict(enumerate(site.ops, at * shape.depth))
+            if site.offset is not None:
+                work_LsW[site.layer, s, Work.HAS_OFFSET] = 1
+                offsets[at] = site.offset
+        layers = [probe.layer for probe in plan.probes]
+        np.add.at(work_LsW[:, s, Work.PROBE_COUNT], layers, 1)
+        order += sorted(range(len(layers)), key=layers.__getitem__)
+        probes |= dict(enumerate(plan.probes, slot * shape.probes))
+        conditions |= dict(enumerate(plan.conditions, slot * shape.probes))
+    counts_Ls = work_LsW[..., Work.PROBE_COUNT]
+    work_LsW[..., Work.FIRST_PROBE] = counts_Ls.cumsum(0) - counts_Ls
+    return (
+        np.array(list(plans)),
+        work_LsW,
+        np.array(list(offsets), np.int64),
+        _stack(list(offsets.values()), shape.width),
+        np.array(list(ops), np.int64),
+        _stack([op.direction for op in ops.values()], shape.width),
+        _stack([op.numbers for op in ops.values()], len(UNCHANGED)),
+        np.array(list(probes), np.int64),
+        _stack([probe.direction for probe in probes.values()], shape.width),
+        np.array(order, np.int32),
+        np.array(list(conditions), np.int64),
+        _stack([condition.numbers for condition in conditions.values()], CONDITION_NUMBERS),
     )
 
 

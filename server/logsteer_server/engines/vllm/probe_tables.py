@@ -8,6 +8,7 @@ a reading, K operations, E entries; lower case: r tokens of a step that are read
 steered, p those that decide for others; n: pairs of token and probe.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class ProbeTables:
     their layers. `decided_E`: what prompts have decided, by entry. A plan in slot 2 that reads u at
     layer 5, and a step of four tokens of which the last two have this plan:
 
-        load(2, a plan with Probe(5, "resid_post", u), ...)
+        load({2: a plan with Probe(5, "resid_post", u)}, ...)
         write(ReadTokens([2, 3], [2, 2], ...))
         read(hidden_TD, None, 5, after=False)    readings_TGR[2:4, 0, :2] = (x . u, |x|) of each
         gather()                                 readings_TGR[2:4]
@@ -54,18 +55,25 @@ class ProbeTables:
         self._kept_k: Tensor | None = None
 
     def load(
-        self, slot: int, plan: SteeringPlan, probes_GD: Tensor, order_G: Tensor, asked_CP: Tensor
+        self,
+        plans: Mapping[int, SteeringPlan],
+        probes_at_g: Tensor,
+        probes_gD: Tensor,
+        order_g: Tensor,
+        conditions_at_c: Tensor,
+        conditions_cP: Tensor,
     ) -> None:
-        """Put a plan's probes and conditions into a slot: its rows, which lie on the device."""
-        if plan.probes:
-            self.directions_SGD[slot, : len(probes_GD)] = probes_GD
-            self.order_SG[slot, : len(order_G)] = order_G
-        if plan.conditions:
-            self.conditions_SCP[slot, : len(asked_CP)] = asked_CP
-        places: dict[int, list[int]] = {}
-        for g, probe in enumerate(plan.probes):
-            places.setdefault(probe.layer, []).append(g)
-        self._places[slot] = places
+        """Put the probes and conditions of plans into slots: `pack_plans`, on the device."""
+        if len(probes_at_g):
+            self.directions_SGD.flatten(0, 1).index_copy_(0, probes_at_g, probes_gD)
+            self.order_SG.flatten().index_copy_(0, probes_at_g, order_g)
+        if len(conditions_at_c):
+            self.conditions_SCP.flatten(0, 1).index_copy_(0, conditions_at_c, conditions_cP)
+        for slot, plan in plans.items():
+            places: dict[int, list[int]] = {}
+            for g, probe in enumerate(plan.probes):
+                places.setdefault(probe.layer, []).append(g)
+            self._places[slot] = places
 
     def write(self, step: ReadTokens) -> None:
         """Say which tokens of the next forward pass are read; the others are not."""

@@ -20,6 +20,10 @@ from logsteer_server.engines.vllm.extra_args import describe_capture, describe_s
 from logsteer_server.engines.vllm.points import SiteNumbers
 from logsteer_server.engines.vllm.steering import StageTrace
 
+PLANS_AT_ONCE = 16
+"""Plans that are copied to a device together: with an offset at each of 80 layers of width 8,192
+they take 40 MiB."""
+
 
 class SlotPool:
     """Give out slots 1 to `count`, the same one to all users of a key.
@@ -61,9 +65,8 @@ class SlotPool:
         return len(self._users) - 1 - len(self._idle)
 
     def forget(self, slot: int) -> None:
-        """Release a slot that was just taken and could not be filled."""
+        """Forget the key of a slot that could not be filled; its users keep it."""
         del self._slots[self._keys.pop(slot)]
-        self.release(slot)
 
     def release(self, slot: int) -> None:
         """Count one user fewer."""
@@ -108,6 +111,7 @@ class SteeringSlots:
         self._numbers = SiteNumbers(size.hooks, info.num_layers)
         self._layers_of_rank: list[frozenset[int]] = call_workers("find_stage")
         self._plans = SlotPool(size.slots)
+        self._unloaded: dict[int, SteeringPlan] = {}
         self._rows = RowPool(info.capture_rows or 0)
 
     def count(self) -> tuple[int, int]:
@@ -179,46 +183,44 @@ class SteeringSlots:
     def take_plan(self, job: Job) -> SteeringSlot | None:
         """Return the slots of a job's plan, if it has one; None where the job has to wait for them.
 
-        Errors: whatever a worker raises.
+        They have the plan after the next `load_plans`.
         """
         if job.plan is None:
             return SteeringSlot()
         numbers: list[int] = []
         for part in job.plan.parts:
-            try:
-                number = self._take_part(part)
-            except Exception:
-                self._release(numbers)
-                raise
-            if number is None:
+            found = self._plans.take(part.content_digest)
+            if found is None:
                 self._release(numbers)
                 return None
+            number, is_new = found
             numbers.append(number)
+            if is_new:
+                self._unloaded[number] = self._numbers.rewrite(part)
         return SteeringSlot(tuple(numbers), job.plan, describe_steering(job, numbers))
 
-    def _take_part(self, part: SteeringPlan) -> int | None:
-        """Return a slot that has this part; None where none is free."""
-        found = self._plans.take(part.content_digest)
-        if found is None:
-            return None
-        number, is_new = found
-        if is_new:
-            try:
-                self._call_workers("load_plan", number, self._numbers.rewrite(part))
-            except Exception:
+    def load_plans(self) -> None:
+        """Have the workers load the plans of slots that were taken since the last call.
+
+        Errors: whatever a worker raises; none of these slots then has a plan.
+        """
+        unloaded, self._unloaded = self._unloaded, {}
+        numbers = list(unloaded)
+        try:
+            for first in range(0, len(numbers), PLANS_AT_ONCE):
+                some = numbers[first : first + PLANS_AT_ONCE]
+                self._call_workers("load_plans", {number: unloaded[number] for number in some})
+        except Exception:
+            for number in numbers:
                 self._plans.forget(number)
-                raise
-        return number
+            raise
 
     def _release(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._plans.release(number)
 
     def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
-        """Return the slot of the job's plan with rows to capture in; None where it has to wait.
-
-        Errors: as `take_plan`.
-        """
+        """Return the slot of the job's plan with rows to capture in; None where it has to wait."""
         slot = self.take_plan(job)
         if slot is None:
             return None

@@ -11,7 +11,7 @@ Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M ma
 fields of a mark, W what a layer has of a plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.captures import CaptureBuffer, Indices
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.layout import Mark, Step, TableShape, Work, pack_marks, pack_plan
+from logsteer_server.engines.vllm.layout import Mark, Step, TableShape, Work, pack_marks, pack_plans
 from logsteer_server.engines.vllm.probe_tables import Gate, ProbeTables
 from logsteer_server.engines.vllm.stream import StreamForm, read_stream
 from logsteer_server.numerics.residual_ops import (
@@ -148,7 +148,7 @@ class SteeringTables:
     layer 5, and a step of four tokens of which the last two are steered by it, for a request whose
     sums are in entry 3:
 
-        load(2, a plan of Site(5, "resid_post", v))    offsets_LSD[5, 2] = v
+        load({2: a plan of Site(5, "resid_post", v)})  offsets_LSD[5, 2] = v
         write(Step(SteeredTokens([2, 3], [2, 2], [3, 3], [True, True])))
         apply(hidden_TD, residual_TD, 5)               hidden_TD[2:4] += v
         take_sums([3])       [0, 5] is [2, |v| / |x| of token 2 + |v| / |x| of token 3]
@@ -183,28 +183,28 @@ class SteeringTables:
         """Whether a step of requests has been marked: graphs have been captured by then."""
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
-        self._depths: list[dict[int, int]] = [{}] * slots
+        self._site_layers: list[set[int]] = [set()] * slots
         self.by_kernel = like.is_cuda
         self.step = Step()
         self._changes: dict[int, _Change | None] = {}
-        self._steered_layers: frozenset[int] = frozenset()
+        self._steered_layers: set[int] = set()
 
     def set_form(self, form: StreamForm) -> None:
         """Say where the residual stream is in what the model's layers return."""
         self._residual_counts = form == "sum"
         self.residual_counts_1.fill_(self._residual_counts)
 
-    def load(self, slot: int, plan: SteeringPlan) -> None:
-        """Put a plan's sites, probes and conditions into a slot, in place of what it held.
+    def load(self, plans: Mapping[int, SteeringPlan]) -> None:
+        """Put the sites, probes and conditions of plans into slots, in place of what those held.
 
-        One copy takes it to the device. Rows of the slot's last plan stay where this one has none:
-        `work_LSW` says that they count no more. Errors: ValueError for more operations than fit.
+        One copy takes them all to the device. Rows of a slot's last plan stay where this one has
+        none: `work_LSW` says that they count no more. Errors: ValueError for more operations than
+        fit.
         """
-        rows = pack_plan(plan, slot, self._shape)
-        offsets_at_n, ops_at_m, offsets_nD, directions_mD, numbers_mP, work_LW, *read = (
-            staging.send_all(rows.arrays, self.work_LSW)
+        slots_s, work_LsW, offsets_at_n, offsets_nD, ops_at_m, directions_mD, numbers_mP, *read = (
+            staging.send_all(pack_plans(plans, self._shape), self.work_LSW)
         )
-        self.work_LSW[:, slot] = work_LW
+        self.work_LSW.index_copy_(1, slots_s, work_LsW)
         if len(offsets_at_n):
             rounded_nD = offsets_nD.to(self.offsets_LSD.dtype)
             self.offsets_LSD.flatten(0, 1).index_copy_(0, offsets_at_n, rounded_nD)
@@ -213,8 +213,9 @@ class SteeringTables:
         if len(ops_at_m):
             self.directions_LSKD.flatten(0, 2).index_copy_(0, ops_at_m, directions_mD)
             self.numbers_LSKP.flatten(0, 2).index_copy_(0, ops_at_m, numbers_mP)
-        self.probes.load(slot, plan, *read)
-        self._depths[slot] = {site.layer: len(site.ops) for site in plan.sites}
+        self.probes.load(plans, *read)
+        for slot, plan in plans.items():
+            self._site_layers[slot] = {site.layer for site in plan.sites}
 
     def write(self, step: Step) -> None:
         """Store what the tokens of the next forward pass are for; tokens not named are for nothing.
@@ -231,7 +232,7 @@ class SteeringTables:
         else:
             self._changes = {}
             used = set(step.steered.slots_t.tolist())
-            self._steered_layers = frozenset(layer for slot in used for layer in self._depths[slot])
+            self._steered_layers = set[int]().union(*(self._site_layers[slot] for slot in used))
         self.probes.write(step.read)
 
     def fill_marks(self) -> None:

@@ -169,9 +169,9 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         """Return the memory of this rank's GPU; none on a CPU."""
         return read_memory()
 
-    def load_plan(self, slot: int, plan: SteeringPlan) -> None:
-        """Put a plan into a slot of the tables."""
-        self.model_runner.steering.tables.load(slot, plan)
+    def load_plans(self, plans: Mapping[int, SteeringPlan]) -> None:
+        """Put plans into slots of the tables."""
+        self.model_runner.steering.tables.load(plans)
 
     def find_stage(self) -> frozenset[int]:
         """Return which of the model's decoder layers this rank's pipeline stage has."""
