@@ -1,0 +1,275 @@
+"""What a model needs of a machine: counted, told by `--check`, and looked at before a change."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
+from logsteer_server.models import fit
+from logsteer_server.models.fit import (
+    Gpu,
+    check_loadable,
+    fits_beside,
+    measure_memory,
+    parse_gpus,
+)
+from logsteer_server.serving import examine_machine
+from logsteer_server.settings import ModelSettings, Settings
+from tests.buckets import open_bucket
+from tests.conftest import DEMO_MODEL
+
+CONFIG = {
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+    "max_position_embeddings": 512, "torch_dtype": "float32",
+}  # fmt: skip
+GIB = 2**30
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tensors = {"a": np.zeros((100, 64), np.float16), "b": np.zeros(10, np.int8)}
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    save_file({"c": np.zeros((7, 3), np.float32)}, tmp_path / "model-2.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def settings_of(*models: dict[str, Any], **fields: Any) -> Settings:
+    return Settings(models=[ModelSettings(**model) for model in models], port=0, **fields)
+
+
+class TestNeeds:
+    @pytest.mark.parametrize(
+        ("dtype", "weights", "item"),
+        [("auto", 100 * 64 * 2 + 10 + 21 * 4, 4), ("float32", (6400 + 21) * 4 + 10, 4),
+         ("bfloat16", (6400 + 21) * 2 + 10, 2)],
+    )  # fmt: skip
+    def test_weights_are_counted_in_the_dtype_that_they_run_in(
+        self, checkpoint: Path, dtype: str, weights: int, item: int
+    ) -> None:
+        needs = estimate(EngineSpec("m", "vllm", str(checkpoint), dtype=dtype))
+        assert needs.weights_bytes == weights
+        assert needs.token_bytes == 2 * 3 * 2 * 16 * item
+        assert needs.cache_bytes == CPU_CACHE_BYTES
+
+    def test_settings_count(self, checkpoint: Path) -> None:
+        spec = EngineSpec("m", "vllm", str(checkpoint), memory="256MiB", max_model_len=64)
+        assert estimate(spec).cache_bytes == 256 * 2**20
+        assert estimate(EngineSpec("m", "transformer_lens", str(checkpoint))).cache_bytes == 0
+        fake = estimate(EngineSpec("m", "fake", str(checkpoint)))
+        assert fake.num_bytes == PROCESS_BYTES["fake"]
+
+    def test_what_cannot_be_told_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no such directory"):
+            estimate(EngineSpec("m", "vllm", "./nowhere"))
+        with pytest.raises(ValueError, match="not on this machine"):
+            estimate(EngineSpec("m", "vllm", "nobody/has-this"))
+        with pytest.raises(ValueError, match="no weights"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+        (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
+        with pytest.raises(ValueError, match="not a safetensors file"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+
+    def test_a_hub_id_is_found_where_it_was_downloaded(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+        snapshot.parent.mkdir(parents=True)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        snapshot.mkdir()
+        for file in checkpoint.glob("model*.safetensors"):
+            (snapshot / file.name).write_bytes(file.read_bytes())
+        (snapshot / "config.json").write_text(json.dumps(CONFIG))
+        assert estimate(EngineSpec("m", "vllm", "org/name")).weights_bytes > 0
+
+
+def test_lines_of_nvidia_smi_are_read() -> None:
+    text = "0, 143771\n1, [N/A]\nno GPU\n"
+    assert parse_gpus(text) == [Gpu(0, 143771 * 2**20)]
+
+
+def test_memory_is_that_of_the_machine() -> None:
+    total, free = measure_memory()
+    assert 2**28 < free < total
+
+
+class TestCheck:
+    """What `--check` says beside that the configuration is valid."""
+
+    def look(self, settings: Settings) -> list[str]:
+        return [line for line in examine_machine(settings) if line.startswith("warning: ")]
+
+    def test_what_the_machine_lacks_is_a_warning(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = {"id": "m", "path": str(checkpoint), "memory": "64MiB"}
+        assert self.look(settings_of(model)) == []
+        (told,) = self.look(settings_of(model | {"memory": "9000GiB"}))
+        assert told.startswith("warning: model m: it takes about 966")
+        (told,) = self.look(settings_of(model | {"path": "./nowhere"}))
+        assert "no such directory" in told
+        (told,) = self.look(settings_of(model, cache_bytes=9000 * GIB))
+        assert told.startswith("warning: memory: about 900")
+        monkeypatch.setattr(fit, "list_gpus", lambda: [Gpu(0, 140 * GIB)])
+        assert self.look(settings_of(model | {"memory": 0.9})) == []
+        (told,) = self.look(settings_of(model | {"devices": [0, 7], "tensor_parallel": 2}))
+        assert told == "warning: model m: of devices [0, 7] only 1 are here"
+
+    def test_a_port_that_is_taken_is_a_warning(self, checkpoint: Path) -> None:
+        settings = settings_of({"id": "m", "path": str(checkpoint), "engine": "fake"})
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            (told,) = self.look(settings.model_copy(update={"port": port}))
+        assert f"cannot listen on 127.0.0.1:{port}" in told and "choose another --port" in told
+
+    def test_a_bucket_that_does_not_answer_is_a_warning(
+        self, checkpoint: Path, tmp_path: Path
+    ) -> None:
+        model = {"id": "m", "path": str(checkpoint), "engine": "fake"}
+        with open_bucket() as bucket:
+            settings = settings_of(model, store_directory=tmp_path, **bucket.settings)
+            assert self.look(settings) == []
+            bucket.stop()
+            (told,) = self.look(settings)
+        assert "error sending request" in told
+
+
+def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:
+    config = tmp_path / "models.yaml"
+    model = {"id": "m", "path": str(checkpoint), "memory": "64MiB"}
+    config.write_text(json.dumps({"models": [model], "port": 0}))
+    code = (
+        "import sys; from logsteer_server.__main__ import main; "
+        f"status = main(['--check', '--config', {str(config)!r}]); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model m: weights" in done.stdout
+
+
+class TestBeside:
+    @pytest.mark.parametrize(
+        ("wish", "old", "new", "fits"),
+        [
+            ("always", {}, {"memory": "9000GiB"}, True),
+            ("never", {}, {}, False),
+            ("auto", {}, {"memory": "64MiB", "devices": "cpu"}, True),
+            ("auto", {}, {"memory": "9000GiB", "devices": "cpu"}, False),
+            ("auto", {"devices": [0]}, {"devices": [1]}, True),
+            ("auto", {"devices": [0, 1]}, {"devices": [1]}, False),
+            ("auto", {}, {"path": "./nowhere"}, False),
+        ],
+    )
+    def test_where_there_is_room(
+        self,
+        checkpoint: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        wish: str,
+        old: dict[str, Any],
+        new: dict[str, Any],
+        fits: bool,
+    ) -> None:
+        monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
+        one = {"id": "m", "path": str(checkpoint)}
+        settings = settings_of(one, reload_beside=wish)
+        assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits
+
+
+class TestLoadable:
+    """What is known of a model before the one that it replaces ends."""
+
+    def check(
+        self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu] = ()
+    ) -> None:
+        monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
+        monkeypatch.setattr(fit, "list_gpus", lambda: list(gpus))
+        one = {"id": "m", "path": str(DEMO_MODEL), "memory": "4GiB"}
+        settings = settings_of(one)
+        check_loadable(ModelSettings(**one), ModelSettings(**one | new), settings)
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copy"))
+
+    @pytest.mark.parametrize(
+        ("new", "why"),
+        [
+            ({"path": "./nowhere"}, "nowhere: no such directory"),
+            ({"engine": "fake", "path": "./nowhere"}, "nowhere: no such directory"),
+            ({"memory": "13GiB"}, "bytes of memory, and 8589934592 are free"),
+            ({"memory": "7GiB", "replicas": 2}, "bytes of memory"),
+        ],
+    )
+    def test_what_the_machine_lacks_is_said(
+        self, new: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.check({}, monkeypatch)
+        self.check({"memory": "11GiB"}, monkeypatch)  # what the old one has is free by then
+        with pytest.raises(ValueError, match=why):
+            self.check(new, monkeypatch)
+
+    @pytest.mark.parametrize(
+        ("file", "text", "why"),
+        [
+            ("config.json", "{", "config.json cannot be read"),
+            ("tokenizer.json", "{", "tokenizer cannot be read"),
+            ("model.safetensors", None, "has no weights"),
+        ],
+    )
+    def test_a_checkpoint_that_cannot_be_read_is_refused(
+        self,
+        copy: Path,
+        file: str,
+        text: str | None,
+        why: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.check({"path": str(copy)}, monkeypatch)
+        if text is None:
+            (copy / file).unlink()
+        else:
+            (copy / file).write_text(text)
+        with pytest.raises(ValueError, match=why):
+            self.check({"path": str(copy)}, monkeypatch)
+
+    def test_weights_have_to_fit_into_the_gpus_that_are_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = ModelSettings(id="m", path=str(DEMO_MODEL)).to_spec(DEMO_MODEL)
+        whole = fit.estimate(spec).weights_bytes
+        half = whole // 2
+        for new, sizes, why in (
+            ({"devices": "cpu"}, [1], None),
+            ({}, [whole], None),
+            ({}, [whole - 1], "of each GPU"),
+            ({"tensor_parallel": 2}, [half, half], None),
+            ({"tensor_parallel": 2}, [half, half - 1], "of each GPU"),
+            ({"devices": [1]}, [1, whole], None),
+            ({"devices": [0]}, [1, whole], "of each GPU"),
+            ({"devices": [0, 7], "tensor_parallel": 2}, [whole, whole], "only 1 are here"),
+        ):
+            gpus = [Gpu(number, size) for number, size in enumerate(sizes)]
+            with nullcontext() if why is None else pytest.raises(ValueError, match=why):
+                self.check(new, monkeypatch, gpus)
+
+    def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(hub_id: str, file: str) -> None:
+            raise OSError(f"{hub_id} has no {file}")
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+        with pytest.raises(ValueError, match="cannot be had of the hub: no/such has no config"):
+            self.check({"path": "no/such"}, monkeypatch)
