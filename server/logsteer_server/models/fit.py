@@ -2,8 +2,8 @@
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
@@ -18,7 +18,8 @@ SERVER_BYTES = 350 * 2**20
 GPU_TIMEOUT_S = 10.0
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gpu:
     """One GPU, by its number, with its memory in bytes."""
 
     index: int
