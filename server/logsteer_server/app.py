@@ -59,7 +59,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
             app.state.changes = changes
             stack.callback(changes.close)
             test = partial(prove, models=models, capacity=app.state.capacity)
-            await changes.start(test if settings.selftest else None)
+            models.start(test if settings.selftest else None)
             yield
 
     app = FastAPI(

@@ -27,7 +27,7 @@ from logsteer_server.api.gate import Drain
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.engines.weights import check_path
-from logsteer_server.keys.entries import check_key_file
+from logsteer_server.keys.keyring import check_key_file
 from logsteer_server.listening import (
     check_exposure,
     is_loopback,
