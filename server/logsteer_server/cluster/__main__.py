@@ -1,6 +1,6 @@
 """`python -m logsteer_server.cluster`: the service on a Ray of its own on this machine.
 
-SIGHUP has the configuration read again; SIGINT and SIGTERM end it.
+SIGINT and SIGTERM end it; POST /admin/reload has the configuration read again.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,16 +140,8 @@ def _serve(arguments: argparse.Namespace, directory: Path) -> None:
         print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         deploy(application)
-        changed = threading.Event()
-        signal.signal(signal.SIGHUP, lambda *_: changed.set())
-        threading.Thread(target=_report, args=(settings,), daemon=True).start()
-        while changed.wait():
-            changed.clear()
-            try:
-                deploy(build(asked))
-                print("SIGHUP: the configuration was read, Serve makes the changes.", flush=True)
-            except ConfigurationError as error:
-                print(f"SIGHUP: nothing was changed: {error}", file=sys.stderr, flush=True)
+        _wait_until_ready(settings)
+        signal.pause()
 
 
 @contextmanager
@@ -191,7 +182,7 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
         cluster.shutdown()
 
 
-def _report(settings: Settings) -> None:
+def _wait_until_ready(settings: Settings) -> None:
     """Print what to ask once the models answer; their cards say what they wait for."""
     from logsteer_server.serving import suggest_calls
 
