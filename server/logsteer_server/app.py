@@ -24,7 +24,7 @@ from logsteer_server.api.routes import (
     vectors,
 )
 from logsteer_server.api.routing import BodyTurns
-from logsteer_server.engines.scratch import sweep
+from logsteer_server.engines.lifetime import sweep
 from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache

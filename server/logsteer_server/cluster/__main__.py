@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from logsteer_server.engines.scratch import ScratchDirectory, sweep
+from logsteer_server.engines.lifetime import ScratchDirectory, sweep
 from logsteer_server.settings import ConfigurationError, Settings
 
 HOST = "127.0.0.1"

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReplicaCard
@@ -140,20 +140,23 @@ class EngineHandle:
         The jobs that wait here are told with the first replica.
         """
         found: list[EngineStatus] = []
-        for own, process in ((own, own.process) for own in self.replicas):
-            queued = 0 if found else self._queue.num_waiting
-            status = EngineStatus(str(own.number), restarts=own.restarts, queued=queued)
-            if process is not None:
-                status = replace(status, pid=process.pid)
-                if (heartbeat := process.heartbeat) is not None:
-                    age_s = max(0.0, time.monotonic() - process.heartbeat_at)
-                    status = replace(
-                        status,
-                        heartbeat_age_s=age_s,
-                        reading=heartbeat.reading,
-                        steps=heartbeat.steps,
-                    )
-            found.append(status)
+        for own in self.replicas:
+            process = own.process
+            heartbeat = None if process is None else process.heartbeat
+            age_s = None
+            if process is not None and heartbeat is not None:
+                age_s = max(0.0, time.monotonic() - process.heartbeat_at)
+            found.append(
+                EngineStatus(
+                    str(own.number),
+                    restarts=own.restarts,
+                    queued=0 if found else self._queue.num_waiting,
+                    pid=None if process is None else process.pid,
+                    heartbeat_age_s=age_s,
+                    reading=None if heartbeat is None else heartbeat.reading,
+                    steps=None if heartbeat is None else heartbeat.steps,
+                )
+            )
         return found
 
     def check_ready(self) -> EngineInfo:
