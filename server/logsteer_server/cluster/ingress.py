@@ -147,6 +147,8 @@ class RelayedAnswer(StreamingResponse):
             for name, value in answer.headers
             if name.lower() not in OWN_OF_ANSWERS
         ]
+        kind = self.headers.get("content-type", "")
+        self._streams_events = kind.startswith("text/event-stream")
         self._request = request
         self._replica = replica
         self._answer = answer
@@ -154,7 +156,10 @@ class RelayedAnswer(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and free the connection however that ends."""
         try:
-            await super().__call__(scope, receive, send)
+            if self._streams_events:  # the work ends where the caller hangs up
+                await super().__call__(scope, receive, send)
+            else:
+                await self.stream_response(send)
         finally:
             self._replica.own -= 1
             await self._answer.aclose()
@@ -166,7 +171,7 @@ class RelayedAnswer(StreamingResponse):
                 yield chunk
         except LOST as error:
             self._replica.is_silent = True
-            if not self.headers.get("content-type", "").startswith("text/event-stream"):
+            if not self._streams_events:
                 raise
             is_openai = self._request.url.path.startswith(OPENAI_PATHS)
             shape = OPENAI_CHUNKS if is_openai else NAMED_EVENTS
