@@ -277,7 +277,7 @@ class Ingress:
         return await run_within(request, self._settings.request_timeout_s, sending)
 
     async def _pass_on(self, caller: Request) -> Response:
-        """Send what is no endpoint's to any replica: pages, and what is refused."""
+        """Send a request for any other path to any replica: pages, and what is refused."""
         request = ForwardedRequest(caller.scope, caller.receive)
         return await self._send(request, self._choose_group(), await request.body())
 
