@@ -24,18 +24,18 @@ from logsteer_server.api.routes import (
     vectors,
 )
 from logsteer_server.api.routing import BodyTurns
-from logsteer_server.engines.scratch import sweep
+from logsteer_server.engines.lifetime import sweep
 from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.registry import ModelRegistry, make_handles
 from logsteer_server.observation.logs import ACCESS, AUDIT, LogStyle, configure_logs
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
-from logsteer_server.stores.contents import ContentFiles
+from logsteer_server.stores.contents import ContentFiles, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import FairTurns, StoreThreads
 from logsteer_server.stores.upkeep import StoreUpkeep
@@ -59,7 +59,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
             app.state.changes = changes
             stack.callback(changes.close)
             test = partial(prove, models=models, capacity=app.state.capacity)
-            await changes.start(test if settings.selftest else None)
+            models.start(test if settings.selftest else None)
             yield
 
     app = FastAPI(
@@ -101,6 +101,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     stack.callback(threads.close)
     objects = Objects.open(settings)
     state.content_files = ContentFiles(objects, settings.store_cache_bytes)
+    stack.callback(state.content_files.close)
     state.namespaces = NamespaceRegistry(settings, objects, state.content_files)
     state.store_upkeep = StoreUpkeep(settings, objects, threads)
     state.store_upkeep.start()
@@ -114,7 +115,9 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     metrics.pending_bytes_limit.set(memory.limit)
     metrics.cache_bytes.set_function(lambda: results.num_bytes)
     metrics.cache_bytes_limit.set(settings.cache_bytes)
-    state.models = models = ModelRegistry(settings, results, state.metrics)
+    contents = JobContents(state.content_files, StoreThreads())
+    make_handle = make_handles(settings, contents)
+    state.models = models = ModelRegistry(settings, results, state.metrics, make_handle)
     stack.push_async_callback(models.close)
     return models
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,16 +27,17 @@ from logsteer_server.api.gate import Drain
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.engines.weights import check_path
-from logsteer_server.keys.entries import check_key_file
+from logsteer_server.keys.keyring import check_key_file
 from logsteer_server.listening import (
     check_exposure,
     is_loopback,
     open_listener,
     raise_descriptor_limit,
 )
+from logsteer_server.models.fit import describe_fit
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings, name_model
-from logsteer_server.stores.objects import check_store_directory
+from logsteer_server.stores.objects import Objects, check_store_directory
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="Commands: `logsteer-server keys --help`, `logsteer-server doctor --help`.",
+        epilog="To change keys: `logsteer-server keys --help`.",
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
@@ -85,7 +86,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=None,
         help="listen beyond loopback addresses without keys",
     )
-    parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="validate the configuration, say what its models need of this machine, and exit",
+    )
     parser.add_argument(
         "--selftest",
         action="store_true",
@@ -117,6 +122,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
         print(f"The configuration is valid. Models: {models}.")
+        for line in examine_machine(settings):
+            print(line)
         return 0
     open_logs(settings)
     listener = open_listener(settings)
@@ -125,6 +132,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if last_words:
         log.critical(last_words)
     return status
+
+
+def examine_machine(settings: Settings) -> Iterator[str]:
+    """Yield what each model needs of this machine, and a warning for each thing that it lacks."""
+    yield from describe_fit(settings)
+    objects = Objects.open(settings)
+    if not objects.is_local:
+        objects.probe()
+        trouble = objects.trouble
+        yield f"warning: store_url: {trouble}" if trouble else "store_url: it answers"
+    if settings.uds is None:
+        try:
+            open_listener(settings).close()
+        except ConfigurationError as error:
+            yield f"warning: {error}"
 
 
 def _read_settings(arguments: argparse.Namespace) -> Settings:

@@ -77,6 +77,18 @@ class TestRouting:
             assert "logsteer_requests_total" in page
         assert len(targets) == 3
 
+    def test_a_model_is_drained_and_loaded_in_all_its_replicas(self, cluster: Cluster) -> None:
+        post, wait = cluster.client.post, {"wait_s": 30}
+        assert post("/models/fake/drain", params=wait).json()["state"] == "draining"
+        for _ in range(4):
+            check_problem(cluster.score(7), 503, "model_loading")
+        assert cluster.score(7, model="other").status_code == 200
+        card = post("/models/fake/load", params=wait).json()
+        assert (card["state"], len(card["replicas"])) == ("ready", 2)
+        assert {cluster.score(7).status_code for _ in range(4)} == {200}
+        check_problem(post("/models/none/drain"), 404, "unknown_model")
+        check_problem(post("/models/fake/load", params={"wait_s": -1}), 422, "invalid_request")
+
     def test_vectors_are_shared_and_streams_arrive(self, cluster: Cluster) -> None:
         import numpy as np
         from safetensors.numpy import save

@@ -17,13 +17,14 @@ pytestmark = needs_all
 
 def test_a_silent_replica_is_replaced_and_costs_no_score(cluster: Cluster) -> None:
     cluster.wait_until_ready()
-    with held(cluster.hold_file), ThreadPoolExecutor(1) as pool, load(cluster) as codes:
+    with held(cluster.hold_file), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(cluster.score, HOLD)
         (victim,) = wait_for(cluster.find_busy)
-        victim.send_signal(signal.SIGSTOP)
-        wait_for(lambda: not victim.is_running(), 90)
-        cluster.hold_file.unlink()
-        assert waiting.result(60).status_code == 200
+        with load(cluster) as codes:
+            victim.send_signal(signal.SIGSTOP)
+            wait_for(lambda: not victim.is_running(), 90)
+            cluster.hold_file.unlink()
+            assert waiting.result(60).status_code == 200
     assert set(codes) == {200}
     cluster.wait_until_ready()
     assert "was lost: it did not answer" in cluster.read_card()["detail"]

@@ -280,7 +280,7 @@ def test_an_adapter_and_an_override_add_up(
 def test_the_configuration_is_kept_with_the_weights(
     directories: list[Path], tmp_path: Path
 ) -> None:
-    from logsteer_server.stores.formats.adapter_file import join_files, read_adapter
+    from logsteer_server.stores.formats.tensor_file import join_files, read_adapter
 
     path = tmp_path / "joined.safetensors"
     config = (directories[0] / "adapter_config.json").read_bytes()

@@ -28,7 +28,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.parameters import Adapter, Override, ParameterDelta
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.tlens.placement import place_model, spread_blocks
-from logsteer_server.stores.formats.adapter_file import join_files
+from logsteer_server.stores.formats.tensor_file import join_files
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import draw_direction, load_model, write_direction
 from tests.contract.lora import write_adapter

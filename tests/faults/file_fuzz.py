@@ -23,9 +23,8 @@ from logsteer.errors import APIError
 from logsteer.schemas import Steering, VectorCard
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.stores.formats import vector_file
-from logsteer_server.stores.formats.adapter_file import join_files, read_adapter
 from logsteer_server.stores.formats.gguf_file import render_gguf
-from logsteer_server.stores.formats.tensor_file import read_direction
+from logsteer_server.stores.formats.tensor_file import join_files, read_adapter, read_direction
 from logsteer_server.stores.layer_vectors import (
     READOUTS,
     LayerVectors,

@@ -11,7 +11,7 @@ import httpx
 from logsteer.schemas import KeyScope
 from logsteer_server.contract.jobs import Priority
 from logsteer_server.keys.caller import KeyLimits
-from logsteer_server.keys.entries import change_keys, make_key
+from logsteer_server.keys.keyring import change_keys, make_key
 from tests.servers import Configuration, Server
 
 START_TIMEOUT_S = 300

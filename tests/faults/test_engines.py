@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from logsteer_server.engines.scratch import PREFIX, sweep
+from logsteer_server.engines.lifetime import PREFIX, sweep
 from tests.conftest import Server, tlens_model, vllm_model
 from tests.faults.processes import (
     check_retryable,

@@ -21,8 +21,7 @@ from logsteer.errors import APIError, AuthenticationError, OverloadedError, Perm
 from logsteer_server.__main__ import main
 from logsteer_server.keys.caller import Allowance, KeyLimits, TokenCounts
 from logsteer_server.keys.commands import CONCURRENCY, STORED_BYTES
-from logsteer_server.keys.entries import change_keys, read_keys
-from logsteer_server.keys.keyring import KeyRing
+from logsteer_server.keys.keyring import KeyRing, change_keys, read_keys
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.keys import add_key, connect, serve

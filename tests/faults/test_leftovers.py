@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from logsteer_server.engines.scratch import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
+from logsteer_server.engines.lifetime import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
 from tests.conftest import fake_model
 from tests.faults.processes import running
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from logsteer_server.engines.scratch import ScratchDirectory
+from logsteer_server.engines.lifetime import ScratchDirectory
 scratch = ScratchDirectory(Path(sys.argv[1]))
 (scratch.path / "file").write_text("x")
 (scratch.path / "below").mkdir()

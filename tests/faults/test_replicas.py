@@ -125,7 +125,7 @@ def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
         async with started(make_spec(delay_s=0.02)) as engine:
             jobs = make_jobs(2000)
             reading = asyncio.create_task(collect(engine, jobs))
-            await until(lambda: engine.replicas[0].in_engine)
+            await until(lambda: engine._queue.replicas[0].jobs)
             kill(engine, 0, how)
             check_answers(jobs, await asyncio.wait_for(reading, 60))
             await until(lambda: engine.read()[0].state == "ready")
@@ -172,10 +172,10 @@ def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None:
         async with started(make_spec(replicas=3, delay_s=600.0)) as engine:
             call = asyncio.create_task(collect(engine, make_jobs(1)))
             for _ in range(2):
-                await until(lambda: any(own.in_engine for own in engine.replicas))
-                (number,) = [own.number for own in engine.replicas if own.in_engine]
+                await until(lambda: any(own.jobs for own in engine._queue.replicas))
+                (number,) = [own.number for own in engine._queue.replicas if own.jobs]
                 kill(engine, number)
-                await until(lambda n=number: not engine.replicas[n].in_engine)
+                await until(lambda n=number: not engine._queue.replicas[n].jobs)
             with pytest.raises(APIError) as caught:
                 await asyncio.wait_for(call, 60)
             assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
@@ -191,11 +191,11 @@ def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
             tokens = np.arange(5, dtype=np.int32)
             job = GenerateJob(tokens, 4, stream=True, seed=1)
             shown, hidden = (asyncio.create_task(collect(engine, [job])) for _ in range(2))
-            await until(lambda: sum(len(own.in_engine) for own in engine.replicas) == 2)
-            first = min(n for own in engine.replicas for n in own.in_engine)
+            await until(lambda: sum(len(own.jobs) for own in engine._queue.replicas) == 2)
+            first = min(n for own in engine._queue.replicas for n in own.jobs)
             piece = fake_generation(job)[0]
             for number, own in enumerate(engine.replicas):
-                if first in own.in_engine:
+                if first in engine._queue.replicas[number].jobs:
                     engine._deliver(own, ResultPart([first], [piece], 0.0))
                     kill(engine, number)
             with pytest.raises(APIError) as caught:
@@ -213,7 +213,7 @@ def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
         async with started(make_spec(delay_s=0.3)) as engine:
             job = GenerateJob(np.arange(5, dtype=np.int32), 4, stream=True, seed=1)
             calls = [asyncio.create_task(collect(engine, [job])) for _ in range(4)]
-            await until(lambda: all(own.in_engine for own in engine.replicas))
+            await until(lambda: all(own.jobs for own in engine._queue.replicas))
             kill(engine, number)
             for call in calls:
                 found = await asyncio.wait_for(call, 60)
@@ -226,7 +226,7 @@ def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
     async def work() -> None:
         async with started(make_spec(delay_s=0.05)) as engine:
             reading = asyncio.create_task(collect(engine, make_jobs(2000)))
-            await until(lambda: all(own.in_engine for own in engine.replicas))
+            await until(lambda: all(own.jobs for own in engine._queue.replicas))
             kill(engine, 0)
             kill(engine, 1)
             with pytest.raises(APIError) as caught:

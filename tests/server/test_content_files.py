@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import fcntl
 import hashlib
 import os
 import subprocess
@@ -22,6 +21,7 @@ from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.upload import remove_left_overs
 from tests.buckets import Bucket, open_bucket
 from tests.conftest import ROOT
 
@@ -52,53 +52,49 @@ def add(objects: Objects, seed: int) -> tuple[str, str]:
 
 
 def list_kept(files: ContentFiles) -> set[str]:
-    return {path.stem for path in files.directory.glob("*.safetensors")}
+    return set(files._fetched)
 
 
-def is_in_use(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def count_users(files: ContentFiles) -> list[int]:
+    return [file.users for file in files._fetched.values()]
 
 
 def test_a_content_is_fetched_once(bucket: Bucket, tmp_path: Path) -> None:
     files = open_in(bucket, tmp_path)
     own = add(files._objects, 1)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        held = list(pool.map(lambda _: files.hold(*own), range(8)))
-    (path,) = {file.path for file in held}
+        (path,) = set(pool.map(lambda _: files.hold(*own), range(8)))
     assert path.read_bytes() == bytes([1]) * SIZE
     assert path.stat().st_mode & 0o077 == 0
-    assert list(files.directory.iterdir()) == [path]
-    for file in held:
-        assert is_in_use(path)
-        file.release()
-    assert not is_in_use(path)
+    assert list(files._objects.uploads.iterdir()) == [path]
+    assert count_users(files) == [8]
+    for _ in range(8):
+        files.release(own[0])
+    assert count_users(files) == [0]
+    assert remove_left_overs(files._objects.uploads, 0.0) == []
     bucket.stop()
-    with files.open(*own), open_in(bucket, tmp_path).open(*own):  # another process of the machine
+    with files.open(*own):
         pass
+    files.close()
+    assert list(files._objects.uploads.iterdir()) == []
 
 
 def test_the_one_unused_for_longest_goes_and_what_is_in_use_stays(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    files, other = open_in(bucket, tmp_path), open_in(bucket, tmp_path)
+    files = open_in(bucket, tmp_path)
     added = [add(files._objects, seed) for seed in range(4)]
     for own in (*added[:3], added[0]):
         with files.open(*own):
             pass
     with files.open(*added[3]):
         assert list_kept(files) == {added[n][0] for n in (0, 2, 3)}
-    held = [files.hold(*own) for own in added[:2]] + [other.hold(*added[2])]
-    for asked in (files, other):
-        with pytest.raises(OverloadedError, match="store_cache_bytes"):
-            asked.hold(*added[3])
-    assert all(file.path.exists() for file in held)
-    held[1].release()
-    with other.open(*added[3]):
+    held = [files.hold(*own) for own in added[:3]]
+    with pytest.raises(OverloadedError, match="store_cache_bytes"):
+        files.hold(*added[3])
+    assert all(path.exists() for path in held)
+    files.release(added[1][0])
+    with files.open(*added[3]):
         assert list_kept(files) == {added[n][0] for n in (0, 2, 3)}
     with pytest.raises(PayloadTooLargeError, match="raise store_cache_bytes"):
         open_in(bucket, tmp_path / "small", SIZE - 1).hold(*added[0])
@@ -116,9 +112,9 @@ time.sleep(60)
 """
 
 
-def test_a_process_holds_what_it_uses_until_it_is_killed(bucket: Bucket, tmp_path: Path) -> None:
-    files = open_in(bucket, tmp_path, SIZE)
-    own, other = (add(files._objects, seed) for seed in (1, 2))
+def test_what_a_killed_process_had_fetched_is_removed(bucket: Bucket, tmp_path: Path) -> None:
+    objects = open_objects(bucket, tmp_path)
+    own = add(objects, 1)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), str(bucket.port), bucket.name, *own],
         stdout=subprocess.PIPE, cwd=ROOT,
@@ -127,14 +123,12 @@ def test_a_process_holds_what_it_uses_until_it_is_killed(bucket: Bucket, tmp_pat
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(OverloadedError):
-            files.hold(*other)
+        assert remove_left_overs(objects.uploads, 0.0) == []
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    with files.open(*other):
-        assert list_kept(files) == {other[0]}
+    assert len(remove_left_overs(objects.uploads, 0.0)) == 1
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -146,9 +140,7 @@ def test_what_is_damaged_is_refused(bucket: Bucket, tmp_path: Path, is_local: bo
     with files.open(sha256, source) as path:
         assert path.read_bytes() == bytes([1]) * SIZE
     objects.write(bytes([1]) * (SIZE - 1) + b"x", place, create=False)
-    if not is_local:
-        path.write_bytes(bytes(SIZE))  # what is kept is damaged too
-        files = ContentFiles(objects, 3 * SIZE)
+    files.close()
     for _ in range(2):
         with pytest.raises(DamagedContentError):
             files.hold(sha256, source)
@@ -189,11 +181,10 @@ def test_jobs_get_files_of_this_machine(bucket: Bucket, tmp_path: Path, batched:
                     assert hashlib.sha256(data).hexdigest() == expected[0]
                 assert job.override.eta == 0.5
                 assert job.fingerprint == jobs[0].fingerprint
-            assert all(is_in_use(path) for path in files.directory.glob("*.safetensors"))
+            assert count_users(files) == [1, 1]
 
     asyncio.run(use())
-    assert len(list_kept(files)) == 2
-    assert not any(is_in_use(path) for path in files.directory.glob("*.safetensors"))
+    assert count_users(files) == [0, 0]
 
 
 def test_jobs_of_a_directory_keep_their_paths_and_damage_is_told(tmp_path: Path) -> None:
@@ -245,7 +236,7 @@ def test_who_leaves_while_a_content_is_fetched_holds_nothing(
             await task
         release.set()
         async with asyncio.timeout(60):
-            while not (found := list(files.directory.glob("*.safetensors"))) or is_in_use(found[0]):
+            while count_users(files) != [0]:
                 await asyncio.sleep(0.005)
 
     asyncio.run(work())

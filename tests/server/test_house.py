@@ -101,7 +101,7 @@ HOUSES = [
 SERVER, CLIENT = HOUSES
 
 ONLY_IN = {
-    "fastapi": {"app", "api"},
+    "fastapi": {"app", "api", "cluster"},
     "uvicorn": {"serving", "api.connections", "cluster"},
     "torch": {
         "embedded",

@@ -314,7 +314,7 @@ class Machine:
         return found | ({"-"} if "a" not in self.models.by_id else set())
 
     async def begin(self) -> None:
-        await self.changes.start(None)
+        self.models.start()
         for handle in self.handles:
             handle.come_up()
         await until(lambda: all(own.is_ready for own in self.models.by_id.values()))

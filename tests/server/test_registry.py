@@ -16,9 +16,12 @@ from logsteer_server.contract.jobs import Job, JobResult, Routing, ScoreJob
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import PreparedJobs, ResidentModel
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.registry import ModelRegistry, make_handles
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.stores.contents import ContentFiles, JobContents
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.text.windows import Windowing
 from tests.own_time import run_in_own_time
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
@@ -33,7 +36,14 @@ def results() -> Iterator[ResultCache]:
 
 def registry(*ids: str) -> ModelRegistry:
     settings = Settings(models=[ModelSettings(id=name, engine="fake", path="here") for name in ids])
-    return ModelRegistry(settings, ResultCache(0), Metrics())
+    return make_registry(settings)
+
+
+def make_registry(settings: Settings) -> ModelRegistry:
+    """Models that are not started."""
+    contents = JobContents(ContentFiles(Objects.open(settings), 0), StoreThreads())
+    handles = make_handles(settings, contents)
+    return ModelRegistry(settings, ResultCache(0), Metrics(), handles)
 
 
 class TestFind:
@@ -52,7 +62,7 @@ class TestFind:
         models = [
             ModelSettings(id=one, engine="fake", path="here", default=one == "b") for one in "abc"
         ]
-        found = ModelRegistry(Settings(models=models), ResultCache(0), Metrics())
+        found = make_registry(Settings(models=models))
         assert [found.find(name).id for name in (None, "a")] == ["b", "a"]
         with pytest.raises(ValueError, match=r"default is set for \['a', 'b'\]"):
             Settings(models=[models[0].model_copy(update={"default": True}), models[1]])

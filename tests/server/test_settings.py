@@ -66,13 +66,11 @@ def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "/no/such: no such directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"]])
-def test_wrong_usage_is_two_lines(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--confg"])
-    name = " ".join(["logsteer-server", *command])
+        main(["--confg"])
     assert capsys.readouterr().err == (
-        f"error: unknown: --confg\ndid you mean --config? See {name} --help\n"
+        "error: unknown: --confg\ndid you mean --config? See logsteer-server --help\n"
     )
 
 

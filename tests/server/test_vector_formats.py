@@ -107,7 +107,7 @@ def test_torch_reads_our_safetensors() -> None:
 
 def test_our_gguf_is_byte_for_byte_what_repeng_writes() -> None:
     assert write_file(VECTORS, "gguf", "llama") == (FILES / "repeng.gguf").read_bytes()
-    assert parse_gguf(WHOLE).fields["controlvector.layer_count"] == 2
+    assert parse_gguf(WHOLE)[1]["controlvector.layer_count"] == 2
 
 
 def test_what_a_control_vector_cannot_hold_is_refused() -> None:

@@ -45,6 +45,8 @@ SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
 class LimitedRequest(Request):
     """A request whose body is read up to the limit, and parsed as its route's schema."""
 
+    memory_per_byte = BODY_MEMORY
+
     async def body(self) -> bytes:
         """Return the body. Errors: APIError `payload_too_large`, `overloaded`."""
         if not hasattr(self, "_body"):
@@ -52,7 +54,7 @@ class LimitedRequest(Request):
             chunks, size = [], 0
             async for chunk in self.stream():
                 size += len(chunk)
-                self.state.memory.cover(min(size, limit) * BODY_MEMORY)
+                self.state.memory.cover(min(size, limit) * self.memory_per_byte)
                 if size > limit:
                     raise api_error(
                         "payload_too_large",

@@ -1,6 +1,6 @@
 """`python -m logsteer_server.cluster`: the service on a Ray of its own on this machine.
 
-SIGHUP has the configuration read again; SIGINT and SIGTERM end it.
+SIGINT and SIGTERM end it; POST /admin/reload has the configuration read again.
 """
 
 import argparse
@@ -11,16 +11,14 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import httpx
 
-from logsteer_server.engines.scratch import ScratchDirectory, sweep
+from logsteer_server.engines.lifetime import ScratchDirectory, sweep
 from logsteer_server.settings import ConfigurationError, Settings
 
 HOST = "127.0.0.1"
@@ -65,20 +63,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def start_reaper(directory: Path) -> None:
     """Start a process that, once this one is gone, kills whatever Ray has left, and its directory.
 
-    The kernel ends what this process has started itself; agents that those have started go on for
-    minutes. All of them carry the directory in their environment.
+    The kernel ends what this process has started itself; agents that those have started would run
+    for minutes. All of them carry the directory in their environment.
     """
     mark = f"RAY_TMPDIR={directory}".encode()
-    waits, _held = os.pipe()  # the kernel closes the other end with this process
+    waits, held = os.pipe()  # the kernel closes the other end with this process
     if os.fork():
         os.close(waits)
         return
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.close(_held)
+    os.close(held)
     os.read(waits, 1)
-    while pids := [int(path.name) for path in Path("/proc").glob("[0-9]*") if _carries(path, mark)]:
+    while pids := list(find_processes(mark)):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -87,29 +85,18 @@ def start_reaper(directory: Path) -> None:
     os._exit(0)
 
 
-def _carries(path: Path, mark: bytes) -> bool:
-    """Return whether a process was started with this in its environment; the dead have none."""
-    try:
-        return mark in (path / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-class Interrupted(BaseException):
-    """Somebody wants the cluster to end."""
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Interrupted
+def find_processes(mark: bytes) -> Iterator[int]:
+    """Yield the processes that were started with this in their environment."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted; return the exit status: 2 for an unusable configuration."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sweep(PARENT)
         with ScratchDirectory(PARENT) as directory:
@@ -124,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
                     os.environ[f"LOGSTEER_{name.upper()}"] = str(value)
             os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
             _serve(arguments, directory)
-    except Interrupted:
+    except KeyboardInterrupt:
         return 0
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -138,8 +125,8 @@ def _serve(arguments: argparse.Namespace, directory: Path) -> None:
 
     from logsteer_server.cluster.application import (
         ClusterArguments,
+        build,
         deploy,
-        plan,
         read_document,
         read_settings,
     )
@@ -148,21 +135,13 @@ def _serve(arguments: argparse.Namespace, directory: Path) -> None:
         config=arguments.config.resolve(), cpus=1, calls_per_replica=arguments.calls_per_replica
     )
     settings = read_settings(read_document(asked.config))
-    application, _ = plan(asked)
+    application = build(asked)
     with _run_ray(arguments.nodes):
         print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         deploy(application)
-        changed = threading.Event()
-        signal.signal(signal.SIGHUP, lambda *_: changed.set())
-        threading.Thread(target=_report, args=(settings,), daemon=True).start()
-        while changed.wait():
-            changed.clear()
-            try:
-                deploy(plan(asked).application)
-                print("SIGHUP: the configuration was read, Serve makes the changes.", flush=True)
-            except ConfigurationError as error:
-                print(f"SIGHUP: nothing was changed: {error}", file=sys.stderr, flush=True)
+        _wait_until_ready(settings)
+        signal.pause()
 
 
 @contextmanager
@@ -189,7 +168,8 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
         ray._private.worker._global_node = cluster.head_node
         ray.init(address=cluster.address, logging_level=logging.WARNING, log_to_driver=True)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
+        # Ray has put its own handler there.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -202,24 +182,17 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
         cluster.shutdown()
 
 
-def _report(settings: Settings) -> None:
-    """Print whether the models came up, and what to ask."""
+def _wait_until_ready(settings: Settings) -> None:
+    """Print what to ask once the models answer; their cards say what they wait for."""
     from logsteer_server.serving import suggest_calls
 
     url = f"http://{settings.host}:{settings.port}"
-    print(f"logsteer on Ray comes up at {url}.", flush=True)
-    said = ""
-    while True:
+    print(f"logsteer on Ray comes up at {url}; GET /models says how far.", flush=True)
+    status = 0
+    while status != httpx.codes.OK:
         time.sleep(POLL_S)
-        try:
-            answer = httpx.get(f"{url}/readyz", timeout=ANSWER_S)
-        except httpx.TransportError:  # the ingress is about to come up
-            continue
-        if answer.status_code == httpx.codes.OK:
-            break
-        if (reason := str(answer.json().get("reason"))) != said:
-            said = reason
-            print(f"  {reason}", flush=True)
+        with contextlib.suppress(httpx.TransportError):  # the ingress is about to come up
+            status = httpx.get(f"{url}/readyz", timeout=ANSWER_S).status_code
     name = settings.models[0].id if len(settings.models) > 1 else None
     needs_key = settings.api_key is not None or settings.key_file is not None
     print(suggest_calls(url, name, needs_key), flush=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import uvicorn
@@ -26,7 +26,6 @@ from logsteer_server.app import create_app, open_logs
 from logsteer_server.cluster.ingress import SERVICE, Ingress, Models, name_deployment
 from logsteer_server.listening import listen_at
 from logsteer_server.models.changes import COMES_UP, refuse_configuration
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.serving import check_places, check_vllm_arguments, configure_server
 from logsteer_server.settings import (
     ConfigurationError,
@@ -83,28 +82,6 @@ class ClusterArguments(BaseModel):
     )
 
 
-class Group(BaseModel):
-    """Models that one server has, and what a replica of it takes."""
-
-    models: list[ModelSettings]
-
-    @property
-    def replicas(self) -> int:
-        """Replicas at least."""
-        return max(model.replicas for model in self.models)
-
-    @property
-    def max_replicas(self) -> int | None:
-        """Replicas at most, where load decides how many."""
-        return max((model.max_replicas or 0 for model in self.models), default=0) or None
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of each replica."""
-        on_gpus = [model for model in self.models if model.devices != "cpu"]
-        return sum(model.tensor_parallel * model.pipeline_parallel for model in on_gpus)
-
-
 def read_document(config: Path) -> dict[str, Any]:
     """Read a configuration file that Ray may carry to other nodes. Errors: ConfigurationError.
 
@@ -121,12 +98,13 @@ def read_document(config: Path) -> dict[str, Any]:
     if settings.uds is not None:
         raise ConfigurationError(f"{config}: uds is for one machine: remove it on Ray")
     for model in settings.models:
+        detail = ""
         if "hf_token" in model.engine_args:
-            detail = f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN"
-            raise ConfigurationError(f"{config}: {detail}")
-        if isinstance(model.devices, list):
-            detail = f"model {model.id}: Ray chooses GPUs: devices takes auto or cpu there"
-            raise ConfigurationError(f"{config}: {detail}")
+            detail = "Ray would show hf_token: give each node HF_TOKEN"
+        elif isinstance(model.devices, list):
+            detail = "Ray chooses GPUs: devices takes auto or cpu there"
+        if detail:
+            raise ConfigurationError(f"{config}: model {model.id}: {detail}")
     return document | {"directory": str(settings.directory.resolve())}
 
 
@@ -135,47 +113,32 @@ def read_settings(document: Mapping[str, Any]) -> Settings:
     return parse_settings(document, Path(document["directory"]))
 
 
-def find_groups(settings: Settings) -> dict[str, Group]:
-    """Return the groups of the models, by name, in the order of the configuration."""
-    found: dict[str, Group] = {}
-    for model in settings.models:
-        name = model.group or model.id
-        found.setdefault(name, Group(models=[])).models.append(model)
-    return found
-
-
-class Plan(NamedTuple):
-    """An application for Serve, and where its models are."""
-
-    application: serve.Application
-    models: Models
-
-
 def build(arguments: ClusterArguments) -> serve.Application:
     """Build the application of a configuration; `serve deploy` imports this.
 
     Errors: ConfigurationError.
     """
-    return plan(arguments).application
+    return plan(arguments)[0]
 
 
-def plan(arguments: ClusterArguments) -> Plan:
-    """Read a configuration, and plan its deployments. Errors: ConfigurationError."""
+def plan(arguments: ClusterArguments) -> tuple[serve.Application, Models]:
+    """Return the application of a configuration, and where its models are.
+
+    Errors: ConfigurationError.
+    """
     document = read_document(arguments.config)
     settings = read_settings(document)
     check_places(settings)
     of_server = {name: value for name, value in document.items() if name != "models"}
+    groups: dict[str, list[ModelSettings]] = {}
+    for model in settings.models:
+        groups.setdefault(model.group or model.id, []).append(model)
     models: dict[str, dict[str, Any]] = {}
     servers = []
-    for name, group in find_groups(settings).items():
-        own = [
-            model.model_dump(exclude_unset=True) | {"replicas": 1, "max_replicas": None}
-            for model in group.models
-        ]
-        asked = arguments.model_dump(mode="json", exclude={"config", "ingresses"})
-        version = digest([of_server, own, asked, group.replicas, group.max_replicas])
-        servers.append(_bind_server(name, group, of_server | {"models": own}, arguments, version))
-        for model in group.models:
+    for name, group in groups.items():
+        server, version = _bind_server(name, group, of_server, arguments)
+        servers.append(server)
+        for model in group:
             card = model.model_dump(include={"engine", "required", "default"})
             models[model.id] = card | {"group": name, "version": version}
     ingress = serve.deployment(
@@ -192,7 +155,51 @@ def plan(arguments: ClusterArguments) -> Plan:
     # Serve replaces what has another version; without one, all at every change.
     ingress._version = digest([of_server, arguments.ingresses])
     first = document | {"models": document["models"][:1]}
-    return Plan(ingress.bind(first, partial(reload, arguments), servers), models)
+    return ingress.bind(first, partial(reload, arguments), servers), models
+
+
+def _bind_server(
+    name: str, group: list[ModelSettings], of_server: dict[str, Any], arguments: ClusterArguments
+) -> tuple[serve.Application, str]:
+    """Return the deployment of a group's servers, and its version."""
+    own = [
+        model.model_dump(exclude_unset=True) | {"replicas": 1, "max_replicas": None}
+        for model in group
+    ]
+    document = of_server | {"models": own}
+    settings = read_settings(document)
+    on_gpus = [model for model in group if model.devices != "cpu"] if arguments.gpus else []
+    gpus = sum(model.tensor_parallel * model.pipeline_parallel for model in on_gpus)
+    replicas = max(model.replicas for model in group)
+    number: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas := max(model.max_replicas or 0 for model in group):
+        scaling = AutoscalingConfig(
+            min_replicas=replicas,
+            max_replicas=max_replicas,
+            target_ongoing_requests=arguments.calls_per_replica,
+            upscale_delay_s=arguments.scale_up_s,
+            downscale_delay_s=arguments.scale_down_s,
+            look_back_period_s=min(LOOK_BACK_S, arguments.scale_up_s),
+            policy={"policy_function": f"{__name__}:scale"},
+        )
+        number = {"autoscaling_config": scaling}
+    starts_beside = {"always": True, "never": False, "auto": not gpus}[settings.reload_beside]
+    deployment = serve.deployment(
+        ModelServer,
+        name=name_deployment(name),
+        max_surge_percent=100 if starts_beside else 0,
+        health_check_period_s=HEALTH_EVERY_S,
+        health_check_timeout_s=settings.heartbeat_timeout_s / SILENCES,
+        graceful_shutdown_timeout_s=settings.model_drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=MAX_STARTS,
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": gpus},
+        logging_config=SERVE_LOG,
+        **number,
+    )
+    asked = arguments.model_dump(mode="json", exclude={"config", "ingresses"})
+    version = deployment._version = digest([document, asked, replicas, max_replicas])
+    return deployment.bind(document), version
 
 
 def deploy(application: serve.Application) -> None:
@@ -204,8 +211,8 @@ def deploy(application: serve.Application) -> None:
 async def reload(arguments: ClusterArguments, earlier: Models, wait_s: float) -> ReloadAnswer:
     """Read the configuration again, and have Serve change what is other in it, a replica at a time.
 
-    Return after `wait_s` at the latest; the change goes on. Errors: APIError `invalid_request`
-    where the configuration cannot be used; nothing is changed then.
+    Return after `wait_s` at the latest, and let the change continue. Errors: APIError
+    `invalid_request` where the configuration cannot be used; nothing is changed then.
     """
     try:
         application, models = await asyncio.to_thread(plan, arguments)
@@ -245,49 +252,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bind_server(
-    name: str,
-    group: Group,
-    document: dict[str, Any],
-    arguments: ClusterArguments,
-    version: str,
-) -> serve.Application:
-    settings = read_settings(document)
-    number: dict[str, Any] = {"num_replicas": group.replicas}
-    if group.max_replicas is not None:
-        number = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=group.replicas,
-                max_replicas=group.max_replicas,
-                target_ongoing_requests=arguments.calls_per_replica,
-                upscale_delay_s=arguments.scale_up_s,
-                downscale_delay_s=arguments.scale_down_s,
-                look_back_period_s=min(LOOK_BACK_S, arguments.scale_up_s),
-                policy={"policy_function": f"{__name__}:scale"},
-            )
-        }
-    takes_gpus = arguments.gpus and group.gpus > 0
-    surge = {"always": 100, "never": 0, "auto": 0 if takes_gpus else 100}[settings.reload_beside]
-    deployment = serve.deployment(
-        ModelServer,
-        name=name_deployment(name),
-        max_surge_percent=surge,
-        health_check_period_s=HEALTH_EVERY_S,
-        health_check_timeout_s=settings.heartbeat_timeout_s / SILENCES,
-        graceful_shutdown_timeout_s=settings.model_drain_s,
-        graceful_shutdown_wait_loop_s=0.5,
-        max_constructor_retry_count=MAX_STARTS,
-        ray_actor_options={
-            "num_cpus": arguments.cpus,
-            "num_gpus": group.gpus if arguments.gpus else 0,
-        },
-        logging_config=SERVE_LOG,
-        **number,
-    )
-    deployment._version = version
-    return deployment.bind(document)
-
-
 class ModelServer:
     """A replica: the server of one machine with a group's models, at a port of its own.
 
@@ -314,7 +278,7 @@ class ModelServer:
 
     async def _wait_until_ready(self) -> None:
         while not self._server.started or any(
-            model.status[0] in COMES_UP for model in self._models.by_id.values()
+            model.status[0] in COMES_UP for model in self._state.models.by_id.values()
         ):
             if self._serving.done():
                 self._serving.result()
@@ -324,14 +288,9 @@ class ModelServer:
             log.error("this replica does not start: %s", fault)
             raise RuntimeError(fault)
 
-    @property
-    def _models(self) -> ModelRegistry:
-        models: ModelRegistry = self._state.models
-        return models
-
     def _find_fault(self) -> str:
         """Say which required model does not answer any more, and why; empty where all may."""
-        for model in self._models.required:
+        for model in self._state.models.required:
             state, detail = model.status
             if state == "failed" or model.handle.given_up:
                 return f"model {model.id}: {detail}"
@@ -348,7 +307,7 @@ class ModelServer:
             raise RuntimeError(fault)
 
     async def describe(self) -> dict[str, Any]:
-        """Return where this replica is, and what is wrong with it."""
+        """Return where this replica is, what is wrong with it, and its models' cards."""
         context = serve.get_replica_context()
         return {
             "id": context.replica_id.unique_id,
@@ -356,7 +315,16 @@ class ModelServer:
             "actor": ray.get_runtime_context().current_actor,
             "fault": self._find_fault(),
             "running": self._state.drain.num_running,
+            "cards": {
+                model_id: model.describe().model_dump(mode="json")
+                for model_id, model in self._state.models.by_id.items()
+            },
         }
+
+    async def change_model(self, change: str, model_id: str, wait_s: float) -> None:
+        """Load, unload or drain a model. Errors: APIError."""
+        work = getattr(self._state.changes, change)
+        await work(self._state.models.find(model_id), wait_s)
 
     async def record_autoscaling_stats(self) -> dict[str, int]:
         """Return what `scale` scales by; Serve asks for it."""

@@ -33,7 +33,6 @@ activations, which nothing does over HTTP. `demo/train_policy.py` trains a polic
 It needs the extra `tlens`. Axis letters: B sequences, T tokens, R rows, V vocabulary.
 """
 
-from logsteer_server.embedded.model import Changes, LocalModel
-from logsteer_server.embedded.rows import FEATURES, DifferentiableRows
+from logsteer_server.embedded.model import FEATURES, Changes, DifferentiableRows, LocalModel
 
 __all__ = ["FEATURES", "Changes", "DifferentiableRows", "LocalModel"]

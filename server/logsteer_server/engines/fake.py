@@ -171,19 +171,10 @@ class FakeEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        args = spec.engine_args
-        self._delay_s = float(args.get("delay_s", 0.0))
-        self._crash_id = args.get("crash_id")
-        self._fail_id = args.get("fail_id")
-        self._exit_id = args.get("exit_id")
-        self._hang_id = args.get("hang_id")
-        self._hold_id = args.get("hold_id")
-        self._hold_file = Path(args["hold_file"]) if "hold_file" in args else None
-        self._piecewise = bool(args.get("piecewise"))
+        args = self._args = spec.engine_args
         self._jobs: dict[int, Job] = {}
         self._pieces: dict[int, list[JobResult]] = {}
-        memory = args.get("memory_file")
-        if memory is not None and not Path(memory).exists():
+        if "memory_file" in args and not Path(args["memory_file"]).exists():
             raise MemoryError("the fake engine was told to lack memory")
         if "hang_file" in args and Path(args["hang_file"]).exists():
             time.sleep(HANG_S)
@@ -242,33 +233,39 @@ class FakeEngine:
 
     def step(self) -> list[tuple[int, JobResult]]:
         """Answer every job, or a piece of each."""
-        time.sleep(self._delay_s)
-        if self._hold_id is None or any(self._hold_id in job.tokens for job in self._jobs.values()):
+        time.sleep(self._args.get("delay_s", 0.0))
+        if "hold_id" not in self._args or any(
+            self._is_told("hold", job) for job in self._jobs.values()
+        ):
             self._wait_while_held()
         jobs, self._jobs = self._jobs, {}
         results = []
         for job_id, job in jobs.items():
             found = self._pieces.pop(job_id, None) or self._answer(job)
-            if self._piecewise and len(found) > 1:
+            if self._args.get("piecewise") and len(found) > 1:
                 self._jobs[job_id], self._pieces[job_id] = job, found[1:]
                 found = found[:1]
             results += [(job_id, result) for result in found]
         return results
 
     def _wait_while_held(self) -> None:
-        while self._hold_file is not None and self._hold_file.exists():
+        while "hold_file" in self._args and Path(self._args["hold_file"]).exists():
             time.sleep(HELD_POLL_S)
+
+    def _is_told(self, what: str, job: Job) -> bool:
+        """Return whether a job has the token id that tells the engine to do this."""
+        return self._args.get(f"{what}_id", -1) in job.tokens
 
     def _answer(self, job: Job) -> list[JobResult]:
         if failure := self._info.refuse(job):
             return [failure]
-        if self._crash_id is not None and self._crash_id in job.tokens:
+        if self._is_told("crash", job):
             raise RuntimeError("the fake engine was told to crash")
-        if self._exit_id is not None and self._exit_id in job.tokens:
+        if self._is_told("exit", job):
             os._exit(1)
-        if self._hang_id is not None and self._hang_id in job.tokens:
+        if self._is_told("hang", job):
             time.sleep(HANG_S)
-        if self._fail_id is not None and self._fail_id in job.tokens:
+        if self._is_told("fail", job):
             return [JobFailure("internal", "the fake engine was told to fail this job")]
         return self._answers[type(job)](job)
 

@@ -44,17 +44,11 @@ class ModelNeeds:
     cache_bytes: int
     process_bytes: int
     token_bytes: int = 0
-    context_length: int | None = None
 
     @property
     def num_bytes(self) -> int:
         """All of them together."""
         return self.weights_bytes + self.cache_bytes + self.process_bytes
-
-    @property
-    def cache_tokens(self) -> int | None:
-        """Tokens that the cache holds; None where that cannot be told."""
-        return self.cache_bytes // self.token_bytes if self.token_bytes else None
 
 
 def parse_bytes(size: str) -> int:
@@ -98,8 +92,7 @@ def estimate(spec: EngineSpec) -> ModelNeeds:
     if spec.engine == "vllm":
         is_size = isinstance(spec.memory, str)
         cache = parse_bytes(str(spec.memory)) if is_size else CPU_CACHE_BYTES
-    length = spec.max_model_len or text.get("max_position_embeddings")
-    return ModelNeeds(weights, cache, process, _measure_token(text, config, spec.dtype), length)
+    return ModelNeeds(weights, cache, process, _measure_token(text, config, spec.dtype))
 
 
 def _measure_token(text: dict[str, Any], config: dict[str, Any], dtype: str) -> int:

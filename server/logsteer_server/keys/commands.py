@@ -10,7 +10,7 @@ from logsteer.cli.usage import Parser
 from logsteer.schemas import SCOPES, KeyScope
 from logsteer.schemas.faults import explain
 from logsteer_server.keys.caller import KeyLimits
-from logsteer_server.keys.entries import (
+from logsteer_server.keys.keyring import (
     KeyEntry,
     change_keys,
     make_key,

@@ -1,27 +1,178 @@
-"""The keys in force: from a bearer token to who calls, with the file read anew when it changes."""
+"""The keys in force: from a bearer token to who calls, with the file read anew when it changes.
 
+An entry a key has the hash of its secret; the file is read, and rewritten, whole.
+
+    {"keys": [{"name": "ann", "id": "3f9c52d01b7e", "sha256": "…", "scopes": ["score", "steer"],
+               "limits": {"concurrency": 8}, "created": "…"}]}
+
+A token is `ls_<id>_<secret>`. The secret is nowhere but in the token. It is 256 random bits, which
+nobody guesses however fast the hash is: a slow one, as passwords take, would protect nothing more.
+"""
+
+import fcntl
 import hashlib
 import hmac
 import logging
 import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import mkstemp
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from logsteer.errors import api_error
+from logsteer.schemas import KeyScope
+from logsteer.schemas.faults import explain
 from logsteer_server.contract.jobs import Priority, Routing
-from logsteer_server.keys.caller import Allowance, Requester, TokenCounts
-from logsteer_server.keys.entries import (
-    TOKEN,
-    KeyEntry,
-    is_open_to_others,
-    locate_keys,
-    read_keys,
-)
+from logsteer_server.keys.caller import Allowance, KeyLimits, Requester, TokenCounts
 from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
 WRONG_KEY = "This server does not know the key: it is mistyped, or was removed."
 UNAUTHORIZED = "This server needs a key: send the header Authorization: Bearer <key>."
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""A key's name is a directory's, too."""
+TOKEN = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+MAX_FILE_BYTES = 16 * 2**20
+
+
+class KeyEntry(BaseModel):
+    """One key, without its secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=NAME)
+    id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the secret.")
+    scopes: tuple[KeyScope, ...] = Field(min_length=1)
+    limits: KeyLimits = KeyLimits()
+    priority: Priority = "interactive"
+    created: str = ""
+
+    def verify(self, secret: str) -> bool:
+        """Return whether this is the key's secret, in the same time whatever it is."""
+        return hmac.compare_digest(_hash(secret), self.sha256)
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class KeyFile(BaseModel):
+    """What a key file says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[KeyEntry] = []
+
+    @field_validator("keys")
+    @classmethod
+    def _are_distinct(cls, keys: list[KeyEntry]) -> list[KeyEntry]:
+        for field in ("name", "id"):
+            values = [str(getattr(key, field)).casefold() for key in keys]
+            if len(set(values)) != len(values):
+                raise ValueError(f"two keys have the same {field}")
+        return keys
+
+
+def make_key(
+    name: str, scopes: tuple[KeyScope, ...], limits: KeyLimits, priority: Priority
+) -> tuple[KeyEntry, str]:
+    """Make a key; return its entry, and its token, which is not kept. Errors: ValidationError."""
+    key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
+    entry = KeyEntry(
+        name=name,
+        id=key_id,
+        sha256=_hash(secret),
+        scopes=scopes,
+        limits=limits,
+        priority=priority,
+        created=_now(),
+    )
+    return entry, f"ls_{key_id}_{secret}"
+
+
+def replace_secret(key: KeyEntry) -> tuple[KeyEntry, str]:
+    """Return a key with another secret and all else as it was, and its token, which is not kept."""
+    secret = secrets.token_urlsafe(32)
+    entry = key.model_copy(update={"sha256": _hash(secret), "created": _now()})
+    return entry, f"ls_{key.id}_{secret}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
+    """Return the keys of a file, and what the file was when they were read.
+
+    Errors: ConfigurationError for one that cannot be read, is not a key file, or that anybody may
+    write to. No secret is in the message.
+    """
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"key_file: {path} cannot be read: {error.strerror}") from error
+    if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
+        raise ConfigurationError(f"key_file: anybody may write to {path}: chmod 600 it")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"key_file: {path} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return KeyFile.model_validate_json(content).keys, found
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"key_file: {path} is not a key file: {explain(error, KeyFile)} "
+            "`logsteer-server keys add NAME --scope … --file FILE` writes one."
+        ) from None
+
+
+def is_open_to_others(found: os.stat_result) -> bool:
+    """Return whether somebody but the owner may read the file: the hashes are not for everybody."""
+    return bool(stat.S_IMODE(found.st_mode) & (stat.S_IRGRP | stat.S_IROTH))
+
+
+@contextmanager
+def change_keys(path: Path) -> Iterator[list[KeyEntry]]:
+    """Give the keys of a file, to be changed in place, and write them, mode 0600, in one rename.
+
+    Two commands that change one file take turns. Errors: OSError; as `read_keys`.
+    """
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        keys = read_keys(path)[0] if path.exists() else []
+        yield keys
+        handle, draft = mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(KeyFile(keys=keys).model_dump_json(indent=1).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            Path(draft).replace(path)
+        finally:
+            Path(draft).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def locate_keys(settings: Settings) -> Path | None:
+    """Return the key file that the settings name, if any."""
+    given = settings.key_file
+    return None if given is None else settings.directory / given.expanduser()
+
+
+def check_key_file(settings: Settings) -> None:
+    """Make sure that the file of keys can be used. Errors: ConfigurationError."""
+    if (path := locate_keys(settings)) is not None:
+        read_keys(path)
 
 
 class KeyRing:

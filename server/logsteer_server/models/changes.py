@@ -12,7 +12,7 @@ is room for both, and takes its place when it answers:
 Without that room the old one ends first. If the new one fails, the old one is kept, or comes back.
 
 Each model has one lock, and each change one task that holds it. The last wish wins: a change that
-leads to it goes on; any other is given up where it waits, and the next one has the lock then:
+leads to it continues; any other is given up where it waits, and the next one has the lock then:
 
     reload 1   a: B loads beside A ......... given up, B ends
     reload 2                                                 a: C loads beside A ... answers, A ends
@@ -22,20 +22,18 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReloadAnswer
 from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import ModelRegistry, Prove
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.runtime.engine_process import ENVIRONMENT
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 QUIET_S = 1.0
 """A replaced model has ended its work when none was there for so long: a request that has found
 it may be on its way."""
@@ -99,8 +97,8 @@ class ModelChange:
         self.model_id = model_id
         self.aim = aim
         self.only_waits = False
+        self.is_given_up = False
         self.task: asyncio.Task[None]
-        self._given_up = asyncio.Event()
         self._reports: list[ReloadAnswer] = []
 
     async def run(
@@ -129,30 +127,21 @@ class ModelChange:
         self._reports.append(report)
         report.pending.append(self.model_id)
 
-    def give_up(self) -> None:
-        """Have it end at its next wait, or where it already waits."""
-        self._given_up.set()
-
     def check(self) -> None:
-        """Go on only if it was not given up. Errors: SupersededError."""
-        if self._given_up.is_set():
+        """Continue only if it was not given up. Errors: SupersededError."""
+        if self.is_given_up:
             raise SupersededError
 
-    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what comes of work, which is cancelled if this is given up before it ends.
-
-        Errors: SupersededError then; those of the work.
-        """
-        own = asyncio.create_task(work)
-        over = asyncio.create_task(self._given_up.wait())
-        try:
-            await asyncio.wait([own, over], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            own.cancel()
-            over.cancel()
-            await asyncio.gather(own, over, return_exceptions=True)
-        self.check()
-        return own.result()
+    async def wait_for_answer(self, model: ResidentModel) -> None:
+        """Wait until a model answers, with each replica that loads. Errors: ChangeError."""
+        while model.status[0] in COMES_UP or any(
+            replica.state == "loading" for replica in model.handle.read()
+        ):
+            self.check()
+            await asyncio.sleep(POLL_S)
+        state, detail = model.status
+        if state != "ready":
+            raise ChangeError(detail)
 
 
 class ModelChanges:
@@ -174,10 +163,6 @@ class ModelChanges:
         self._spares: dict[str, ResidentModel] = {}
         """Models that have ended for one that has not answered yet, and come back if it fails."""
 
-    async def start(self, prove: Prove | None) -> None:
-        """Start the models; with `prove`, none answers before that."""
-        self._models.start(prove)
-
     def close(self) -> None:
         """Give up all changes: the server ends."""
         for change in self._latest.values():
@@ -191,7 +176,7 @@ class ModelChanges:
     ) -> ModelChange:
         """Begin a change of a model; give up the one that is at work."""
         if (earlier := self._find(model_id)) is not None:
-            earlier.give_up()
+            earlier.is_given_up = True
         change = self._latest[model_id] = ModelChange(model_id, aim)
         change.task = asyncio.create_task(change.run(self._locks[model_id], work))
         return change
@@ -223,9 +208,18 @@ class ModelChanges:
 
         await wait_for_ends([self._begin(model.id, model.settings, work)], wait_s)
 
-    async def _end_work(self, model: ResidentModel) -> None:
-        """Wait until a model's requests are answered, or their time is over."""
-        if not await wait_until(lambda: not model.num_running, self._settings.model_drain_s):
+    async def _end_work(self, model: ResidentModel, change: ModelChange | None = None) -> None:
+        """Wait until a model's requests are answered, or their time is over.
+
+        Errors: SupersededError where `change` is given up.
+        """
+
+        def has_ended() -> bool:
+            if change is not None:
+                change.check()
+            return not model.num_running
+
+        if not await wait_until(has_ended, self._settings.model_drain_s):
             log.warning(
                 "model %s: %d requests did not end within model_drain_s",
                 *(model.id, model.num_running),
@@ -330,10 +324,12 @@ class ModelChanges:
                 model.closed = closed
                 return
             if model.id not in self._spares:  # else none answers that could be lost
-                await self._check_loadable(model, aim, change)
-            if state == "ready" and await change.wait(
-                asyncio.to_thread(fits_beside, model.settings, aim, self._settings)
+                await self._check_loadable(model, aim)
+                change.check()
+            if state == "ready" and await asyncio.to_thread(
+                fits_beside, model.settings, aim, self._settings
             ):
+                change.check()
                 await self._replace_beside(model, change)
                 return
             await self._end_first(model, change)
@@ -347,13 +343,10 @@ class ModelChanges:
             return
         await self._see_answer(model, change)
 
-    async def _check_loadable(
-        self, old: ResidentModel, aim: ModelSettings, change: ModelChange
-    ) -> None:
+    async def _check_loadable(self, old: ResidentModel, aim: ModelSettings) -> None:
         """Refuse settings that cannot be loaded, before the old model ends. Errors: ChangeError."""
-        work = asyncio.to_thread(check_loadable, old.settings, aim, self._settings)
         try:
-            await change.wait(work)
+            await asyncio.to_thread(check_loadable, old.settings, aim, self._settings)
         except ValueError as error:
             old.note = f"its replacement failed: {error}"
             raise ChangeError(str(error)) from error
@@ -365,7 +358,7 @@ class ModelChanges:
         old.note = "its replacement loads"
         self._models.start_one(new)
         try:
-            await change.wait(wait_for_answer(new))
+            await change.wait_for_answer(new)
         except ChangeError as error:
             await self._models.end_one(new)
             is_wanted = not isinstance(error, SupersededError)
@@ -379,7 +372,7 @@ class ModelChanges:
         """End a model to make room for another. Errors: SupersededError; it goes on then."""
         closed, old.closed = old.closed, ("draining", "it is being replaced")
         try:
-            await change.wait(self._end_work(old))
+            await self._end_work(old, change)
         except SupersededError:
             old.closed = closed
             raise
@@ -396,7 +389,7 @@ class ModelChanges:
         spare = self._spares.get(model.id)
         change.only_waits = spare is None
         try:
-            await change.wait(wait_for_answer(model))
+            await change.wait_for_answer(model)
         except SupersededError:
             raise
         except ChangeError as error:
@@ -421,17 +414,6 @@ class ModelChanges:
         model.closed = ("unloaded", "it was replaced or removed")
         await self._models.end_one(model)
         log.info("model %s of earlier settings has ended", model.id)
-
-
-async def wait_for_answer(model: ResidentModel) -> None:
-    """Wait until a model answers, with each replica that loads. Errors: ChangeError if it fails."""
-    while model.status[0] in COMES_UP:
-        await asyncio.sleep(POLL_S)
-    while any(replica.state == "loading" for replica in model.handle.read()):
-        await asyncio.sleep(POLL_S)
-    state, detail = model.status
-    if state != "ready":
-        raise ChangeError(detail)
 
 
 async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:

@@ -1,14 +1,29 @@
-"""Whether a model of changed settings can be loaded: beside the one that it replaces, or at all."""
+"""Whether a model fits on this machine: at a start, or beside or in place of another one."""
 
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from logsteer_server.engines.needs import estimate, find_checkpoint
-from logsteer_server.runtime.machine_facts import list_gpus, measure_memory
+from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 
 SPARE = 0.1
 """Share of the free memory that is left alone."""
+SERVER_BYTES = 350 * 2**20
+"""Memory of the HTTP process beside `cache_bytes` and `max_pending_bytes`: the benchmark's row
+`http_memory` has it under load."""
+
+GPU_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, by its number, with its memory in bytes."""
+
+    index: int
+    total_bytes: int
 
 
 def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> bool:
@@ -34,42 +49,79 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
 
     Of a hub id that is not on this machine only the configuration is fetched. Errors: ValueError.
     """
-    spec = wanted.to_spec(settings.directory)
-    is_local = Path(spec.path).exists() or spec.path.startswith((".", "/", "~"))
+    path = wanted.to_spec(settings.directory).path
     try:
-        directory = find_checkpoint(spec.path)
+        directory = find_checkpoint(path)
     except ValueError:
-        if is_local:
+        if Path(path).exists() or path.startswith((".", "/", "~")):
             raise
-        _fetch_config(spec.path)
+        _fetch_config(path)
         return
-    needs = estimate(spec)
     if wanted.engine != "fake":
         try:
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
             raise ValueError(f"{directory}: its tokenizer cannot be read: {error}") from error
-    gpus = [] if wanted.engine == "fake" or wanted.devices == "cpu" else list_gpus()
-    if gpus and isinstance(wanted.devices, list):
-        gpus = [gpu for gpu in gpus if gpu.index in wanted.devices]
-        if len(gpus) < len(wanted.devices):
-            raise ValueError(f"of devices {wanted.devices} only {len(gpus)} are here")
-    if gpus:
-        part = needs.weights_bytes // spec.num_ranks
-        size = min(gpu.total_bytes for gpu in gpus)
-        if part > size:
-            raise ValueError(f"its weights take {part} bytes of each GPU, of which one has {size}")
-        return
     try:
         freed = _count_bytes(old, settings)
     except ValueError:
         freed = 0
-    needed, free = wanted.replicas * needs.num_bytes, measure_memory()[1]
+    check_fit(wanted, settings, freed)
+
+
+def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> ModelNeeds:
+    """Return what a replica of a model needs, where this machine has it for all of them.
+
+    `freed` bytes of memory come to what is free now. Errors: ValueError.
+    """
+    spec = model.to_spec(settings.directory)
+    needs = estimate(spec)
+    if gpus := list_usable_gpus(model):
+        if isinstance(model.devices, list):
+            gpus = [gpu for gpu in gpus if gpu.index in model.devices]
+            if len(gpus) < len(model.devices):
+                raise ValueError(f"of devices {model.devices} only {len(gpus)} are here")
+        part = needs.weights_bytes // spec.num_ranks
+        size = min(gpu.total_bytes for gpu in gpus)
+        if part > size:
+            raise ValueError(f"its weights take {part} bytes of each GPU, of which one has {size}")
+        return needs
+    needed, free = model.replicas * needs.num_bytes, measure_memory()[1]
     if free and needed > free + freed:
-        raise ValueError(
-            f"it takes about {needed} bytes of memory, and {free} are free beside {freed} of the "
-            "model that it replaces"
+        beside = f" beside {freed} of the model that it replaces" if freed else ""
+        raise ValueError(f"it takes about {needed} bytes of memory, and {free} are free{beside}")
+    return needs
+
+
+def list_usable_gpus(model: ModelSettings) -> list[Gpu]:
+    """Return the GPUs of this machine; none for a model that runs on CPUs."""
+    return [] if model.engine == "fake" or model.devices == "cpu" else list_gpus()
+
+
+def describe_fit(settings: Settings) -> Iterator[str]:
+    """Yield a line for what each model needs, and a warning for what this machine lacks."""
+    total = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
+    for model in settings.models:
+        try:
+            needs = check_fit(model, settings)
+        except ValueError as error:
+            yield f"warning: model {model.id}: {error}"
+            continue
+        on_gpus = bool(list_usable_gpus(model))
+        total += model.replicas * (needs.process_bytes if on_gpus else needs.num_bytes)
+        times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
+        cache = "" if on_gpus else f"cache {_write(needs.cache_bytes)}, "
+        yield (
+            f"model {model.id}: {times}weights {_write(needs.weights_bytes)}, {cache}"
+            f"{needs.token_bytes} bytes of cache a token"
         )
+    free = measure_memory()[1]
+    level = "warning: " if 0 < free < total else ""
+    yield f"{level}memory: about {_write(total)} for all processes, {_write(free)} free"
+
+
+def _write(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _count_bytes(model: ModelSettings, settings: Settings) -> int:
@@ -84,3 +136,45 @@ def _fetch_config(hub_id: str) -> None:
         hf_hub_download(hub_id, "config.json")
     except Exception as error:  # of the hub, of the network, of the disk
         raise ValueError(f"{hub_id} cannot be had of the hub: {error}") from error
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that nvidia-smi names; none where it is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_gpus(found.stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Return the GPUs of nvidia-smi's lines, whose numbers are in MiB; others are left out."""
+    gpus = []
+    for line in text.splitlines():
+        index, _, total = line.partition(", ")
+        if index.isdigit() and total.isdigit():
+            gpus.append(Gpu(int(index), int(total) * 2**20))
+    return gpus
+
+
+def measure_memory() -> tuple[int, int]:
+    """Return the bytes of memory that this process may have in all, and those that are free.
+
+    The limits of control groups count (version 2, and the root of a container). 0 where unknown.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    parts = (line.partition(":") for line in lines)
+    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
+    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # there is none: `max`
+        return total, free
+    return (limit, min(free, limit - used)) if limit < total else (total, free)

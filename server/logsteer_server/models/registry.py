@@ -23,7 +23,7 @@ MakeHandle = Callable[[ModelSettings], EngineHandle]
 RETRY_AFTER_S = 5.0
 
 
-def make_handles(settings: Settings) -> MakeHandle:
+def make_handles(settings: Settings, contents: JobContents) -> MakeHandle:
     """Return what makes the handles of engines as these settings have them watched."""
     limits = SupervisionLimits(
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -32,7 +32,6 @@ def make_handles(settings: Settings) -> MakeHandle:
         max_restarts=settings.max_restarts,
         style=LogStyle(settings.log_format, settings.log_level),
     )
-    contents = JobContents.of_settings(settings)
     return lambda model: EngineHandle(model.to_spec(settings.directory), limits, contents)
 
 
@@ -75,9 +74,9 @@ class ModelRegistry:
         settings: Settings,
         results: ResultCache,
         metrics: Metrics,
-        make_handle: MakeHandle | None = None,
+        make_handle: MakeHandle,
     ) -> None:
-        self._make_handle = make_handle or make_handles(settings)
+        self._make_handle = make_handle
         self._settings = settings
         self._results = results
         self._metrics = metrics

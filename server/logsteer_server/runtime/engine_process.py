@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.lifetime import MemoryKills, hold_interrupts, is_stopped
-from logsteer_server.engines.scratch import sweep
+from logsteer_server.engines.lifetime import MemoryKills, hold_interrupts, is_stopped, sweep
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.runtime.process import Close, FromEngine, Heartbeat, ToEngine, run_engine
 

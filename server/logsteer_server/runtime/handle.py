@@ -4,11 +4,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReplicaCard
@@ -36,6 +35,7 @@ from logsteer_server.runtime.process import (
 )
 from logsteer_server.runtime.queue import EngineCall, FairQueue
 from logsteer_server.runtime.supervision import Replica, SupervisionLimits
+from logsteer_server.stores.contents import JobContents
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,6 @@ SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_leng
 SILENT_S = 20.0
 """A process that broke may take so long to end; then it is killed. One that is still there after
 as long again cannot be killed, and another one is started beside it."""
-
-
-class ContentSource(Protocol):
-    """Brings what jobs name in stores to the machine that their engine runs on."""
-
-    def open(self, jobs: Sequence[Job]) -> AbstractAsyncContextManager[Sequence[Job]]:
-        """Give the jobs with files of this machine, which stay for so long. Errors: APIError."""
-        ...
 
 
 @dataclass(eq=False)
@@ -82,7 +74,7 @@ class EngineHandle:
         self,
         spec: EngineSpec,
         limits: SupervisionLimits | None = None,
-        contents: ContentSource | None = None,
+        contents: JobContents | None = None,
     ) -> None:
         self._contents = contents
         self.spec = spec
@@ -137,7 +129,7 @@ class EngineHandle:
                 state=own.state,
                 detail=own.detail,
                 restarts=own.restarts,
-                num_jobs=len(own.in_engine),
+                num_jobs=len(self._queue.replicas[own.number].jobs),
             )
             for own in self.replicas
         ]
@@ -148,20 +140,23 @@ class EngineHandle:
         The jobs that wait here are told with the first replica.
         """
         found: list[EngineStatus] = []
-        for own, process in ((own, own.process) for own in self.replicas):
-            queued = 0 if found else self._queue.num_waiting
-            status = EngineStatus(str(own.number), restarts=own.restarts, queued=queued)
-            if process is not None:
-                status = replace(status, pid=process.pid)
-                if (heartbeat := process.heartbeat) is not None:
-                    age_s = max(0.0, time.monotonic() - process.heartbeat_at)
-                    status = replace(
-                        status,
-                        heartbeat_age_s=age_s,
-                        reading=heartbeat.reading,
-                        steps=heartbeat.steps,
-                    )
-            found.append(status)
+        for own in self.replicas:
+            process = own.process
+            heartbeat = None if process is None else process.heartbeat
+            age_s = None
+            if process is not None and heartbeat is not None:
+                age_s = max(0.0, time.monotonic() - process.heartbeat_at)
+            found.append(
+                EngineStatus(
+                    str(own.number),
+                    restarts=own.restarts,
+                    queued=0 if found else self._queue.num_waiting,
+                    pid=None if process is None else process.pid,
+                    heartbeat_age_s=age_s,
+                    reading=None if heartbeat is None else heartbeat.reading,
+                    steps=None if heartbeat is None else heartbeat.steps,
+                )
+            )
         return found
 
     def check_ready(self) -> EngineInfo:
@@ -239,38 +234,29 @@ class EngineHandle:
         for job_id in range(waiter.call.first_id, waiter.call.first_id + len(waiter.call.jobs)):
             self._waiters.pop(job_id, None)
         for number, found in self._queue.drop(waiter.call).items():
-            replica = self.replicas[number]
-            own = [job_id for job_id in found if job_id in replica.in_engine]
-            if own and replica.process is not None:
-                replica.process.send(Cancel(own))
+            if (process := self.replicas[number].process) is not None:
+                process.send(Cancel(found))
         if error is not None:
             waiter.results.put_nowait(error)
 
     def _send_jobs(self) -> None:
         """Send replicas the jobs that they have room for."""
         for number, own in self._queue.dequeue().items():
-            replica = self.replicas[number]
-            groups = []
-            for call, ids in own.by_call.items():
-                replica.in_engine |= dict.fromkeys(ids, call)
-                groups.append(JobGroup(ids, call.select(ids), call.routing.request_id))
-            if replica.process is not None:
-                replica.process.send(Add(groups, own.order))
-
-    def _remove(self, replica: Replica, job_ids: Collection[int]) -> None:
-        """Free the room of jobs that a replica no longer has."""
-        self._queue.finish(job_ids, replica.number)
-        for job_id in job_ids:
-            replica.in_engine.pop(job_id, None)
+            groups = [
+                JobGroup(ids, call.select(ids), call.routing.request_id)
+                for call, ids in own.by_call.items()
+            ]
+            if (process := self.replicas[number].process) is not None:
+                process.send(Add(groups, own.order))
 
     def _deliver(self, replica: Replica, part: ResultPart) -> None:
         """Hand results of one call to whoever waits for them."""
         waiter = self._waiters.get(part.numbers[0])
         ended = find_last(part)
         if self._poison.deaths:
-            calls = {job_id: replica.in_engine.get(job_id) for job_id in ended}
-            self._poison.forget(call.job(job_id) for job_id, call in calls.items() if call)
-        self._remove(replica, ended)
+            jobs = self._queue.replicas[replica.number].jobs
+            self._poison.forget(jobs[job_id].job(job_id) for job_id in ended if job_id in jobs)
+        self._queue.finish(ended, replica.number)
         for job_id in ended:
             self._waiters.pop(job_id, None)
         if waiter is None:
@@ -326,7 +312,7 @@ class EngineHandle:
                 for part in parts:
                     self._deliver(replica, part)
             case Cancelled(job_ids):
-                self._remove(replica, job_ids)
+                self._queue.finish(job_ids, replica.number)
             case EngineLoad():
                 self._queue.update(message, replica.number)
             case Failed(detail, out_of_memory, can_restart):
@@ -383,9 +369,8 @@ class EngineHandle:
 
         `is_to_blame`: the replica may have died of a job.
         """
-        lost, replica.in_engine = replica.in_engine, {}
         self._queue.replicas[replica.number].is_open = False
-        self._queue.lose(replica.number)
+        lost = self._queue.lose(replica.number)
         error = self._refuse_restarting()
         if out_of_memory:
             error = api_error("out_of_memory", error.detail, retry_after=10)
@@ -413,8 +398,6 @@ class EngineHandle:
     def _answer_all(self, error: APIError) -> None:
         """End every call with an error."""
         waiters, self._waiters = set(self._waiters.values()), {}
-        for replica in self.replicas:
-            replica.in_engine.clear()
         self._queue.clear()
         for waiter in waiters:
             waiter.results.put_nowait(error)

@@ -19,7 +19,7 @@ both know it, and share what comes.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
@@ -198,7 +198,7 @@ class PrefixMemory:
 
 
 class ReplicaLoad:
-    """The jobs that one replica has, by id, and the tokens that they take.
+    """The jobs that one replica has, by id with their calls, and the tokens that they take.
 
     Of what it has not begun, it has at most `room.ahead_tokens`, or one job. Where it says what
     generation holds (`update`), a job that generates counts there with its prompt, until that has
@@ -216,6 +216,7 @@ class ReplicaLoad:
         self.prefixes = PrefixMemory()
         self.ahead_tokens = 0
         self.candidate: int | None = None
+        self.jobs: dict[int, EngineCall] = {}
         self._ahead_of: dict[int, int] = {}
         """Job -> its tokens that count as not begun."""
         self._to_generate: dict[int, int] = {}
@@ -223,11 +224,6 @@ class ReplicaLoad:
         self._generated_ahead = 0
         self._unread_prompts = 0
         self._held_tokens = 0
-
-    @property
-    def ids(self) -> Iterable[int]:
-        """The jobs that it has."""
-        return self._ahead_of.keys()
 
     @property
     def tokens(self) -> int:
@@ -275,6 +271,7 @@ class ReplicaLoad:
     def add(self, call: EngineCall, ids: Sequence[int]) -> None:
         """Count jobs of a call as its own."""
         reads = call.only_reads
+        self.jobs |= dict.fromkeys(ids, call)
         for job_id in ids:
             size = call.sizes[job_id - call.first_id] if reads else self.measure(call, job_id)
             self._ahead_of[job_id] = size
@@ -299,6 +296,7 @@ class ReplicaLoad:
         if self.candidate in job_ids:
             self.candidate = None
         for job_id in job_ids:
+            self.jobs.pop(job_id, None)
             size = self._ahead_of.pop(job_id, 0)
             self.ahead_tokens -= size
             if job_id in self._to_generate:
@@ -348,8 +346,6 @@ class FairQueue:
         self.replicas = [ReplicaLoad(number, room) for number in range(replicas)]
         self.poison = poison or PoisonMemory()
         self._waiting = CallQueue()
-        self._sent: dict[int, int] = {}
-        """Job -> the replica that has it."""
 
     @property
     def num_waiting(self) -> int:
@@ -397,7 +393,6 @@ class FairQueue:
             jobs = found.setdefault(replica.number, ReplicaJobs())
             jobs.order += ids
             jobs.by_call.setdefault(call, []).extend(ids)
-            self._sent |= dict.fromkeys(ids, replica.number)
         return found
 
     def _find_room(self, call: EngineCall) -> list[ReplicaLoad]:
@@ -424,9 +419,6 @@ class FairQueue:
 
     def finish(self, job_ids: Collection[int], replica: int = 0) -> None:
         """Free the room of jobs that a replica no longer has."""
-        for job_id in job_ids:
-            if self._sent.get(job_id) == replica:  # else another one has been sent it since
-                del self._sent[job_id]
         self.replicas[replica].finish(job_ids)
 
     def drop(self, call: EngineCall) -> dict[int, list[int]]:
@@ -435,17 +427,15 @@ class FairQueue:
         Those keep their room until they are finished: an engine may be at work on them.
         """
         self._waiting.drop(call)
-        found: dict[int, list[int]] = {}
-        for job_id in range(call.first_id, call.first_id + len(call.jobs)):
-            if (replica := self._sent.get(job_id)) is not None:
-                found.setdefault(replica, []).append(job_id)
-        return found
+        ids = range(call.first_id, call.first_id + len(call.jobs))
+        found = {own.number: [n for n in ids if n in own.jobs] for own in self.replicas}
+        return {number: own for number, own in found.items() if own}
 
-    def lose(self, replica: int) -> None:
-        """Remove what a replica has, its cache too: its process is gone."""
+    def lose(self, replica: int) -> dict[int, EngineCall]:
+        """Remove what a replica has, its cache too: its process is gone. Return its jobs."""
         lost = self.replicas[replica]
-        self.finish(list(lost.ids), replica)
         self.replicas[replica] = ReplicaLoad(replica, lost.room, is_open=lost.is_open)
+        return lost.jobs
 
     def clear(self) -> None:
         """Remove all calls and jobs."""

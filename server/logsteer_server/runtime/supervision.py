@@ -21,7 +21,6 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.runtime.engine_process import EngineProcess
 from logsteer_server.runtime.process import Heartbeat
-from logsteer_server.runtime.queue import EngineCall
 
 Phase = Literal["starting", "ready", "silent", "ended", "given up"]
 Happening = Literal["loads", "fails", "ends", "restarts", "exhausts"]
@@ -153,9 +152,9 @@ class RestartBudget:
 
 
 class Replica:
-    """One engine of a model, over all of its processes: its phase, and the jobs that it has.
+    """One engine of a model, over all of its processes: its phase.
 
-    `in_engine` are those by id. `is_lasting` says that starting it again would not help.
+    `is_lasting` says that starting it again would not help.
     """
 
     def __init__(self, number: int, spec: EngineSpec, limits: SupervisionLimits) -> None:
@@ -167,7 +166,6 @@ class Replica:
         self.has_loaded = False
         self.is_lasting = False
         self.is_closed = False
-        self.in_engine: dict[int, EngineCall] = {}
         self.process: EngineProcess | None = None
         self.watchdog = Watchdog(limits)
         self.since = time.monotonic()

@@ -1,23 +1,16 @@
 """Contents as whole files of this machine, which jobs name by path, and downloads are sent from.
 
-A directory's own file serves as it is. What is in a bucket is fetched once:
-
-    fetched/<sha256>.safetensors    a content that is whole
-    fetched/*.part                  one that is being fetched, of the size that it will have
-
-A file is read against its SHA-256 once in a process. Processes of a machine may share the
-directory: who uses a file has it locked, as one of many readers, and what is locked is not removed
-to make room. The lock of a process that is killed ends with it.
+A directory's own file serves as it is, once it was read against its SHA-256. What is in a bucket is
+fetched once in a process, into `uploads`: as an upload that stays open until its room is needed. It
+is locked for so long, so what a killed process has left is removed as other uploads are.
 """
 
 import asyncio
-import fcntl
 import logging
-import os
 import threading
-import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,15 +21,16 @@ from logsteer.schemas.problem import ProblemCode
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.parameters import Adapter, Direction
-from logsteer_server.settings import Settings
-from logsteer_server.stores.objects import Objects, make_directory
+from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import Upload, digest_file, remove_left_overs, report_faults
+from logsteer_server.stores.upload import Upload, digest_file, report_faults
 
 log = logging.getLogger(__name__)
 
-KNOWN_FILES = 4096
+CHECKED_FILES = 4096
 """Files of which a process remembers that it has read them against their SHA-256."""
+MAX_FETCHED = 256
+"""Each takes a descriptor."""
 STRIPES = 64
 """Contents that may be fetched at once; those that have the same stripe wait for one another."""
 RETRY_AFTER_S = 5.0
@@ -52,45 +46,41 @@ class DamagedContentError(Exception):
     """A content that is not what its SHA-256 says."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldContent:
-    """The file of a content, which stays until this is released."""
+@dataclass(slots=True)
+class _FetchedFile:
+    """A content of a bucket, as an upload that stays open, and how many use it now."""
 
-    path: Path
-    _handle: int | None = None
-
-    def release(self) -> None:
-        """Need the content no more."""
-        if self._handle is not None:
-            os.close(self._handle)
+    upload: Upload
+    size: int
+    users: int = 1
 
 
 class ContentFiles:
-    """Whole files of the contents of some objects; threads and processes may share them.
+    """Whole files of the contents of some objects; threads may share them.
 
     Of a bucket's, at most `max_bytes` are kept, those that are being fetched included.
     """
 
     def __init__(self, objects: Objects, max_bytes: int) -> None:
         self._objects = objects
-        self.directory = objects.root / "fetched"
         self._max_bytes = max_bytes
-        self._known: LRUCache[str, tuple[int, int, int]] = LRUCache(KNOWN_FILES)
+        self._checked: LRUCache[str, tuple[int, int, int]] = LRUCache(CHECKED_FILES)
+        self._fetched: OrderedDict[str, _FetchedFile] = OrderedDict()
+        """The one unused for longest first."""
         self._lock = threading.Lock()
-        self._making_room = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
 
     @contextmanager
     def open(self, sha256: str, source: str) -> Iterator[Path]:
         """Give the file of a content, which stays for so long. Errors: as `hold`."""
-        held = self.hold(sha256, source)
+        path = self.hold(sha256, source)
         try:
-            yield held.path
+            yield path
         finally:
-            held.release()
+            self.release(sha256)
 
-    def hold(self, sha256: str, source: str) -> HeldContent:
-        """Return the file of a content.
+    def hold(self, sha256: str, source: str) -> Path:
+        """Return the file of a content, which stays until it is released as often as it was held.
 
         `source` is as in `StoredContent`. Errors: FileNotFoundError where the store does not have
         it; DamagedContentError; APIError `overloaded` where a bucket does not answer or there is no
@@ -99,112 +89,82 @@ class ContentFiles:
         """
         if Path(source).is_absolute():
             self._check(Path(source), sha256)
-            return HeldContent(Path(source))
-        path = self.directory / f"{sha256}.safetensors"
-        with self._stripes[int(sha256[:8], 16) % STRIPES], report_faults(self.directory):
-            while (handle := _lock_file(path)) is None:
-                self._fetch(path, sha256, source)
-            try:
-                self._check(path, sha256)
-                # The one unused for longest goes first.
-                os.utime(path, ns=(now := time.time_ns(), now))
-            except BaseException:
-                os.close(handle)
-                raise
-        return HeldContent(path, handle)
+            return Path(source)
+        with self._stripes[int(sha256[:8], 16) % STRIPES]:
+            with self._lock:
+                if (known := self._fetched.get(sha256)) is not None:
+                    known.users += 1
+                    return known.upload.path
+            return self._fetch(sha256, source)
+
+    def release(self, sha256: str) -> None:
+        """Need a content no more that was held."""
+        with self._lock:
+            if (file := self._fetched.get(sha256)) is not None:
+                file.users -= 1
+                self._fetched.move_to_end(sha256)
+
+    def close(self) -> None:
+        """Remove what was fetched."""
+        with self._lock:
+            while self._fetched:
+                self._fetched.popitem()[1].upload.discard()
 
     def _check(self, path: Path, sha256: str) -> None:
-        """Read a file against its SHA-256, once. One that was fetched is removed where it differs.
+        """Read a directory's file against its SHA-256, once while it stays as it is.
 
         Errors: FileNotFoundError, DamagedContentError, APIError `internal`.
         """
-        is_fetched = path.parent == self.directory
         with report_faults(path):
             about = path.stat()
-            identity = about.st_ino, about.st_size, 0 if is_fetched else about.st_mtime_ns
+            identity = about.st_ino, about.st_size, about.st_mtime_ns
             with self._lock:
-                if self._known.get(sha256) == identity:
+                if self._checked.get(sha256) == identity:
                     return
             if digest_file(path) != sha256:
                 log.error("%s is damaged", path)
-                if is_fetched:
-                    path.unlink(missing_ok=True)
                 raise DamagedContentError(path)
             with self._lock:
-                self._known[sha256] = identity
+                self._checked[sha256] = identity
 
-    def _fetch(self, path: Path, sha256: str, place: str) -> None:
+    def _fetch(self, sha256: str, place: str) -> Path:
+        """Fetch a content of a bucket; return its file, which is held."""
         size = self._objects.measure(place)
-        part = self._open_part(size)
+        with self._lock:
+            self._make_room(size)
+            file = self._fetched[sha256] = _FetchedFile(self._objects.open_upload(), size)
         try:
-            self._objects.download(place, part.write)
-            if part.finish() != sha256:
+            self._objects.download(place, file.upload.write)
+            if file.upload.finish() != sha256:
                 log.error("what came of %s is not what its SHA-256 says", place)
                 raise DamagedContentError(place)
-            with suppress(FileExistsError):  # another process was quicker
-                os.link(part.path, path)
-        finally:
-            part.discard()
+        except BaseException:
+            with self._lock:
+                del self._fetched[sha256]
+            file.upload.discard()
+            raise
+        return file.upload.path
 
-    def _open_part(self, size: int) -> Upload:
-        """Open a file for a content of so many bytes, for which room is made. Errors: APIError."""
+    def _make_room(self, size: int) -> None:
+        """Remove what nobody uses until `size` more bytes fit. Errors: APIError."""
         if size > self._max_bytes:
             detail = (
                 f"The content has {size} bytes, and {self._max_bytes} are kept of the shared "
                 "store's: raise store_cache_bytes."
             )
             raise api_error("payload_too_large", detail)
-        make_directory(self.directory)
-        with self._making_room:
-            self._make_room(size)
-            part = Upload(self.directory)
-            os.truncate(part.path, size)
-            return part
-
-    def _make_room(self, size: int) -> None:
-        """Remove what nobody uses until `size` more bytes fit. Errors: APIError `overloaded`."""
-        remove_left_overs(self.directory)
-        files = []
-        for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):
-                about = path.stat()
-                files.append((about.st_mtime_ns, about.st_size, path))
-        total = size + sum(own for _, own, _ in files)
-        for _, own, path in sorted(files):
-            if total > self._max_bytes and path.suffix == ".safetensors" and _remove_unused(path):
-                total -= own
+        total = size + sum(file.size for file in self._fetched.values())
+        for sha256 in [sha256 for sha256, file in self._fetched.items() if not file.users]:
+            if total > self._max_bytes or len(self._fetched) >= MAX_FETCHED:
+                file = self._fetched.pop(sha256)
+                file.upload.discard()
+                total -= file.size
         if total > self._max_bytes:
             detail = (
                 f"The contents in use fill the {self._max_bytes} bytes that are kept of the shared "
                 "store's: try again when requests have ended, or raise store_cache_bytes."
             )
             raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
-
-
-def _remove_unused(path: Path) -> bool:
-    """Remove a file unless somebody has it locked; return whether it is gone."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        pass
-    return True
-
-
-def _lock_file(path: Path) -> int | None:
-    """Return a file that was fetched, open and locked; None where there is none."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    fcntl.flock(handle, fcntl.LOCK_SH)
-    if os.fstat(handle).st_nlink:
-        return handle
-    os.close(handle)  # removed before it was locked
-    return None
 
 
 class JobContents:
@@ -217,12 +177,6 @@ class JobContents:
         self._files = files
         self._threads = threads
 
-    @classmethod
-    def of_settings(cls, settings: Settings) -> "JobContents":
-        """Return what serves the jobs of a server. Errors: ConfigurationError."""
-        files = ContentFiles(Objects.open(settings), settings.store_cache_bytes)
-        return cls(files, StoreThreads())
-
     @asynccontextmanager
     async def open(self, jobs: Sequence[Job]) -> AsyncIterator[Sequence[Job]]:
         """Give the jobs with files of this machine, which stay for so long.
@@ -234,20 +188,19 @@ class JobContents:
         if not wanted:
             yield jobs
             return
-        held: dict[Content, HeldContent] = {}
+        paths: dict[Content, str] = {}
         try:
             for content in wanted:
-                held[content] = await self._hold(content)
-            paths = {content: str(file.path) for content, file in held.items()}
+                paths[content] = str(await self._hold(content))
             if all(content.path == path for content, path in paths.items()):
                 yield jobs
             else:
                 yield change_all(jobs, lambda job: _move(job, paths))
         finally:
-            for file in held.values():
-                file.release()
+            for content in paths:
+                self._files.release(content.sha256)
 
-    async def _hold(self, content: Content) -> HeldContent:
+    async def _hold(self, content: Content) -> Path:
         """Return a content's file. A caller that leaves early holds nothing."""
         noun, unknown = UNKNOWN[type(content)]
         work = self._threads.run(self._files.hold, content.sha256, content.path)
@@ -256,7 +209,7 @@ class JobContents:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:  # it may be fetched all the same
             holding.add_done_callback(
-                lambda done: None if done.exception() else done.result().release()
+                lambda done: None if done.exception() else self._files.release(content.sha256)
             )
             raise
         except FileNotFoundError as error:

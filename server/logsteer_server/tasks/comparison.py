@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.engines.scratch import ScratchDirectory
+from logsteer_server.engines.lifetime import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import RETRY_AFTER_S, ScratchSpace
 from logsteer_server.tasks.planning import Planner

@@ -28,7 +28,7 @@ from logsteer_server.api.routes.resources import (
 from logsteer_server.contract.jobs import CheckAdapterJob, CheckAdapterOutput
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.interventions.parameters import check_feature
-from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
+from logsteer_server.stores.formats.tensor_file import AdapterContent, join_files, read_adapter
 from logsteer_server.stores.store import StoredContent, stamp
 
 router = make_router(ADAPTER_RESOURCE)

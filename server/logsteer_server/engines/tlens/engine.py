@@ -26,7 +26,6 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine, name_devices, read_memory
-from logsteer_server.engines.tlens.capture import CaptureQueue
 from logsteer_server.engines.tlens.causal import describe_model
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
@@ -40,12 +39,9 @@ from logsteer_server.engines.tlens.queue import (
     Results,
     Turn,
 )
-from logsteer_server.engines.tlens.scoring import ScoreQueue
+from logsteer_server.engines.tlens.scoring import CaptureQueue, ScoreQueue
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
-
-MAX_RUNNING_DELTAS = 2
-"""Parameter deltas that continuations run under at once, each with a copy of parameters."""
 
 
 class TransformerLensEngine:
@@ -64,22 +60,17 @@ class TransformerLensEngine:
         """Results of jobs that take no step."""
         # Whoever is first has the next turn.
         self._turns: deque[Turn] = deque()
-        self._queues = self._make_queues(limits, RowBounds(spec.chunk_bytes, spec.column_bytes))
-
-    def _make_queues(
-        self, limits: EngineLimits, bounds: RowBounds
-    ) -> dict[type[Job], JobQueue[Any]]:
-        """Return the queue of each class of jobs, and put all queues into the turns."""
         model, deltas, start = self._model, self._deltas, self._turns.append
-        delta_queue = GenerateQueue(model, deltas, limits, start, max_deltas=MAX_RUNNING_DELTAS)
-        queues: dict[type[Job], JobQueue[Any]] = {
+        bounds = RowBounds(spec.chunk_bytes, spec.column_bytes)
+        self._queues: dict[type[Job], JobQueue[Any]] = {
             ScoreJob: ScoreQueue(model, deltas, limits, bounds),
             CaptureJob: CaptureQueue(model, deltas, limits),
             GradientJob: GradientQueue(model, deltas, limits, bounds.logits),
-            GenerateJob: GenerateQueue(model, deltas, limits, start, delta_queue=delta_queue),
+            GenerateJob: GenerateQueue(model, deltas, limits, start),
         }
-        self._turns.extend([*queues.values(), delta_queue])
-        return queues
+        # So that other continuations need not wait with those under a parameter delta.
+        self._delta_queue = GenerateQueue(model, deltas, limits, start)
+        self._turns.extend([*self._queues.values(), self._delta_queue])
 
     def _describe(
         self, spec: EngineSpec, path: str, digest: str, limits: EngineLimits
@@ -132,8 +123,12 @@ class TransformerLensEngine:
         if isinstance(job, CheckAdapterJob):
             assert job.adapter is not None
             return CheckAdapterOutput(len(self._deltas.read_adapter(job.adapter)))
-        self._queues[type(job)].add(job_id, job)
+        self._find_queue(job).add(job_id, job)
         return None
+
+    def _find_queue(self, job: Job) -> JobQueue[Any]:
+        has_copy = isinstance(job, GenerateJob) and job.delta
+        return self._delta_queue if has_copy else self._queues[type(job)]
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Drop jobs, wherever they are."""
@@ -183,7 +178,7 @@ class TransformerLensEngine:
             if streams and isinstance(turn, RunningBatch):
                 results.append((entry.job_id, failure))  # pieces of it are with the caller
             else:
-                self._queues[type(job)].add(entry.job_id, job, alone=True)
+                self._find_queue(job).add(entry.job_id, job, alone=True)
         return results
 
     def _remove_ended(self) -> None:

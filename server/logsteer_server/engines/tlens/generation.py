@@ -23,13 +23,19 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.parameters import ParameterDelta
 from logsteer_server.engines.readings import DrawnValues
-from logsteer_server.engines.tlens.batch import accept_row
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.probes import TokenRange
-from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, Entry, JobQueue, Results
+from logsteer_server.engines.tlens.queue import (
+    BatchRun,
+    EngineLimits,
+    Entry,
+    JobQueue,
+    Results,
+    accept_row,
+)
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
 from logsteer_server.numerics.rows import RowSpec
@@ -37,6 +43,8 @@ from logsteer_server.numerics.rows import RowSpec
 CONTEXT_TOKENS = 8
 """Tokens of the prompt that are decoded with the first new ones, for the spaces between them."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MAX_RUNNING_DELTAS = 2
+"""Parameter deltas that continuations run under at once, each with a copy of parameters."""
 LONGEST_CHARACTER = 4
 """Bytes of a character, and so the tokens that one may take; more that give none are no text."""
 
@@ -340,15 +348,8 @@ class RunningBatch:
 class GenerateQueue(JobQueue[GenerationRow]):
     """Prompts to be continued, all jobs of a batch under one parameter delta.
 
-    Args:
-        model: continues them.
-        deltas: gives the parameters of jobs with a parameter delta.
-        limits: of a batch.
-        enlist: is given each batch that was started and goes on running.
-        max_deltas: parameter deltas that batches run under at once, at most, each with a copy of
-            the parameters; more jobs wait.
-        delta_queue: takes the jobs with a parameter delta, so that others need not wait with them.
-
+    Batches run under MAX_RUNNING_DELTAS deltas at once; jobs under another one wait. `enlist` is
+    given each batch that was started and has rows left.
     """
 
     def __init__(
@@ -357,16 +358,11 @@ class GenerateQueue(JobQueue[GenerationRow]):
         deltas: DeltaCache,
         limits: EngineLimits,
         enlist: Callable[[RunningBatch], None],
-        *,
-        max_deltas: int | None = None,
-        delta_queue: "GenerateQueue | None" = None,
     ) -> None:
         super().__init__(limits)
         self._model = model
         self._deltas = deltas
         self._enlist = enlist
-        self._max_deltas = max_deltas
-        self._delta_queue = delta_queue
         # Weak: a batch and its cache are freed once the engine has no more turns for it.
         self._running: WeakSet[RunningBatch] = WeakSet()
 
@@ -375,18 +371,9 @@ class GenerateQueue(JobQueue[GenerationRow]):
         """Whether a job waits that may start now."""
         if not super().has_work:
             return False
-        if self._max_deltas is None:
-            return True
         running = {batch.delta for batch in self._running if batch.has_work}
         # Nobody goes past whoever is next.
-        return len(running) < self._max_deltas or self._first.job.delta in running
-
-    def add(self, job_id: int, job: GenerateJob, alone: bool = False) -> None:
-        """Take a job in, as every queue does. Errors: RefusedJobError where it cannot run."""
-        if job.delta and self._delta_queue is not None:
-            self._delta_queue.add(job_id, job, alone)
-        else:
-            super().add(job_id, job, alone)
+        return len(running) < MAX_RUNNING_DELTAS or self._first.job.delta in running
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
         if job.max_tokens < 1:

@@ -16,11 +16,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, Scores
-from logsteer_server.engines.tlens.batch import ModelQueue, accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.queue import EngineLimits, Entry, Results
+from logsteer_server.engines.tlens.queue import (
+    EngineLimits,
+    Entry,
+    ModelQueue,
+    Results,
+    accept_row,
+    read_batch,
+)
 from logsteer_server.numerics.hidden_rows import split_chunks
 
 BYTES_PER_LOGIT = 48

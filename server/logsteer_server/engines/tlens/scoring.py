@@ -1,24 +1,30 @@
-"""Scoring the rows of sequences, batch by batch.
+"""Scoring the rows of sequences, and capturing their activations, batch by batch.
 
-Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden size.
+Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden size or width of an
+activation, N captured tokens of a batch, L layers.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.engines.tlens.batch import (
+from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.parameters import DeltaCache
+from logsteer_server.engines.tlens.points import RefusedJobError
+from logsteer_server.engines.tlens.queue import (
+    EngineLimits,
+    Entry,
     ModelQueue,
+    Results,
     accept_row,
     read_batch,
     read_behind_contexts,
 )
-from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.queue import EngineLimits, Entry, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
@@ -140,4 +146,55 @@ class ScoreQueue(ModelQueue):
                 rows.columns, rows.top_ids, rows.top_logprobs, trace=entry.trace, readings=readings
             )
             results.append(entry.conclude(output))
+        return results
+
+
+class CaptureQueue(ModelQueue):
+    """Sequences whose activations are to be captured."""
+
+    def _accept(self, job_id: int, job: CaptureJob) -> Entry:
+        steered = accept_row(self._model, job)
+        if not job.layers:
+            raise RefusedJobError("invalid_request", "layers: name at least one")
+        if not len(job.places):
+            raise RefusedJobError("invalid_request", "positions: none of the tokens is at them")
+        points = tuple(self._model.points.find(layer, job.hook) for layer in job.layers)
+        if len({point.width for point in points}) > 1:
+            detail = f"{job.hook} is not equally wide in layers {list(job.layers)}; ask apart"
+            raise RefusedJobError("invalid_request", detail)
+        if job.delta:
+            self._model.check_delta(list(points))
+        return Entry(job_id, job, steered, points)
+
+    def _group(self, entry: Entry) -> object:
+        return entry.job.delta, entry.job.layers, entry.job.hook, entry.job.read
+
+    @torch.inference_mode()
+    def _compute(self, batch: Sequence[Entry]) -> Results:
+        points, takes_mean = batch[0].points, batch[0].job.read == "mean"
+        found: dict[str, Tensor] = {}
+        width = max(len(entry.job.tokens) for entry in batch)
+        places = [entry.job.places for entry in batch]
+        counts_B = torch.tensor([len(own) for own in places])
+        index_N = torch.from_numpy(np.concatenate([p + b * width for b, p in enumerate(places)]))
+        owner_N = torch.arange(len(batch)).repeat_interleave(counts_B)
+
+        def capture(activation: Tensor, hook: Any) -> None:
+            device = activation.device
+            read_ND = activation.flatten(2).flatten(0, 1)[index_N.to(device)].float()
+            if takes_mean:
+                sums_BD = read_ND.new_zeros(len(batch), read_ND.shape[1])
+                sums_BD.index_add_(0, owner_N.to(device), read_ND)
+                read_ND = sums_BD / counts_B.to(device)[:, None]
+            found[str(hook.name)] = read_ND.cpu()
+
+        read_batch(self._model, batch, [(point, capture) for point in dict.fromkeys(points)])
+        captured_LND = torch.stack([found[point.key] for point in points])
+        results: Results = []
+        end = 0
+        for entry in batch:
+            begin, end = end, end + entry.job.num_rows
+            # A copy, which holds nothing of the others in the batch.
+            own_LTD = captured_LND[:, begin:end].numpy().copy()
+            results.append(entry.conclude(CaptureOutput(own_LTD, trace=entry.trace)))
         return results

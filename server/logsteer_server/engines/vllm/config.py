@@ -12,6 +12,7 @@ from typing import Any
 
 from logsteer_server.contract.engine import HOOKS, EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
+from logsteer_server.engines.lifetime import ScratchDirectory
 from logsteer_server.engines.machine import (
     describe_machine,
     name_devices,
@@ -19,7 +20,6 @@ from logsteer_server.engines.machine import (
     show_devices,
 )
 from logsteer_server.engines.needs import parse_bytes
-from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.arguments import (
     check_arguments,
     check_devices,

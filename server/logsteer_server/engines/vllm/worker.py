@@ -24,9 +24,8 @@ from vllm.platforms import current_platform
 
 from logsteer_server.contract.engine import DeviceMemory, Int8Products
 from logsteer_server.contract.plan import Readings, SteeringPlan
-from logsteer_server.engines.lifetime import follow_parent
+from logsteer_server.engines.lifetime import ScratchDirectory, follow_parent
 from logsteer_server.engines.machine import read_memory
-from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.config import SteeringSize, clear_new_blocks, widen_columns
 from logsteer_server.engines.vllm.points import PointProbe, find_faults

@@ -15,7 +15,6 @@ size is compared with the bytes that are there before it is believed.
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 MAGIC = b"GGUF"
 ARCHITECTURE = "controlvector"
+MODEL_HINT = f"{ARCHITECTURE}.model_hint"
 MAX_FIELDS = 1024
 MAX_TENSORS = 4096
 MAX_STRINGS = 65_536
@@ -35,15 +35,6 @@ _SCALARS = {
 }  # fmt: skip
 _DTYPES = {0: "<f4", 1: "<f2", 28: "<f8"}
 """ggml's type -> numpy's; the rest are quantised, or no floating point."""
-
-
-@dataclass
-class ControlVectorFile:
-    """What a file says: its tensors by name, and a hint of the model where there is one."""
-
-    tensors: dict[str, npt.NDArray[np.floating]]
-    model_hint: str | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
 
 
 class _Cursor:
@@ -80,8 +71,11 @@ class _Cursor:
         return count
 
 
-def parse_gguf(data: bytes) -> ControlVectorFile:
-    """Return the content of a control vector file. Errors: ValueError with what is wrong."""
+def parse_gguf(data: bytes) -> tuple[dict[str, npt.NDArray[np.floating]], dict[str, Any]]:
+    """Return the tensors of a control vector file, by name, and its fields.
+
+    Errors: ValueError with what is wrong.
+    """
     cursor = _Cursor(data)
     if cursor.take(4) != MAGIC:
         raise ValueError("it does not begin as GGUF files do")
@@ -112,17 +106,12 @@ def parse_gguf(data: bytes) -> ControlVectorFile:
         cursor.position = min(start + offset, len(data))
         numbers = cursor.take(count * np.dtype(dtype).itemsize)
         tensors[name] = np.frombuffer(numbers, dtype)
-    _check_count(fields.get(f"{ARCHITECTURE}.layer_count"), len(tensors))
-    hint = fields.get(f"{ARCHITECTURE}.model_hint")
-    return ControlVectorFile(tensors, hint if isinstance(hint, str) else None, fields)
-
-
-def _check_count(layer_count: object, num_tensors: int) -> None:
-    """Refuse more tensors than were counted, by ValueError: the file's parts do not belong."""
-    if isinstance(layer_count, int) and layer_count < num_tensors:
+    layer_count = fields.get(f"{ARCHITECTURE}.layer_count")
+    if isinstance(layer_count, int) and layer_count < len(tensors):
         raise ValueError(
-            f"{ARCHITECTURE}.layer_count is {layer_count}, but {num_tensors} directions are there"
+            f"{ARCHITECTURE}.layer_count is {layer_count}, but {len(tensors)} directions are there"
         )
+    return tensors, fields
 
 
 def _read_value(cursor: _Cursor, kind: int) -> Any:
@@ -170,7 +159,7 @@ def render_gguf(
     """
     fields = [
         ("general.architecture", _STRING, _render_string(ARCHITECTURE)),
-        (f"{ARCHITECTURE}.model_hint", _STRING, _render_string(model_hint)),
+        (MODEL_HINT, _STRING, _render_string(model_hint)),
         (f"{ARCHITECTURE}.layer_count", _UINT32, struct.pack("<I", len(directions))),
         *((name, _STRING, _render_string(text)) for name, text in (further or {}).items()),
     ]

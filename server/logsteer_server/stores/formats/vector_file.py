@@ -22,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 
 from logsteer.schemas import ContentFormat, VectorFormat
-from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.gguf_file import MAGIC, MODEL_HINT, parse_gguf, render_gguf
 from logsteer_server.stores.layer_vectors import (
     MAX_LAYERS,
     READOUTS,
@@ -72,11 +72,10 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
     hint, readouts = None, "{}"
     if name == "gguf":
         try:
-            content = parse_gguf(data)
+            tensors, fields = parse_gguf(data)
         except ValueError as error:
             raise invalid_vector(f"the GGUF file cannot be read: {error}.") from error
-        tensors, hint = content.tensors, content.model_hint
-        readouts = content.fields.get(READOUTS, readouts)
+        hint, readouts = fields.get(MODEL_HINT), fields.get(READOUTS, readouts)
     elif name == "pt":
         raise invalid_vector(
             "the file is one of torch.save, which can run code where it is read, so the server "
@@ -87,7 +86,7 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
         tensors = _read_safetensors(data)
         readouts = read_metadata(data).get(READOUTS, readouts)
     vectors = _place_tensors(tensors, parse_readouts(readouts))
-    return ReadFile(vectors, name, hint[:200] if hint else None)
+    return ReadFile(vectors, name, hint[:200] if hint and isinstance(hint, str) else None)
 
 
 def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | None) -> bytes:
