@@ -38,7 +38,7 @@ from logsteer_server.engines.tlens.points import Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import Entry
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.interventions.receipt import check_reach
+from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import NEUTRAL
 from logsteer_server.stores.contents import ContentFiles

@@ -17,10 +17,14 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
     Vector,
 )
-from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.interventions.positions import Decode, place_vectors_positions
 from logsteer_server.interventions.probes import resolve_condition
-from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
+from logsteer_server.interventions.references import (
+    VectorSource,
+    check_feature,
+    fetch,
+    place_vectors,
+)
 from logsteer_server.stores.layer_vectors import RESID_POST, invalid_vector
 
 PARAM = "steering.vectors"

@@ -23,7 +23,7 @@ from logsteer_server.contract.batches import (
 )
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output, Routing
-from logsteer_server.contract.parameters import Cast
+from logsteer_server.contract.plan import Cast
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
 from logsteer_server.observation.metrics import ModelMetrics

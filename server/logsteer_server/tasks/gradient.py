@@ -11,21 +11,19 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids, InputPoint
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Positions
+from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.parameters import (
+from logsteer_server.interventions.positions import place_positions
+from logsteer_server.interventions.references import (
     ResolvedOverride,
     check_feature,
     resolve_direction,
 )
-from logsteer_server.interventions.positions import place_positions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,

@@ -18,26 +18,25 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import LensRequest, LogprobItem
 from logsteer_server.contract.batches import ScoreOutputs
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
-from logsteer_server.tasks.captures import CaptureSite
-from logsteer_server.tasks.columns import ColumnOptions, show_columns
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
-from logsteer_server.tasks.planning import Planner, Steps, collect
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     TargetOptions,
     TargetPlan,
     check_items,
     find_longest,
     plan_targets,
+    show_columns,
 )
 
 HELD = 2

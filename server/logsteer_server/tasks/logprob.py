@@ -21,19 +21,21 @@ from logsteer_server.contract.batches import ScoreOutputs, add_between, find_sta
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import Column, ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.comparison import read_rows, reserve_references
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
+    Column,
+    ColumnOptions,
     PlannedItem,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
+    aggregate_columns,
     check_items,
     find_longest,
     plan_targets,
+    show_columns,
 )
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec

@@ -20,21 +20,19 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, PatchPair, PatchRequest
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.captures import CaptureSite
-from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.planning import Planner, Steps, collect
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
+    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,

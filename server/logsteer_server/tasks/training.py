@@ -23,20 +23,21 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
-from logsteer_server.tasks.captures import CaptureSite, plan_captures
+from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
-from logsteer_server.tasks.vector_methods import Double, find_direction
-from logsteer_server.tasks.vector_quality import (
+from logsteer_server.tasks.vector_methods import (
+    Double,
     compare_layers,
     compare_vectors,
     describe_validation,
+    find_direction,
     judge_direction,
     recommend,
 )

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy, OverflowPolicy
+from logsteer.schemas import BosPolicy, Message, OverflowPolicy
+from logsteer_server.text.chat import count_chars
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -22,6 +23,13 @@ def read_prompts(
             yield entry, next(encoded)
             continue
         yield None, list(entry)
+
+
+def find_longest_prompt(
+    prompts: Sequence[str | list[int]], conversations: Sequence[Sequence[Message]] = ()
+) -> int:
+    """Return the characters, or ids, of the longest prompt or conversation."""
+    return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
 
 
 def is_one_prompt(prompt: str | Sequence[Any]) -> bool:

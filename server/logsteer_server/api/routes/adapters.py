@@ -26,8 +26,8 @@ from logsteer_server.api.routes.resources import (
     take_turn,
 )
 from logsteer_server.contract.jobs import CheckAdapterJob, CheckAdapterOutput
-from logsteer_server.contract.parameters import Adapter
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.contract.plan import Adapter
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
 from logsteer_server.stores.store import StoredContent, stamp
 

@@ -24,7 +24,7 @@ from logsteer_server.api.routes.resources import (
     write_body,
 )
 from logsteer_server.contract.jobs import CheckOverrideJob, CheckOverrideOutput
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.stores.formats.tensor_file import (
     TensorContent,
     invalid_direction,

@@ -20,10 +20,10 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm
+from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.engines.tlens.batch import ModelQueue, accept_row, read_batch
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.engines.tlens.queue import Entry, Results

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from logsteer_server.contract.finite import find_failure
+from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.jobs import JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.engines.tlens.points import Point

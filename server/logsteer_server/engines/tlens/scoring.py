@@ -21,8 +21,7 @@ from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.queue import EngineLimits, Entry, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
-from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
-from logsteer_server.numerics.rows import RowSpec, unpack
+from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, unpack
 
 MIN_CONTEXT = 16
 """Tokens from which on a context is looked for among others."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.contract.parameters import CONFIG_KEY
+from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.numerics.lora import (
     AdapterConfig,
     AdapterLayoutError,
