@@ -73,18 +73,17 @@ def _finite(value: Any) -> Any:
 
 PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
 """Types of values that MessagePack takes as they are."""
-INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-"""Types of arrays whose buffers are packed as they are; others become one of them."""
+PACKED = {"f": "<f4", "i": "<i4"}
+"""Arrays whose buffers are packed as they are, by numpy's letter; others become one of them."""
 
 
 def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
-    own = value.dtype  # one that came through a pipe is equal, not the same
-    if own in (FLOAT32, INT32):
-        name = "<f4" if own.kind == "f" else "<i4"
-        return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
-    return _to_buffer(value.astype(INT32 if own.kind in "iu" else FLOAT32))
+    name = PACKED.get(value.dtype.char)
+    if name is None:
+        return _to_buffer(value.astype("<i4" if value.dtype.kind in "iu" else "<f4"))
+    return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 
 
 TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}
