@@ -13,7 +13,7 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.positions import place_positions
+from logsteer_server.interventions.steering import place_positions
 from logsteer_server.numerics.sae import Floats, Ids
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import StoredContent

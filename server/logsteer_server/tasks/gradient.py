@@ -13,12 +13,12 @@ from logsteer.schemas import GradientRequest
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids, InputPoint
 from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.positions import place_positions
 from logsteer_server.interventions.references import (
     ResolvedOverride,
     check_feature,
     resolve_direction,
 )
+from logsteer_server.interventions.steering import place_positions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector

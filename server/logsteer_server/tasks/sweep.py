@@ -15,8 +15,7 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.positions import MAX_PARTS, Decode
-from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.interventions.steering import MAX_PARTS, Decode, resolve_steering
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import (
     compare_jobs,

@@ -36,7 +36,7 @@ from logsteer_server.api.dependencies import (
     get_saes,
     get_vector_files,
 )
-from logsteer_server.api.respond import answer
+from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
@@ -238,7 +238,7 @@ async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
             yield
 
 
-async def store_upload(
+async def answer_upload(
     request: Request,
     name: str,
     upload: Upload,
@@ -248,22 +248,27 @@ async def store_upload(
     *,
     overwrite: bool,
     **asked: Any,
-) -> C:
-    """Store an upload for a name that is written, and return the name's card.
+) -> Response:
+    """Store an upload for a name that is written, and answer with the name's card.
 
     `read` says what the file holds; `check` gets where engines find it and that, has the model's
     engine look at it, and makes the card. `asked` is what else of the request decides what is made.
     """
     threads: StoreThreads = request.app.state.store_threads
-    async with take_turn(request, READ_BYTES):
-        sha256 = await threads.run(upload.finish)
-        digest = digest_request("put", sha256=sha256, **asked)
-        there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
-        if there is not None:
-            return there
-        content = await threads.run(read, upload.path)
-    card = await check(StoredContent(None, sha256, str(upload.path)), content)
-    return await threads.run(store.put, upload, card, digest, overwrite=overwrite)
+
+    async def store_it() -> C:
+        async with take_turn(request, READ_BYTES):
+            sha256 = await threads.run(upload.finish)
+            digest = digest_request("put", sha256=sha256, **asked)
+            there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
+            if there is not None:
+                return there
+            content = await threads.run(read, upload.path)
+        card = await check(StoredContent(None, sha256, str(upload.path)), content)
+        return await threads.run(store.put, upload, card, digest, overwrite=overwrite)
+
+    card = await run_within(request, request.app.state.settings.request_timeout_s, store_it())
+    return answer(request, card.model_dump())
 
 
 def describe_form(description: str, required: Mapping[str, str], *further: str) -> dict[str, Any]:
