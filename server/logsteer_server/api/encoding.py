@@ -81,7 +81,7 @@ def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
     name = PACKED.get(value.dtype.char)
-    if name is None:
+    if name is None or not value.dtype.isnative:
         return _to_buffer(value.astype("<i4" if value.dtype.kind in "iu" else "<f4"))
     return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 
@@ -135,13 +135,3 @@ ENCODERS: Mapping[str, Callable[[Any], bytes]] = {JSON: encode_json, MSGPACK: en
 """What encodes a document in each media type of `choose_encoding`, but for a file of tensors."""
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's shape."""
-
-
-def encode_data(document: Any) -> bytes:
-    """Encode a server-sent event without a name, as OpenAI's streams have them."""
-    return b"data: " + encode_json(document) + b"\n\n"
-
-
-def encode_event(name: str, document: Any) -> bytes:
-    """Encode a server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + encode_json(document) + b"\n\n"

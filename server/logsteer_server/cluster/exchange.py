@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from logsteer.errors import APIError
 from logsteer_server.api.encoding import JSON, encode_json
 from logsteer_server.api.problems import OPENAI_PATHS, answer_problem
-from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS
+from logsteer_server.api.respond import encode_error
 
 CONNECT_S = 5.0
 HOP_BY_HOP = frozenset(
@@ -132,7 +132,6 @@ class Exchange:
         if not self.has_begun:
             await answer_problem(Request(self.scope), error)(self.scope, self._receive, self._send)
         elif self._streams_events:
-            shape = OPENAI_CHUNKS if self.path.startswith(OPENAI_PATHS) else NAMED_EVENTS
+            event = encode_error(error, self.id, openai=self.path.startswith(OPENAI_PATHS))
             # What was cut may be the middle of an event, which an empty line ends.
-            event = b"\n\n" + shape.encode_error(error, self.id)
-            await self.send_body(event, more=False)
+            await self.send_body(b"\n\n" + event, more=False)

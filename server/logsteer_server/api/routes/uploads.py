@@ -8,11 +8,9 @@ from logsteer.schemas import AdapterCard, OverrideCard, SaeCard
 from logsteer.schemas.saes import SaeQuery
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
-    AdaptersDep,
     ModelsDep,
-    OverridesDep,
-    SaesDep,
     SettingsDep,
+    StoresDep,
     StoreThreadsDep,
 )
 from logsteer_server.api.routes.resources import (
@@ -86,7 +84,7 @@ async def upload_override(
     request: Request,
     models: ModelsDep,
     settings: SettingsDep,
-    store: OverridesDep,
+    stores: StoresDep,
     threads: StoreThreadsDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
@@ -110,12 +108,19 @@ async def upload_override(
         )
 
     limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
-    async with open_upload(request, store, name, limit, threads) as upload:
+    async with open_upload(request, stores.overrides, name, limit, threads) as upload:
         await write_body(request, upload, limit, threads)
         if not upload.size:
             raise invalid_direction("the body is empty; send the file's bytes")
         return await answer_upload(
-            request, name, upload, store, read_direction, check, overwrite=overwrite, **asked
+            request,
+            name,
+            upload,
+            stores.overrides,
+            read_direction,
+            check,
+            overwrite=overwrite,
+            **asked,
         )
 
 
@@ -133,7 +138,7 @@ async def upload_adapter(
     request: Request,
     models: ModelsDep,
     settings: SettingsDep,
-    store: AdaptersDep,
+    stores: StoresDep,
     threads: StoreThreadsDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
@@ -160,14 +165,21 @@ async def upload_adapter(
 
     limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
     async with (
-        open_upload(request, store, name, limit, threads) as upload,
+        open_upload(request, stores.adapters, name, limit, threads) as upload,
         open_form(request, limit, upload, ADAPTER_FILES) as files,
     ):
         async with take_turn(request, READ_BYTES):
             config, weights = await files["config"].read(), files["weights"].file
             await threads.run(join_files, config, weights, upload.write)
         return await answer_upload(
-            request, name, upload, store, read_adapter, check, overwrite=overwrite, **asked
+            request,
+            name,
+            upload,
+            stores.adapters,
+            read_adapter,
+            check,
+            overwrite=overwrite,
+            **asked,
         )
 
 
@@ -186,7 +198,7 @@ async def upload_sae(
     query: Annotated[SaeQuery, Query()],
     request: Request,
     settings: SettingsDep,
-    store: SaesDep,
+    stores: StoresDep,
     threads: StoreThreadsDep,
 ) -> Response:
     """Store the sparse autoencoder under this name."""
@@ -210,7 +222,7 @@ async def upload_sae(
 
     limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
     async with (
-        open_upload(request, store, name, limit, threads) as upload,
+        open_upload(request, stores.saes.names, name, limit, threads) as upload,
         open_form(request, limit, upload, SAE_FILES, LABELS) as files,
     ):
         about = SaeUpload(
@@ -222,5 +234,5 @@ async def upload_sae(
         async with take_turn(request, READ_BYTES):
             await threads.run(join_sae, about, files["weights"].file, upload.write)
         return await answer_upload(
-            request, name, upload, store, check_sae, check, overwrite=query.overwrite
+            request, name, upload, stores.saes.names, check_sae, check, overwrite=query.overwrite
         )
