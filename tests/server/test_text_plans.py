@@ -154,7 +154,7 @@ class TestTexts:
         assert (caught.value.code, caught.value.param) == (code, param)
 
     def test_a_tokenizer_larger_than_the_model_is_told(self) -> None:
-        with pytest.raises(APIError, match="vocabulary is smaller"):
+        with pytest.raises(APIError, match="vocabulary ends at"):
             cut(TEXT, info=replace(INFO, vocab_size=10))
 
     @pytest.mark.parametrize(("bos", "front"), [("auto", 0), ("never", 0), ("always", 1)])

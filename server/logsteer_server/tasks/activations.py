@@ -20,6 +20,7 @@ from logsteer_server.stores.store import StoredContent
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
 from logsteer_server.text.chat import ChatForm, count_chars
+from logsteer_server.text.prompts import check_ids
 from logsteer_server.text.tokenizer import TextCodec
 
 WHOLE = ChatForm(is_whole=True)
@@ -72,11 +73,7 @@ def read_items(
         if item.token_ids is None:
             yield codec.encode_ids([codec.render_chat(item.messages or [], form)])[0]
             continue
-        if max(item.token_ids) >= vocab_size:
-            place = f"items[{index}]"
-            detail = f"{place}.token_ids has id {max(item.token_ids)}; this model's vocabulary "
-            detail += f"ends at {vocab_size - 1}."
-            raise api_error("invalid_request", detail, param=place)
+        check_ids(item.token_ids, vocab_size, f"items[{index}]")
         yield item.token_ids
 
 

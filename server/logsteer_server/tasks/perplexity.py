@@ -35,7 +35,7 @@ from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.targets import ColumnOptions, show_columns
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
-from logsteer_server.text.prompts import find_longest_prompt
+from logsteer_server.text.prompts import check_ids, find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
@@ -111,9 +111,7 @@ class TextWindows:
 
     def feed(self, piece: EncodedPiece) -> list[TextWindow]:
         """Return the windows that these tokens complete."""
-        if piece.ids and max(piece.ids) >= self._vocab_size:
-            detail = f"The text has token {max(piece.ids)}, the model's vocabulary is smaller."
-            raise api_error("invalid_request", detail)
+        check_ids(piece.ids, self._vocab_size)
         ids = piece.ids
         if self._in_front is None and ids:
             self._in_front = self._codec.bos_ids(self._bos_policy, ids)

@@ -37,6 +37,7 @@ from logsteer_server.tasks.planning import ItemProblems, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.chat import ChatForm, count_chars
+from logsteer_server.text.prompts import check_ids
 from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec
 
 Column = npt.NDArray[Any]
@@ -368,8 +369,10 @@ def _lay_out(
     for number, target in enumerate(targets):
         with_space, bare = space_variants(target)
         if not bare:
-            detail = f"Target {target!r} is a space alone: without it nothing is left to score. "
-            detail += "Send space: as_given."
+            detail = (
+                f"Target {target!r} is a space alone: without it nothing is left to score. "
+                "Send space: as_given."
+            )
             raise api_error("boundary_empty", detail, param=f"targets[{number}]")
         first = len(texts)
         texts += [with_space, bare]
@@ -390,16 +393,18 @@ def _cut_ids(
     Equal targets are the same list, too: the first of them, which `distinct` has.
     """
     context_ids = item.context_ids or []
-    _check_ids(context_ids, "context_ids", info)
+    check_ids(context_ids, info.vocab_size, "context_ids")
     cuts = []
     for number, target_ids in enumerate(item.target_ids or []):
         name = f"target_ids[{number}]"
         if not target_ids:
             raise _empty_target(name)
-        _check_ids(target_ids, name, info)
+        check_ids(target_ids, info.vocab_size, name)
         if len(target_ids) > info.context_length + 1:  # before millions of ids are decoded
-            detail = f"The target has {len(target_ids)} tokens, this model reads "
-            detail += f"{info.context_length}: split it."
+            detail = (
+                f"The target has {len(target_ids)} tokens, this model reads "
+                f"{info.context_length}: split it."
+            )
             raise api_error("context_too_long", detail, param=name)
         front = context_ids or codec.bos_ids(bos, target_ids)
         if not front:
@@ -412,12 +417,6 @@ def _cut_ids(
 def _empty_target(name: str) -> APIError:
     detail = "A target needs at least one token, and this one is empty; leave it out."
     return api_error("invalid_request", detail, param=name)
-
-
-def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
-    if ids and max(ids) >= info.vocab_size:
-        detail = f"There is no token {max(ids)}; the model's vocabulary ends at "
-        raise api_error("invalid_request", f"{detail}{info.vocab_size - 1}.", param=name)
 
 
 class _JobBuilder:

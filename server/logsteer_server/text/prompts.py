@@ -37,6 +37,13 @@ def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
     return isinstance(prompt, str) or isinstance(prompt[0], int)
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
+    """Refuse ids that the model has not. Errors: APIError `invalid_request`."""
+    if ids and max(ids) >= vocab_size:
+        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
+        raise api_error("invalid_request", detail, param=param)
+
+
 def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse a prompt that has no token, or ids that the model has not.
 
@@ -44,9 +51,8 @@ def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
     """
     if text == "" or not ids:
         raise api_error("invalid_request", "The prompt is empty: give it a token, or leave it out.")
-    if text is None and max(ids) >= vocab_size:
-        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
-        raise api_error("invalid_request", detail)
+    if text is None:
+        check_ids(ids, vocab_size)
 
 
 def fit_prompt(
