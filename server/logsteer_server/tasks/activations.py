@@ -20,8 +20,7 @@ from logsteer_server.stores.store import StoredContent
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
 from logsteer_server.text.chat import ChatForm, count_chars
-from logsteer_server.text.prompts import check_ids
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import TextCodec, check_ids
 
 WHOLE = ChatForm(is_whole=True)
 """Conversations as they are read, and not answered."""

@@ -35,9 +35,9 @@ from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.targets import ColumnOptions, show_columns
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
-from logsteer_server.text.prompts import check_ids, find_longest_prompt
+from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
-from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
 
 READ_AT_ONCE = 65_536

@@ -37,8 +37,7 @@ from logsteer_server.tasks.planning import ItemProblems, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.chat import ChatForm, count_chars
-from logsteer_server.text.prompts import check_ids
-from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec
+from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_ids
 
 Column = npt.NDArray[Any]
 
@@ -237,7 +236,12 @@ def plan_targets(
     """
     problems = ItemProblems("items") if problems is None else problems
     laid = yield from _lay_out_items(given, codec, info, options, problems)
-    decoded = yield from _decode_targets(codec, list(laid.distinct.values()))
+    decoded: dict[int, str] = {}  # by the list's address
+    targets = list(laid.distinct.values())
+    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
+        decoded[id(target_ids)] = text
+        if not len(decoded) % STEP_TEXTS:
+            yield 0
     pairs = laid.pairs
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
@@ -342,16 +346,6 @@ def _lay_out_items(
             work = 0
             yield 0
     return laid
-
-
-def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[int, str]]:
-    """Return the text of each list of ids, by the list's address."""
-    decoded: dict[int, str] = {}
-    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
-        decoded[id(target_ids)] = text
-        if not len(decoded) % STEP_TEXTS:
-            yield 0
-    return decoded
 
 
 def _lay_out(

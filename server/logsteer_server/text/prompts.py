@@ -6,7 +6,7 @@ from typing import Any
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.text.chat import count_chars
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import TextCodec, check_ids
 
 
 def read_prompts(
@@ -35,13 +35,6 @@ def find_longest_prompt(
 def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
     """Return whether this is one prompt, as text or ids, and no list of them."""
     return isinstance(prompt, str) or isinstance(prompt[0], int)
-
-
-def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
-    """Refuse ids that the model has not. Errors: APIError `invalid_request`."""
-    if ids and max(ids) >= vocab_size:
-        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
-        raise api_error("invalid_request", detail, param=param)
 
 
 def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:

@@ -22,8 +22,8 @@ from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm
-from logsteer_server.text.prompts import check_ids, find_longest_prompt
-from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+from logsteer_server.text.prompts import find_longest_prompt
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
 
 T = TypeVar("T")
 
