@@ -1,7 +1,7 @@
 """What an engine changes for one job: in activations (steering plans), in the model's parameters.
 
 A steering plan says nothing about names, files or units, which `logsteer_server.interventions` has
-resolved. The arithmetic is in `logsteer_server.numerics.residual_ops` and `numerics.probes`.
+resolved. The arithmetic is in `logsteer_server.numerics.residual_ops`.
 
 Axis letters: T tokens, D width of an activation, G probes.
 """
