@@ -187,7 +187,6 @@ class GradientTask(BodyTask[GradientRequest]):
 
     _along: ResolvedOverride | None
     _path: AttributionPath | None
-    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -203,7 +202,7 @@ class GradientTask(BodyTask[GradientRequest]):
             yield Batch(jobs, collector.take)
         described = self._describe(targets, jobs, collector.outputs)
         results = [{"targets": [described[i] for i in item.targets]} for item in targets.items]
-        self._results = problems.fill(results, self.request_id)
+        self.results = problems.fill(results, self.request_id)
 
     def _describe(
         self, targets: TargetPlan, jobs: Sequence[GradientJob], outputs: Sequence[GradientOutput]
@@ -249,4 +248,4 @@ class GradientTask(BodyTask[GradientRequest]):
 
     def report(self) -> dict[str, Any]:
         """Return the derivatives of each item's targets, and the direction where there is one."""
-        return {"results": self._results, "along": self._along.used if self._along else None}
+        return {"results": self.results, "along": self._along.used if self._along else None}

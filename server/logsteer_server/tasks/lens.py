@@ -54,8 +54,6 @@ class LensTask(BodyTask[LensRequest]):
 
     kind = "lens"
 
-    _results: list[dict[str, Any]]
-
     def _items(self) -> list[LogprobItem]:
         return [
             LogprobItem(context="", targets=[item]) if isinstance(item, str) else item
@@ -77,7 +75,7 @@ class LensTask(BodyTask[LensRequest]):
         problems = ItemProblems("items", body.on_error)
         plan, layers = await planner.advance(self._plan(items, problems))
         if not plan.jobs:  # each item has a problem
-            self._results = problems.fill([], self.request_id)
+            self.results = problems.fill([], self.request_id)
             return
         count = len(plan.jobs.targets) * len(layers)
         limit = planner.settings.max_items
@@ -98,7 +96,7 @@ class LensTask(BodyTask[LensRequest]):
         jobs = await planner.advance(collect(steps))
         yield Batch(jobs, scored.take, cache=body.cache, purpose="readout")
         found = await planner.advance(self._write(plan, layers, scored.scores))
-        self._results = problems.fill(found, self.request_id)
+        self.results = problems.fill(found, self.request_id)
 
     def _plan(
         self, items: Sequence[LogprobItem], problems: ItemProblems
@@ -170,7 +168,3 @@ class LensTask(BodyTask[LensRequest]):
             top = list_top(self.codec, outputs.top_ids[begin:end], outputs.top_logprobs[begin:end])
             rows["top"] = top
         return rows
-
-    def report(self) -> dict[str, Any]:
-        """Return the results."""
-        return {"results": self._results}

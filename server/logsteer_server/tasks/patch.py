@@ -156,8 +156,6 @@ class PatchTask(BodyTask[PatchRequest]):
     kind = "patch"
     applied_fields = ("override", "adapter")
 
-    _results: list[dict[str, Any]]
-
     def __init__(self, body: PatchRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._base, self._source = "corrupted", "clean"
@@ -207,7 +205,7 @@ class PatchTask(BodyTask[PatchRequest]):
             jobs = await planner.advance(collect(steps))
             yield Batch(jobs, scored.take, cache=body.cache)
         outputs = iter(scored.outputs)
-        self._results = [self._write(pair, layer_sets, outputs) for pair in pairs]
+        self.results = [self._write(pair, layer_sets, outputs) for pair in pairs]
 
     def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
         body, codec, info = self._body, self.codec, self.info
@@ -284,7 +282,7 @@ class PatchTask(BodyTask[PatchRequest]):
         """Return the results, and what was measured where."""
         body = self._body
         asked = {"hook": body.hook, "metric": body.metric, "direction": body.direction}
-        return {**asked, "results": self._results}
+        return {**asked, "results": self.results}
 
 
 def _list_items(pairs: Sequence[PatchPair]) -> list[LogprobItem]:
