@@ -13,14 +13,12 @@ from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
-    adapters,
     operations,
-    overrides,
     page,
     perplexity,
-    saes,
     tasks,
     tokens,
+    uploads,
     vectors,
 )
 from logsteer_server.api.routing import BodyTurns
@@ -78,9 +76,11 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
-    for module in (tasks, perplexity, vectors, overrides, adapters, saes, tokens):
-        app.include_router(module.router)
-    for router in (operations.openai_router, operations.router, page.router):
+    for router in (
+        *(tasks.router, perplexity.router, vectors.router, tokens.router),
+        *(uploads.overrides, uploads.adapters, uploads.saes),
+        *(operations.openai_router, operations.router, page.router),
+    ):
         app.include_router(router)
     _add_layers(app, needs_key=keys.needs_key)
     add_handlers(app)

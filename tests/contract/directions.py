@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.contract.parameters import Cast, Direction, Override
+from logsteer_server.contract.plan import Cast, Direction, Override
 from tests.conftest import DEMO_MODEL
 
 Tensors = Mapping[str, Tensor]

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
+    CaptureRead,
     GenerateJob,
     GenerateOutput,
     Job,

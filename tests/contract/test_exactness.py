@@ -14,7 +14,7 @@ from bench.models import make_model
 from logsteer import APIError, Client
 from logsteer.extras.activations import Activations
 from logsteer.schemas import ScoredTarget
-from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.jobs import CaptureJob
 from tests.conftest import (
     DEMO_MODEL,
     HOOKS,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, ScoreJob
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
+from logsteer_server.contract.plan import Direction, Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,

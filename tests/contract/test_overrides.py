@@ -17,8 +17,7 @@ from logsteer_server.contract.jobs import (
     Policy,
     ScoreJob,
 )
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Direction, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from logsteer_server.contract.jobs import CheckOverrideJob, GenerateJob, GradientJob, JobFailure
-from logsteer_server.contract.parameters import Adapter, Direction
-from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Adapter, Direction, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,

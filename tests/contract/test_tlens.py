@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     GenerateJob,
     Job,
     JobFailure,

@@ -17,16 +17,23 @@ import pytest
 import torch
 from torch import nn
 
-from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
+    CaptureJob,
     GenerateJob,
     GradientJob,
     Job,
     ScoreJob,
 )
-from logsteer_server.contract.parameters import Adapter, Override, ParameterDelta
-from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
+from logsteer_server.contract.plan import (
+    Adapter,
+    Override,
+    ParameterDelta,
+    Positions,
+    ResidualOp,
+    Site,
+    SteeringPlan,
+)
 from logsteer_server.engines.tlens.placement import place_model, spread_blocks
 from logsteer_server.stores.formats.tensor_file import join_files
 from tests.conftest import DEMO_MODEL

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.jobs import (
+    CaptureJob,
     GenerateJob,
     GenerateOutput,
     JobResult,

@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from logsteer_server.contract.jobs import GenerateJob, Job, JobFailure
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Direction, Site, SteeringPlan
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from tests.contract.directions import at, write_direction

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from logsteer_server.contract.parameters import CONFIG_KEY
+from logsteer_server.contract.plan import CONFIG_KEY
 from tests.conftest import DEMO_MODEL
 from tests.contract import v2_probe
 from tests.contract.lora import write_adapter

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
-from logsteer_server.contract.parameters import Adapter
+from logsteer_server.contract.plan import Adapter
 from tests.conftest import DEMO_MODEL
 from tests.contract import draws_probe
 from tests.contract.engine_probe import GREEDY, SOFT, make_capture, make_plans, read

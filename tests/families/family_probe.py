@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import HOOKS, Engine, EngineSpec
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,

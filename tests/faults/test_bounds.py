@@ -14,7 +14,7 @@ from logsteer.schemas import Steering, common, openai, queries
 from logsteer.schemas.steering import FLOAT32_MAX, ClampBounds
 from logsteer_server.contract.jobs import Output
 from logsteer_server.contract.plan import SteeringTrace
-from logsteer_server.interventions.receipt import Receipt
+from logsteer_server.interventions.interventions import Receipt
 from logsteer_server.interventions.steering import resolve_steering
 from tests.server.steering_cases import INFO, NoVectors
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.jobs import GenerateJob, Job, JobFailure, Policy, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, JobFailure, Policy, ScoreJob
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from tests.contract.tlens_cases import build, draw_ids, run, run_pieces, whole
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from logsteer.errors import APIError
 from logsteer_server.contract.jobs import ScoreJob
-from logsteer_server.contract.parameters import CONFIG_KEY
+from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.engines.tlens.parameters import read_updates
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY, PromptPart, RowReader

@@ -6,11 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer_server.contract.batches import ScoreOutputs
-from logsteer_server.contract.finite import find_failure, is_finite
+from logsteer_server.contract.batches import ScoreOutputs, find_failure, is_finite
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob, ScoreOutput
-from logsteer_server.contract.parameters import Adapter, Direction, Override
-from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import (
+    Adapter,
+    Direction,
+    Override,
+    Site,
+    SteeringPlan,
+    SteeringTrace,
+)
 from logsteer_server.models.cache import MissingJob, ResultCache, make_keys
 from tests.conftest import DEMO_MODEL
 from tests.faults.poison_probe import NEIGHBOURS

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
-from logsteer_server.contract.parameters import Direction, Override
-from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Direction, Override, Site, SteeringPlan
 from logsteer_server.runtime import poison
 from logsteer_server.runtime.poison import KEEP_S, PoisonMemory, fingerprint
 from tests.conftest import Server, fake_model

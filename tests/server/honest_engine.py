@@ -13,9 +13,10 @@ import numpy as np
 
 from logsteer.schemas import ReplicaCard
 from logsteer_server.contract.batches import ResultPart
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,

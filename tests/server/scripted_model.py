@@ -12,9 +12,10 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import ModelState, ReplicaCard
 from logsteer_server.contract.batches import ResultPart
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     GenerateJob,
     GradientJob,
     GradientOutput,

@@ -32,8 +32,15 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.parameters import Adapter, Direction, Override
-from logsteer_server.contract.plan import Readings, Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import (
+    Adapter,
+    Direction,
+    Override,
+    Readings,
+    Site,
+    SteeringPlan,
+    SteeringTrace,
+)
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5)
 LIKE = {"columns": ("logprob", "rank"), "top": 2, "policy": Policy(0.5, 3), "double": True}

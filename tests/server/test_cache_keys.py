@@ -7,8 +7,15 @@ import pytest
 
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.jobs import Policy, ScoreJob, ScoreOutput
-from logsteer_server.contract.parameters import Adapter, Direction, Override
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import (
+    Adapter,
+    Direction,
+    Override,
+    Positions,
+    Site,
+    SteeringPlan,
+    SteeringTrace,
+)
 from logsteer_server.models.cache import (
     digest_scope,
     pack_outputs,

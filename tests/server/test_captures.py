@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
+from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.finite import find_failure
-from logsteer_server.contract.jobs import Job, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Job, ScoreJob
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan
 from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
@@ -22,7 +21,7 @@ from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.extra_args import describe_capture
 from logsteer_server.engines.vllm.requests import RunningJob
 from logsteer_server.engines.vllm.steering import StepSteering
-from logsteer_server.tasks.captures import CaptureSite, plan_captures
+from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 

@@ -17,7 +17,7 @@ import pytest
 from logsteer.errors import APIError, NotFoundError, OverloadedError, PayloadTooLargeError
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.jobs import Job, ScoreJob
-from logsteer_server.contract.parameters import Adapter, Direction, Override
+from logsteer_server.contract.plan import Adapter, Direction, Override
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads

@@ -28,17 +28,16 @@ from logsteer_server.api.encoding import (
     MSGPACK,
     SAFETENSORS,
     choose_encoding,
-    encode_data,
-    encode_event,
     encode_json,
     encode_msgpack,
     encode_tensors,
 )
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
-from logsteer_server.api.respond import run_within
+from logsteer_server.api.respond import encode_event, run_within
 from logsteer_server.models.admission import Admission
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.tasks.run import Event
 from tests.own_time import run_in_own_time
 
 ODD = np.array([0.5, np.nan, np.inf, -np.inf], dtype=np.float32)
@@ -153,10 +152,10 @@ def test_tensors_are_read_by_the_library(rows: list[int], width: int, text: str)
 
 @given(st.text())
 def test_no_text_breaks_an_event(text: str) -> None:
-    lines = encode_event("piece", {"text": text}).decode().split("\n")
+    lines = encode_event(Event("piece", {"text": text}), openai=False).decode().split("\n")
     assert (lines[0], lines[2:]) == ("event: piece", ["", ""])
     assert json.loads(lines[1].removeprefix("data: ")) == {"text": text}
-    nameless = encode_data({"text": text}).decode()
+    nameless = encode_event(Event("chunk", {"text": text}), openai=True).decode()
     assert nameless == f"{lines[1]}\n\n"
     assert DONE == b"data: [DONE]\n\n"
 

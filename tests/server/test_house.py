@@ -116,7 +116,7 @@ ONLY_IN = {
     "transformers": {"text", "engines.tlens", "engines.weights", "imports"},
     "yaml": {"settings", "cluster"},
     "scipy": {"tasks.vector_methods"},
-    "sklearn": {"tasks.vector_methods", "tasks.vector_quality"},
+    "sklearn": {"tasks.vector_methods"},
 }
 """Packages with a narrow home in the server."""
 ONLY_IN_CLIENT: dict[str, set[str]] = {

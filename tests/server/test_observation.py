@@ -17,11 +17,14 @@ from starlette.types import Message, Receive, Scope, Send
 from logsteer import Client
 from logsteer.errors import APIError
 from logsteer_server.contract.engine import TIME_BOUNDS_S, DeviceMemory, EngineReading, StepCounts
-from logsteer_server.observation.metrics import ENGINE, OTHER_KEYS, Metrics, TokenTimes
-from logsteer_server.observation.readings import (
+from logsteer_server.observation.metrics import (
+    ENGINE,
+    OTHER_KEYS,
     EngineStatus,
+    Metrics,
     ModelReading,
     ProcessReading,
+    TokenTimes,
     read_family,
 )
 from logsteer_server.observation.requests import RequestObserver, RequestRecord

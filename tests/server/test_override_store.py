@@ -14,9 +14,9 @@ from logsteer.errors import APIError, NotFoundError
 from logsteer.schemas import ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob
-from logsteer_server.contract.parameters import Direction, Override
+from logsteer_server.contract.plan import Direction, Override
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
-from logsteer_server.interventions.parameters import resolve_override
+from logsteer_server.interventions.references import resolve_override
 from logsteer_server.stores.formats.tensor_file import (
     PIECE,
     TensorFileError,

@@ -17,14 +17,13 @@ from logsteer.schemas import Boundary, LogprobItem, Message
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Positions
+from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.engines.fake import fake_scores
-from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.continuations import Prompts, plan_continuations
+from logsteer_server.tasks.generation import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
 from logsteer_server.tasks.logprob import Shown, assemble_targets
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     TargetOptions,
     TargetPlan,
     plan_targets,

@@ -17,7 +17,7 @@ from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
-from logsteer_server.numerics.probes import hold_all, read_components
+from logsteer_server.numerics.residual_ops import hold_all, read_components
 
 HIGH = Condition(0, above=0.5)
 OF_PROMPT = Condition(0, above=0.5, of="prompt")

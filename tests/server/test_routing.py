@@ -10,8 +10,7 @@ import pytest
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Routing, ScoreJob
-from logsteer_server.contract.parameters import Adapter, Direction, Override
-from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Adapter, Direction, Override, Site, SteeringPlan
 from logsteer_server.runtime import queue as queue_module
 from logsteer_server.runtime.queue import (
     BLOCK,

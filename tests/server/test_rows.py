@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden, split_chunks
-from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
 from logsteer_server.numerics.rows import (
     COLUMNS,
     NEUTRAL,
     PUBLIC_COLUMNS,
+    ReferenceFile,
+    RowFiles,
     Rows,
     RowSpec,
     unpack,

@@ -11,13 +11,12 @@ from logsteer.errors import APIError
 from logsteer.schemas import ActivationsRequest, ContrastPair, LogprobItem, Steering
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import UNCHANGED
-from logsteer_server.tasks.activations import ActivationsTask
-from logsteer_server.tasks.captures import CaptureSite
-from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.activations import ActivationsTask, CaptureSite
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     TargetOptions,
 )
 from logsteer_server.tasks.training import list_sides, plan_pairs, read_sides

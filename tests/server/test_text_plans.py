@@ -24,19 +24,19 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.fake import fake_generation, fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
-from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_jobs, export_jobs
 from logsteer_server.tasks.completions import plan_chat, plan_completions
-from logsteer_server.tasks.continuations import (
+from logsteer_server.tasks.generation import (
     Continuation,
     Continuations,
     Prompts,
     plan_continuations,
 )
 from logsteer_server.tasks.openai import CompletionTask
+from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Event, Run
-from logsteer_server.tasks.texts import StreamedText, TextScores, cut_texts
+from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import Windowing
 from tests.server.plan_steps import finish
@@ -154,7 +154,7 @@ class TestTexts:
         assert (caught.value.code, caught.value.param) == (code, param)
 
     def test_a_tokenizer_larger_than_the_model_is_told(self) -> None:
-        with pytest.raises(APIError, match="vocabulary is smaller"):
+        with pytest.raises(APIError, match="vocabulary ends at"):
             cut(TEXT, info=replace(INFO, vocab_size=10))
 
     @pytest.mark.parametrize(("bos", "front"), [("auto", 0), ("never", 0), ("always", 1)])

@@ -18,12 +18,10 @@ from logsteer_server.tasks.vector_methods import (
     Double,
     FoundDirection,
     WithinCovariance,
-    find_direction,
-    find_principal_direction,
-)
-from logsteer_server.tasks.vector_quality import (
     compare_layers,
     describe_validation,
+    find_direction,
+    find_principal_direction,
     hold_out,
     judge_direction,
     plan_folds,

@@ -12,9 +12,9 @@ from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.tasks.captures import CaptureSite
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.training import (
     TrainedVectors,
     check_parts,

@@ -11,7 +11,7 @@ import pytest
 
 from logsteer import Client, InvalidRequestError
 from logsteer.errors import APIError, ConflictError, NotFoundError
-from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.stores.formats.vector_file import read_file
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content

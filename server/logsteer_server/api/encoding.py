@@ -73,18 +73,17 @@ def _finite(value: Any) -> Any:
 
 PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
 """Types of values that MessagePack takes as they are."""
-INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-"""Types of arrays whose buffers are packed as they are; others become one of them."""
+PACKED = {"f": "<f4", "i": "<i4"}
+"""Arrays whose buffers are packed as they are, by numpy's letter; others become one of them."""
 
 
 def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
-    own = value.dtype  # one that came through a pipe is equal, not the same
-    if own in (FLOAT32, INT32):
-        name = "<f4" if own.kind == "f" else "<i4"
-        return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
-    return _to_buffer(value.astype(INT32 if own.kind in "iu" else FLOAT32))
+    name = PACKED.get(value.dtype.char)
+    if name is None or not value.dtype.isnative:
+        return _to_buffer(value.astype("<i4" if value.dtype.kind in "iu" else "<f4"))
+    return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 
 
 TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}
@@ -136,13 +135,3 @@ ENCODERS: Mapping[str, Callable[[Any], bytes]] = {JSON: encode_json, MSGPACK: en
 """What encodes a document in each media type of `choose_encoding`, but for a file of tensors."""
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's shape."""
-
-
-def encode_data(document: Any) -> bytes:
-    """Encode a server-sent event without a name, as OpenAI's streams have them."""
-    return b"data: " + encode_json(document) + b"\n\n"
-
-
-def encode_event(name: str, document: Any) -> bytes:
-    """Encode a server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + encode_json(document) + b"\n\n"

@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +19,7 @@ from logsteer_server.api.encoding import (
     ENCODERS,
     JSON,
     choose_encoding,
-    encode_data,
-    encode_event,
+    encode_json,
     encode_tensors,
 )
 from logsteer_server.api.problems import describe_openai_error, write_problem
@@ -40,49 +38,37 @@ LONG_ANSWER = 2**20
 """Bytes of an answer, as far as they were expected, from which on a thread writes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventShape:
-    """How events are written: each one, an error, and what ends a stream; b"" for nothing."""
+def encode_event(event: Event, *, openai: bool) -> bytes:
+    """Encode a server-sent event: named, or as a chunk of OpenAI's shape, which has no name.
 
-    encode: Callable[[Event], bytes]
-    encode_error: Callable[[APIError, str], bytes]
-    end: bytes = b""
-
-
-def _encode_named(event: Event) -> bytes:
-    return encode_event(event.name, event.document)
+    Of the latter nothing but chunks is shown.
+    """
+    if openai and event.name != "chunk":
+        return b""
+    head = b"" if openai else b"event: " + event.name.encode() + b"\n"
+    return head + b"data: " + encode_json(event.document) + b"\n\n"
 
 
-def _encode_problem(error: APIError, answer_id: str) -> bytes:
-    return encode_event("error", write_problem(error, answer_id))
-
-
-def _encode_chunk(event: Event) -> bytes:
-    return encode_data(event.document) if event.name == "chunk" else b""
-
-
-def _encode_openai_error(error: APIError, _answer_id: str) -> bytes:
-    return encode_data(describe_openai_error(error))
-
-
-NAMED_EVENTS = EventShape(_encode_named, _encode_problem)
-"""Events `start`, pieces, `result` and `error`, each with its name."""
-OPENAI_CHUNKS = EventShape(_encode_chunk, _encode_openai_error, DONE)
-"""Chunks of OpenAI's shape, without names."""
+def encode_error(error: APIError, answer_id: str, *, openai: bool) -> bytes:
+    """Encode an error as the event that it is in a stream."""
+    if openai:
+        return encode_event(Event("chunk", describe_openai_error(error)), openai=True)
+    return encode_event(Event("error", write_problem(error, answer_id)), openai=False)
 
 
 async def respond(
     request: Request,
     task: Task,
-    shape: EventShape = NAMED_EVENTS,
     *,
+    openai: bool = False,
     body: "ByteBuffer | None" = None,
 ) -> Response:
     """Run a task and answer with its document, or with a stream of its events.
 
     A stream answers once its first batch is planned and admitted, so that what is refused until
-    then has its own status. `body`: where the task reads the request's body while it plans; there
-    is then no deadline, and a caller who hangs up is noticed as far ahead as the buffer reaches.
+    then has its own status. With `openai` events have OpenAI's shape. `body`: where the task reads
+    the request's body while it plans; there is then no deadline, and a caller who hangs up is
+    noticed as far ahead as the buffer reaches.
     """
     settings: Settings = request.app.state.settings
     media_type = choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
@@ -108,11 +94,11 @@ async def respond(
     async def open_stream() -> Event:
         return await anext(events)
 
-    if body is not None:
-        opening = await _run_beside_body(request, body, open_stream())
-    else:
+    if body is None:
         opening = await run_within(request, settings.request_timeout_s, open_stream())
-    return EventStream(task.id, opening, events, shape, run.record)
+    else:
+        opening = await run_within(request, None, open_stream(), _read_ahead(request, body))
+    return EventStream(task.id, opening, events, run.record, openai=openai)
 
 
 def _lay_out(task: Task, document: dict[str, Any]) -> memoryview:
@@ -175,13 +161,14 @@ class EventStream(StreamingResponse):
         answer_id: str,
         opening: Event,
         events: AsyncGenerator[Event, None],
-        shape: EventShape,
         record: RequestRecord,
+        *,
+        openai: bool,
     ) -> None:
         self._answer_id = answer_id
         self._opening = opening
         self._events = events
-        self._shape = shape
+        self._openai = openai
         self._buffer = ByteBuffer(MAX_UNREAD_BYTES)
         self._record = record
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -205,64 +192,54 @@ class EventStream(StreamingResponse):
             self._buffer.end()
 
     async def _encode(self) -> AsyncGenerator[bytes, None]:
-        shape = self._shape
-        yield shape.encode(self._opening)
+        openai = self._openai
+        yield encode_event(self._opening, openai=openai)
         try:
             async for event in self._events:
-                yield shape.encode(event)
+                yield encode_event(event, openai=openai)
         except APIError as error:
             self._record.code = error.code
-            yield shape.encode_error(error, self._answer_id)
+            yield encode_error(error, self._answer_id, openai=openai)
         except Exception:
             self._record.code = "internal"
             log.exception("the stream of %s failed", self._answer_id)
             detail = f"A fault of the server; its log has it under {self._answer_id}."
-            yield shape.encode_error(api_error("internal", detail), self._answer_id)
-        yield shape.end
+            yield encode_error(api_error("internal", detail), self._answer_id, openai=openai)
+        if openai:
+            yield DONE
 
 
-async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+async def run_within(
+    request: Request,
+    timeout_s: float | None,
+    work: Coroutine[Any, Any, T],
+    beside: Coroutine[Any, Any, None] | None = None,
+) -> T:
     """Return what `work` returns; cancel it when time runs out or the caller hangs up.
 
-    The header X-Request-Timeout shortens the time.
+    The header X-Request-Timeout shortens the time. `beside` runs along with the work, and returns
+    when the caller has hung up; None: nothing does but that.
 
-    Errors: APIError `deadline_exceeded`; ClientDisconnect.
+    Errors: APIError `deadline_exceeded`; ClientDisconnect; those of `beside`.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_wait_for_disconnect(request))
+    watching = asyncio.create_task(beside or _wait_for_disconnect(request))
     both = (working, watching)
     try:
-        if (given := request.headers.get("x-request-timeout")) is not None:
+        given = request.headers.get("x-request-timeout")
+        if timeout_s is not None and given is not None:
             timeout_s = min(timeout_s, _read_timeout(given))
         await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         if watching.done():
+            watching.result()
             raise ClientDisconnect
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
             "or raise request_timeout_s (or X-Request-Timeout)."
         )
         raise api_error("deadline_exceeded", detail)
-    finally:
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-
-
-async def _run_beside_body(request: Request, body: ByteBuffer, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns, which reads the body; cancel it when the caller hangs up.
-
-    Errors: ClientDisconnect; those of reading the body.
-    """
-    both = asyncio.create_task(work), asyncio.create_task(_read_ahead(request, body))
-    working, reading = both
-    try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            reading.result()
-            raise ClientDisconnect
-        return await working
     finally:
         for task in both:
             task.cancel()

@@ -33,7 +33,7 @@ from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import OPENAI_PATHS, add_handlers
-from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS, run_within
+from logsteer_server.api.respond import encode_error, run_within
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.listening import listen_at
@@ -174,10 +174,9 @@ class RelayedAnswer(StreamingResponse):
             if not self._streams_events:
                 raise
             is_openai = self._request.url.path.startswith(OPENAI_PATHS)
-            shape = OPENAI_CHUNKS if is_openai else NAMED_EVENTS
-            # What was cut may be the middle of an event, which an empty line ends.
             lost = _refuse_lost(self._replica, error)
-            yield b"\n\n" + shape.encode_error(lost, self._request.state.id)
+            # What was cut may be the middle of an event, which an empty line ends.
+            yield b"\n\n" + encode_error(lost, self._request.state.id, openai=is_openai)
 
 
 class Ingress:

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.jobs import Feature, Job, JobFailure, JobResult
+from logsteer_server.contract.jobs import CaptureJob, Feature, Job, JobFailure, JobResult
 
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Activations of a layer by TransformerLens' names, in the order of a forward pass, that engines of

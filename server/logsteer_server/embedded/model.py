@@ -36,7 +36,7 @@ from logsteer_server.engines.tlens.points import Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import Entry, accept_row, read_batch
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.interventions.receipt import check_reach
+from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import COLUMNS, NEUTRAL, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
 from logsteer_server.numerics.sampling import ShapedRows, is_greedy, shape_rows

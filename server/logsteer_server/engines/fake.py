@@ -11,9 +11,10 @@ from typing import Any, get_args
 import numpy as np
 
 from logsteer.schemas import Column
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer_server.contract.plan import Condition, Positions, Readings, SteeringPlan
-from logsteer_server.numerics.probes import READINGS, hold_all
+from logsteer_server.numerics.residual_ops import READINGS, hold_all
 from logsteer_server.numerics.rows import RowSpec, unpack
 
 Values = npt.NDArray[np.float32]

@@ -16,9 +16,9 @@ from logsteer.schemas import ProbeRead, ProbeRequest
 from logsteer.schemas.steering import ProbedVector, SteeringCondition
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Condition, Probe, Readings, Vector
-from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.interventions.references import (
     VectorSource,
+    check_feature,
     fetch,
     place_vectors,
     refuse_vector,

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-from logsteer_server.contract.batches import ScoreJobs, ScoreOutputs, make_fingerprints
+from logsteer_server.contract.batches import ScoreJobs, ScoreOutputs, find_finite, make_fingerprints
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.finite import find_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.settings import ModelSettings

@@ -23,11 +23,10 @@ from logsteer_server.contract.batches import (
 )
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output, Routing
-from logsteer_server.contract.parameters import Cast
+from logsteer_server.contract.plan import Cast
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
-from logsteer_server.observation.metrics import ModelMetrics
-from logsteer_server.observation.readings import ModelReading
+from logsteer_server.observation.metrics import ModelMetrics, ModelReading
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec

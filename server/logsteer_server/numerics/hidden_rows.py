@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.numerics.row_files import RowFiles
-from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
+from logsteer_server.numerics.rows import RowFiles, Rows, RowSpec, read_rows
 
 BYTES_PER_MADE_LOGIT = 4
 """Bytes of a logit as the head makes it, at most: float32."""

@@ -20,7 +20,7 @@ from logsteer_server.contract.batches import (
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job, Routing
 from logsteer_server.engines.lifetime import measure_progress
-from logsteer_server.observation.readings import EngineStatus
+from logsteer_server.observation.metrics import EngineStatus
 from logsteer_server.runtime.engine_process import Ended, EngineProcess
 from logsteer_server.runtime.poison import KEEP_S, PoisonMemory
 from logsteer_server.runtime.process import (

@@ -20,7 +20,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas.problem import ProblemCode
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
-from logsteer_server.contract.parameters import Adapter, Direction
+from logsteer_server.contract.plan import Adapter, Direction
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upload import Upload, digest_file, report_faults

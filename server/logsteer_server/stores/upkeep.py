@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from logsteer.errors import APIError
-from logsteer_server.observation.readings import DiskReading, StoreReading
+from logsteer_server.observation.metrics import DiskReading, StoreReading
 from logsteer_server.settings import Settings
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import Objects

@@ -24,8 +24,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
     draw_seed,
 )
-from logsteer_server.tasks.planning import Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Steps
 from logsteer_server.tasks.tool_calls import CALL_BEGINS, check_cost, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts

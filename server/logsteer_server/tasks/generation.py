@@ -1,37 +1,277 @@
 """`/steer` and `/generate`: continuations of prompts, with what the sampling policy saw."""
 
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from logsteer.errors import APIError
 from logsteer.schemas import (
     ALL_COLUMNS,
+    BosPolicy,
     GenerateRequest,
     Message,
+    OverflowPolicy,
     PromptRequest,
     SteerRequest,
     list_conversations,
 )
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
     Policy,
+    ScoreJob,
     ScoreOutput,
     draw_seed,
 )
+from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.continuations import (
-    Continuations,
-    Prompts,
-    find_longest_prompt,
-    plan_continuations,
-)
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
+from logsteer_server.tasks.targets import aggregate_columns, show_columns
 from logsteer_server.text.chat import ChatForm
+from logsteer_server.text.prompts import check_prompt, find_longest_prompt, fit_prompt, read_prompts
+from logsteer_server.text.tokenizer import ANSWERED, TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is to be continued: texts or ids, or conversations for the chat template."""
+
+    given: Sequence[str] | Sequence[list[int]] = ()
+    conversations: Sequence[Sequence[Message]] = ()
+    chat: ChatForm = ANSWERED
+    bos: BosPolicy = "auto"
+    on_overflow: OverflowPolicy = "error"
+
+    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]] | APIError]:
+        """Yield the text, None where ids were given, and the tokens of each prompt; or its error.
+
+        Errors: APIError `invalid_request`.
+        """
+        for text in codec.render_each(self.conversations, self.chat):
+            yield text if isinstance(text, APIError) else (text, codec.encode_ids([text])[0])
+        if self.given:
+            yield from read_prompts(self.given, codec, self.bos)
+
+
+def plan_continuations(
+    prompts: Prompts,
+    first: GenerateJob,
+    count: int,
+    codec: TextCodec,
+    info: EngineInfo,
+    problems: ItemProblems | None = None,
+) -> Steps[tuple[list[GenerateJob], list[int]]]:
+    """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
+
+    `first` has everything but the tokens; seeds count on from its own over all completions, those
+    of prompts with a problem included, which have no job. Returned besides: how many tokens of each
+    planned prompt were dropped. Problems are added to `problems`; the first is raised where that is
+    None. Errors: APIError `invalid_request`, `context_too_long`.
+    """
+    problems = ItemProblems("prompts") if problems is None else problems
+    jobs: list[GenerateJob] = []
+    truncated: list[int] = []
+    num_planned = 0
+    limit, policy = info.context_length, prompts.on_overflow
+    for index, found in enumerate(prompts.encode(codec)):
+        with problems.catch(index):
+            if isinstance(found, APIError):
+                raise found
+            text, given = found
+            check_prompt(text, given, info.vocab_size)
+            ids, dropped = fit_prompt(given, first.max_tokens, limit, policy)
+        if index in problems:
+            continue
+        truncated.append(dropped)
+        tokens = np.array(ids, dtype=np.int32)
+        start = first.seed + index * count
+        jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
+        num_planned += count * jobs[-1].num_expected
+        yield num_planned
+    return jobs, truncated
+
+
+@dataclass(slots=True)
+class Continuation:
+    """The pieces of one job's output, as far as they have come."""
+
+    job: GenerateJob
+    pieces: list[GenerateOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All its tokens so far."""
+        return [token for piece in self.pieces for token in piece.token_ids.tolist()]
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether it is no baseline."""
+        return self.job.plan is not None and bool(self.job.plan.sites)
+
+    @property
+    def readings(self) -> Readings | None:
+        """What probes have read in all its pieces."""
+        found = [piece.readings for piece in self.pieces if piece.readings is not None]
+        if not found:
+            return None
+        return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended; None: it has not."""
+        return next((p.finish_reason for p in self.pieces if p.finish_reason is not None), None)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """What was read with all its tokens, log-probabilities included."""
+        parts = [_read_columns(piece) for piece in self.pieces]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def write(
+        self, codec: TextCodec, interventions: Interventions, window: int | None
+    ) -> dict[str, Any]:
+        """Write the whole as a `Completion`, with aggregates where there is a window."""
+        ids, columns = self.token_ids, self.columns
+        logprobs = columns["logprob"]
+        total = float(logprobs.astype(np.float64).sum())
+        aggregates = {} if window is None else {"aggregates": aggregate_columns(columns, window)}
+        return {
+            "text": "".join(piece.text for piece in self.pieces),
+            "token_ids": ids,
+            "tokens": [codec.piece(token) for token in ids],
+            "logprobs": logprobs,
+            "logprob": total if math.isfinite(total) else None,
+            "num_tokens": len(ids),
+            "finish_reason": self.finish_reason,
+            "seed": self.job.seed,
+            **interventions.show_readings(
+                self.readings, len(self.job.tokens), is_steered=self.is_steered
+            ),
+            **show_columns(columns, self.job.columns),
+            **aggregates,
+        }
+
+
+def _read_columns(piece: GenerateOutput) -> dict[str, np.ndarray]:
+    return {"logprob": piece.logprobs, **piece.columns}
+
+
+def read_end(job: GenerateJob, token_ids: Sequence[int]) -> ScoreJob:
+    """Return the job by which probes read the last token of a job's continuation.
+
+    Generation has ended with that token, so that the model has not read it.
+    """
+    tokens = np.concatenate([job.tokens, np.array(token_ids, dtype=np.int32)])
+    targets = np.array([*token_ids, 0], dtype=np.int32)
+    return ScoreJob(
+        tokens,
+        targets,
+        reads_end=True,
+        plan=job.plan,
+        override=job.override,
+        adapter=job.adapter,
+        salt=job.salt,
+    )
+
+
+def add_end(output: GenerateOutput, end: ScoreOutput) -> GenerateOutput:
+    """Return a whole continuation with what was read of its last token."""
+    assert output.readings is not None
+    assert end.readings is not None
+    parts = [output.readings.values_TGR, end.readings.values_TGR[-1:]]
+    return replace(output, readings=Readings(output.readings.first, np.concatenate(parts)))
+
+
+def make_end(last: GenerateOutput, output: ScoreOutput) -> GenerateOutput:
+    """Return a piece without tokens, which has what was read of the last one."""
+    assert output.readings is not None
+    first, values_TGR = output.readings.first, output.readings.values_TGR
+    return replace(
+        last,
+        token_ids=last.token_ids[:0],
+        text="",
+        logprobs=last.logprobs[:0],
+        top_ids=last.top_ids[:0],
+        top_logprobs=last.top_logprobs[:0],
+        columns={name: values[:0] for name, values in last.columns.items()},
+        finish_reason=None,
+        readings=Readings(first + len(values_TGR) - 1, values_TGR[-1:]),
+        cached_tokens=0,
+        trace=None,
+    )
+
+
+class Continuations:
+    """The completions of a request: those of its jobs, then those of a baseline's."""
+
+    def __init__(
+        self,
+        jobs: Sequence[GenerateJob],
+        baseline: Sequence[GenerateJob],
+        per_prompt: int,
+        seed: int,
+    ) -> None:
+        self.jobs = [*jobs, *baseline]
+        self.entries = [Continuation(job) for job in self.jobs]
+        self._per_prompt = per_prompt
+        self._seed = seed
+        self._num_own = len(jobs)
+
+    def add(
+        self, index: int, piece: GenerateOutput, interventions: Interventions
+    ) -> dict[str, Any]:
+        """Take a piece of a job's output in; return it as a `SteerPiece`."""
+        entry = self.entries[index]
+        entry.pieces.append(piece)
+        place = entry.job.seed - self._seed
+        return {
+            "prompt": place // self._per_prompt,
+            "completion": place % self._per_prompt,
+            "steered": entry.is_steered,
+            "text": piece.text,
+            "token_ids": piece.token_ids,
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish_reason,
+            **interventions.show_readings(
+                piece.readings, len(entry.job.tokens), is_steered=entry.is_steered
+            ),
+            **show_columns(_read_columns(piece), entry.job.columns),
+        }
+
+    def read_ends(self) -> list[ScoreJob]:
+        """Return the jobs by which probes read the last token of each."""
+        return [read_end(entry.job, entry.token_ids) for entry in self.entries]
+
+    def end(self, index: int, output: ScoreOutput, interventions: Interventions) -> dict[str, Any]:
+        """Take what was read of a job's last token in; return it as a `SteerPiece`."""
+        return self.add(index, make_end(self.entries[index].pieces[-1], output), interventions)
+
+    def write(
+        self,
+        codec: TextCodec,
+        interventions: Interventions,
+        truncated: Sequence[int],
+        window: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Write all of them as `PromptCompletions`; a `window` as in `Continuation.write`."""
+        written = [entry.write(codec, interventions, window) for entry in self.entries]
+        size, own = self._per_prompt, self._num_own
+        return [
+            {
+                "completions": written[start : start + size],
+                "baseline": written[own + start : own + start + size] or None,
+                "prompt_ids": self.jobs[start].tokens,
+                "truncated_tokens": truncated[start // size],
+            }
+            for start in range(0, own, size)
+        ]
+
 
 P = TypeVar("P", bound=PromptRequest)
 NO_TOKENS = np.zeros(0, dtype=np.int32)

@@ -11,21 +11,19 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids, InputPoint
-from logsteer_server.contract.parameters import Direction
-from logsteer_server.contract.plan import Positions
+from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.parameters import (
+from logsteer_server.interventions.references import (
     ResolvedOverride,
     check_feature,
     resolve_direction,
 )
-from logsteer_server.interventions.positions import place_positions
+from logsteer_server.interventions.steering import place_positions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -189,7 +187,6 @@ class GradientTask(BodyTask[GradientRequest]):
 
     _along: ResolvedOverride | None
     _path: AttributionPath | None
-    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -205,7 +202,7 @@ class GradientTask(BodyTask[GradientRequest]):
             yield Batch(jobs, collector.take)
         described = self._describe(targets, jobs, collector.outputs)
         results = [{"targets": [described[i] for i in item.targets]} for item in targets.items]
-        self._results = problems.fill(results, self.request_id)
+        self.results = problems.fill(results, self.request_id)
 
     def _describe(
         self, targets: TargetPlan, jobs: Sequence[GradientJob], outputs: Sequence[GradientOutput]
@@ -251,4 +248,4 @@ class GradientTask(BodyTask[GradientRequest]):
 
     def report(self) -> dict[str, Any]:
         """Return the derivatives of each item's targets, and the direction where there is one."""
-        return {"results": self._results, "along": self._along.used if self._along else None}
+        return {"results": self.results, "along": self._along.used if self._along else None}

@@ -18,26 +18,25 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import LensRequest, LogprobItem
 from logsteer_server.contract.batches import ScoreOutputs
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
-from logsteer_server.tasks.captures import CaptureSite
-from logsteer_server.tasks.columns import ColumnOptions, show_columns
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
-from logsteer_server.tasks.planning import Planner, Steps, collect
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
+    ColumnOptions,
     TargetOptions,
     TargetPlan,
     check_items,
     find_longest,
     plan_targets,
+    show_columns,
 )
 
 HELD = 2
@@ -54,8 +53,6 @@ class LensTask(BodyTask[LensRequest]):
     """Targets as each layer predicts them, by the model's own final norm and head."""
 
     kind = "lens"
-
-    _results: list[dict[str, Any]]
 
     def _items(self) -> list[LogprobItem]:
         return [
@@ -78,7 +75,7 @@ class LensTask(BodyTask[LensRequest]):
         problems = ItemProblems("items", body.on_error)
         plan, layers = await planner.advance(self._plan(items, problems))
         if not plan.jobs:  # each item has a problem
-            self._results = problems.fill([], self.request_id)
+            self.results = problems.fill([], self.request_id)
             return
         count = len(plan.jobs.targets) * len(layers)
         limit = planner.settings.max_items
@@ -99,7 +96,7 @@ class LensTask(BodyTask[LensRequest]):
         jobs = await planner.advance(collect(steps))
         yield Batch(jobs, scored.take, cache=body.cache, purpose="readout")
         found = await planner.advance(self._write(plan, layers, scored.scores))
-        self._results = problems.fill(found, self.request_id)
+        self.results = problems.fill(found, self.request_id)
 
     def _plan(
         self, items: Sequence[LogprobItem], problems: ItemProblems
@@ -171,7 +168,3 @@ class LensTask(BodyTask[LensRequest]):
             top = list_top(self.codec, outputs.top_ids[begin:end], outputs.top_logprobs[begin:end])
             rows["top"] = top
         return rows
-
-    def report(self) -> dict[str, Any]:
-        """Return the results."""
-        return {"results": self._results}

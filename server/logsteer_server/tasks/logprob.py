@@ -21,19 +21,21 @@ from logsteer_server.contract.batches import ScoreOutputs, add_between, find_sta
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import Column, ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.comparison import read_rows, reserve_references
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
+    Column,
+    ColumnOptions,
     PlannedItem,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
+    aggregate_columns,
     check_items,
     find_longest,
     plan_targets,
+    show_columns,
 )
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
@@ -227,7 +229,6 @@ class LogprobTask(BodyTask[LogprobRequest]):
     has_file = True
 
     _problems: ItemProblems
-    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -240,7 +241,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         self._problems = ItemProblems("items", body.on_error)
         plan, jobs = await planner.advance(self._plan())
         if not jobs:  # each item has a problem
-            self._results = self._problems.fill([], self.request_id)
+            self.results = self._problems.fill([], self.request_id)
             return
         rows = len(plan.jobs.targets)
         planner.expect_rows(rows, len(body.columns), min(body.top, self.info.vocab_size))
@@ -263,11 +264,11 @@ class LogprobTask(BodyTask[LogprobRequest]):
         window = body.window if isinstance(body, DiagnosticsRequest) else None
         shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
-        self._results = await planner.advance(steps)
+        self.results = await planner.advance(steps)
         if vocabulary:
-            _add_rows(self._results, plan, vocabulary)
+            _add_rows(self.results, plan, vocabulary)
         if self._problems:
-            self._results = self._problems.fill(self._results, self.request_id)
+            self.results = self._problems.fill(self.results, self.request_id)
 
     def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body, info = self._body, self.info
@@ -278,10 +279,6 @@ class LogprobTask(BodyTask[LogprobRequest]):
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
         plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
         return plan, (yield from self.interventions.apply(plan.jobs)) if plan.jobs else ()
-
-    def report(self) -> dict[str, Any]:
-        """Return the scores of each item's targets."""
-        return {"results": self._results}
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:
         """Return the answer as the tensors of a file, as `LogprobAnswer` says."""

@@ -33,9 +33,8 @@ from logsteer_server.tasks.completions import (
     read_next,
     render_chat_logprobs,
 )
-from logsteer_server.tasks.continuations import (
+from logsteer_server.tasks.generation import (
     add_end,
-    find_longest_prompt,
     make_end,
     read_end,
 )
@@ -50,7 +49,7 @@ from logsteer_server.tasks.run import (
     take_each,
 )
 from logsteer_server.tasks.tool_calls import find_plain, read_calls
-from logsteer_server.text.prompts import is_one_prompt
+from logsteer_server.text.prompts import find_longest_prompt, is_one_prompt
 
 S = TypeVar("S", bound=SamplingRequest)
 

@@ -22,21 +22,19 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, PatchPair, PatchRequest
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.captures import CaptureSite
-from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.planning import Planner, Steps, collect
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
+    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -171,8 +169,6 @@ class PatchTask(BodyTask[PatchRequest]):
     kind = "patch"
     applied_fields = ("override", "adapter")
 
-    _results: list[dict[str, Any]]
-
     def __init__(self, body: PatchRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._base, self._source = "corrupted", "clean"
@@ -222,7 +218,7 @@ class PatchTask(BodyTask[PatchRequest]):
             jobs = await planner.advance(collect(steps))
             yield Batch(jobs, scored.take, cache=body.cache)
         outputs = iter(scored.outputs)
-        self._results = [self._write(pair, layer_sets, outputs) for pair in pairs]
+        self.results = [self._write(pair, layer_sets, outputs) for pair in pairs]
 
     def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
         body, codec, info = self._body, self.codec, self.info
@@ -304,7 +300,7 @@ class PatchTask(BodyTask[PatchRequest]):
         """Return the results, and what was measured where."""
         body = self._body
         asked = {"hook": body.hook, "metric": body.metric, "direction": body.direction}
-        return {**asked, "results": self._results}
+        return {**asked, "results": self.results}
 
 
 def _list_items(pairs: Sequence[PatchPair]) -> list[LogprobItem]:

@@ -137,6 +137,8 @@ class Task(ABC):
     """What softmax and columns are computed in."""
     interventions: Interventions = UNCHANGED
     """What the answer is computed under; `plan` sets it."""
+    results: list[dict[str, Any]]
+    """What the answer says of each item, where `plan` sets it."""
     applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
     """Interventions that the answer reports."""
     has_file: ClassVar[bool] = False
@@ -167,9 +169,9 @@ class Task(ABC):
         Events that no output causes may be yielded between batches, not before the first.
         """
 
-    @abstractmethod
     def report(self) -> dict[str, Any]:
         """Return the answer's own fields, once the plan has ended."""
+        return {"results": self.results}
 
     def lay_out(self, document: dict[str, Any]) -> "TensorLayout":
         """Return the whole answer as a file of tensors, where the task `has_file`."""

@@ -200,8 +200,9 @@ def zero_scale(trial: Trial) -> Steps:
     found = yield from score_all(jobs)
     wanted = sum(len(job.tokens) for job in jobs)
     steered = sum(sum(output.trace.tokens) for output in found if output.trace is not None)
-    evidence = f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} "
-    evidence += "layers"
+    evidence = (
+        f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} layers"
+    )
     apart = Discrepancy.of(read_logprobs(found), trial.plain)
     return Measurement(apart, evidence, has_reached=steered == wanted)
 

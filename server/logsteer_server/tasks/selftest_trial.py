@@ -12,9 +12,15 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas.selftest import PromiseName, SelftestRequest, Verdict
-from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Ids, Policy, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    GenerateJob,
+    Ids,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.stores.layer_vectors import RESID_POST

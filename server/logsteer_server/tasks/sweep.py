@@ -15,26 +15,25 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.positions import MAX_PARTS, Decode
-from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.interventions.steering import MAX_PARTS, Decode, resolve_steering
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import (
     compare_jobs,
     export_jobs,
     reserve_references,
 )
 from logsteer_server.tasks.logprob import sum_targets
+from logsteer_server.tasks.perplexity import TextWindow, cut_texts
 from logsteer_server.tasks.planning import Planner, Steps, collect
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
+    ColumnOptions,
     TargetOptions,
     TargetPlan,
     find_longest,
     plan_targets,
 )
-from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 

@@ -1,14 +1,19 @@
-"""Contexts and targets as score jobs: the plan of `/logprob` and of all that scores like it."""
+"""Contexts and targets as score jobs: the plan of `/logprob` and of all that scores like it.
+
+And the columns that are read from each scored row, as an answer shows them.
+"""
 
 import hashlib
+import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
@@ -16,7 +21,9 @@ from logsteer.schemas import (
     ChatFields,
     LogprobItem,
     OverflowPolicy,
+    SamplingPolicy,
 )
+from logsteer.schemas.common import Precision
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
 from logsteer_server.contract.batches import (
     ScoreJobs,
@@ -24,15 +31,90 @@ from logsteer_server.contract.batches import (
     find_starts,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Ids, ScoreJob
+from logsteer_server.contract.jobs import Ids, Policy, ScoreJob
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.planning import Steps
-from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.tasks.planning import ItemProblems, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.chat import ChatForm, count_chars
-from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec
+from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_ids
+
+Column = npt.NDArray[Any]
+
+ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
+"""Columns that stand beside `columns` in an answer, under these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOptions:
+    """What is read from each scored row, as score jobs take it; `logprob` always.
+
+    `reads_end`: the last token is read, too, which probes are to read there.
+    """
+
+    columns: tuple[str, ...] = ("logprob",)
+    top: int = 0
+    policy: Policy = field(default_factory=Policy)
+    double: bool = False
+    reads_end: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        columns: Iterable[str],
+        policy: SamplingPolicy | None = None,
+        precision: Precision = "float32",
+        top: int = 0,
+        *,
+        reads_end: bool = False,
+    ) -> "ColumnOptions":
+        """Return the options of a request's fields."""
+        wanted = tuple(dict.fromkeys(["logprob", *columns]))
+        cut = Policy(**policy.model_dump()) if policy else Policy()
+        return cls(wanted, top, cut, precision == "float64", reads_end)
+
+
+def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:
+    """Return the columns that were asked for, where every answer has them.
+
+    For `["rank", "entropy"]`: `{"ranks": [...], "columns": {"entropy": [...]}}`.
+    """
+    shown: dict[str, Any] = {}
+    for name, shown_as in ARRAY_NAMES.items():
+        if name in asked:
+            shown[shown_as] = read[name]
+    others = {name: read[name] for name in asked if name not in ARRAY_NAMES}
+    return shown | ({"columns": others} if others else {})
+
+
+def aggregate_columns(
+    columns: Mapping[str, Column], window: int
+) -> dict[str, dict[str, float | None]]:
+    """Return the `Aggregate` of each column over a sequence's tokens, and of surprisal, -logprob.
+
+    `early` and `late` are means over the first and the last `window` tokens.
+    """
+    given = dict(columns)
+    if "logprob" in given:
+        given["surprisal"] = -given["logprob"]
+    return {
+        name: _aggregate(values.astype(np.float64), window)
+        for name, values in given.items()
+        if len(values)
+    }
+
+
+def _aggregate(values: npt.NDArray[np.float64], window: int) -> dict[str, float | None]:
+    numbers = {
+        "sum": values.sum(),
+        "mean": values.mean(),
+        "min": values.min(),
+        "max": values.max(),
+        "early": values[:window].mean(),
+        "late": values[-window:].mean(),
+    }
+    return {name: float(n) if math.isfinite(n) else None for name, n in numbers.items()}
+
 
 TARGET_WORK = 64
 """Tokens that take as long to look at as everything else of a target does."""
@@ -154,7 +236,12 @@ def plan_targets(
     """
     problems = ItemProblems("items") if problems is None else problems
     laid = yield from _lay_out_items(given, codec, info, options, problems)
-    decoded = yield from _decode_targets(codec, list(laid.distinct.values()))
+    decoded: dict[int, str] = {}  # by the list's address
+    targets = list(laid.distinct.values())
+    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
+        decoded[id(target_ids)] = text
+        if not len(decoded) % STEP_TEXTS:
+            yield 0
     pairs = laid.pairs
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
@@ -261,16 +348,6 @@ def _lay_out_items(
     return laid
 
 
-def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[int, str]]:
-    """Return the text of each list of ids, by the list's address."""
-    decoded: dict[int, str] = {}
-    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
-        decoded[id(target_ids)] = text
-        if not len(decoded) % STEP_TEXTS:
-            yield 0
-    return decoded
-
-
 def _lay_out(
     targets: Sequence[str], both: bool, texts: list[str]
 ) -> tuple[list[int], list[tuple[int, ...]] | None]:
@@ -286,8 +363,10 @@ def _lay_out(
     for number, target in enumerate(targets):
         with_space, bare = space_variants(target)
         if not bare:
-            detail = f"Target {target!r} is a space alone: without it nothing is left to score. "
-            detail += "Send space: as_given."
+            detail = (
+                f"Target {target!r} is a space alone: without it nothing is left to score. "
+                "Send space: as_given."
+            )
             raise api_error("boundary_empty", detail, param=f"targets[{number}]")
         first = len(texts)
         texts += [with_space, bare]
@@ -308,16 +387,18 @@ def _cut_ids(
     Equal targets are the same list, too: the first of them, which `distinct` has.
     """
     context_ids = item.context_ids or []
-    _check_ids(context_ids, "context_ids", info)
+    check_ids(context_ids, info.vocab_size, "context_ids")
     cuts = []
     for number, target_ids in enumerate(item.target_ids or []):
         name = f"target_ids[{number}]"
         if not target_ids:
             raise _empty_target(name)
-        _check_ids(target_ids, name, info)
+        check_ids(target_ids, info.vocab_size, name)
         if len(target_ids) > info.context_length + 1:  # before millions of ids are decoded
-            detail = f"The target has {len(target_ids)} tokens, this model reads "
-            detail += f"{info.context_length}: split it."
+            detail = (
+                f"The target has {len(target_ids)} tokens, this model reads "
+                f"{info.context_length}: split it."
+            )
             raise api_error("context_too_long", detail, param=name)
         front = context_ids or codec.bos_ids(bos, target_ids)
         if not front:
@@ -330,12 +411,6 @@ def _cut_ids(
 def _empty_target(name: str) -> APIError:
     detail = "A target needs at least one token, and this one is empty; leave it out."
     return api_error("invalid_request", detail, param=name)
-
-
-def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
-    if ids and max(ids) >= info.vocab_size:
-        detail = f"There is no token {max(ids)}; the model's vocabulary ends at "
-        raise api_error("invalid_request", f"{detail}{info.vocab_size - 1}.", param=name)
 
 
 class _JobBuilder:

@@ -5,7 +5,7 @@ Axis letters: N pairs, L layers, D width of an activation. Sums are float64, res
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,20 +23,21 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
-from logsteer_server.tasks.captures import CaptureSite, plan_captures
+from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
-from logsteer_server.tasks.vector_methods import Double, find_direction
-from logsteer_server.tasks.vector_quality import (
+from logsteer_server.tasks.vector_methods import (
+    Double,
     compare_layers,
     compare_vectors,
     describe_validation,
+    find_direction,
     judge_direction,
     recommend,
 )
@@ -46,11 +47,11 @@ from logsteer_server.text.tokenizer import TextCodec
 NEGLIGIBLE = 1e-6
 """Of a vector's norm: what is left of it below that is rounding."""
 MAX_SIMILAR = 3
+"""Stored vectors that an answer names for each layer: the nearest."""
 MAX_BYTES = 2**30
 """Of activations that are held while a vector is trained."""
 COMPARED_VECTORS = 256
 """Stored vectors that a trained one is compared with: each is read from the store."""
-"""Stored vectors that an answer names for each layer: the nearest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,6 @@ class TrainedVectors:
 
     vectors: LayerVectors
     quality: Mapping[int, LayerQuality]
-
-
-class LayerShape(Protocol):
-    """What vectors have in common that can be combined."""
-
-    @property
-    def hook(self) -> str:
-        """The activation that they are for."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Numbers of each layer."""
-        ...
 
 
 Side: TypeAlias = str | list[Message]
@@ -170,7 +157,7 @@ def train_vectors(
     return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality)
 
 
-def check_parts(parts: Sequence[LayerShape]) -> None:
+def check_parts(parts: Sequence[LayerVectors | VectorCard]) -> None:
     """Make sure that vectors can be combined. Errors: APIError `invalid_vector`."""
     for what, values in (
         ("hook", sorted({part.hook for part in parts})),

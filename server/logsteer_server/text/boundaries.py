@@ -101,7 +101,11 @@ def _cut_jointly(
             own, ids, offsets = ids[:count], ids[count:], offsets[count:]
             context = _add_bos(codec, own, ids, policy) if ids else None
         if not ids:
-            yield api_error("boundary_empty", _empty_detail(pair))
+            yield api_error(
+                "boundary_empty",
+                f"Encoded together with its context, target {pair.target!r} has no token of its "
+                "own left; send boundary: separate to encode each alone.",
+            )
             continue
         if not context:
             yield _no_context()
@@ -119,13 +123,6 @@ def _encode_contexts(codec: TextCodec, contexts: Sequence[str]) -> dict[str, lis
 def _encode_once(codec: TextCodec, texts: Sequence[str]) -> dict[str, EncodedText]:
     distinct = list(dict.fromkeys(texts))
     return dict(zip(distinct, codec.encode(distinct), strict=True))
-
-
-def _empty_detail(pair: Pair) -> str:
-    return (
-        f"Encoded together with its context, target {pair.target!r} has no token of its own left; "
-        "send boundary: separate to encode each alone."
-    )
 
 
 def _cut_separately(

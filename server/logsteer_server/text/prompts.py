@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy, OverflowPolicy
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer.schemas import BosPolicy, Message, OverflowPolicy
+from logsteer_server.text.chat import count_chars
+from logsteer_server.text.tokenizer import TextCodec, check_ids
 
 
 def read_prompts(
@@ -24,6 +25,13 @@ def read_prompts(
         yield None, list(entry)
 
 
+def find_longest_prompt(
+    prompts: Sequence[str | list[int]], conversations: Sequence[Sequence[Message]] = ()
+) -> int:
+    """Return the characters, or ids, of the longest prompt or conversation."""
+    return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
+
+
 def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
     """Return whether this is one prompt, as text or ids, and no list of them."""
     return isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -36,9 +44,8 @@ def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
     """
     if text == "" or not ids:
         raise api_error("invalid_request", "The prompt is empty: give it a token, or leave it out.")
-    if text is None and max(ids) >= vocab_size:
-        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
-        raise api_error("invalid_request", detail)
+    if text is None:
+        check_ids(ids, vocab_size)
 
 
 def fit_prompt(

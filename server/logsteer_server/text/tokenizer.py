@@ -182,6 +182,13 @@ class TextCodec:
         return self._decode([*self._anchor, token_id])[self._anchor_length :]
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
+    """Refuse ids that the model has not. Errors: APIError `invalid_request`."""
+    if ids and max(ids) >= vocab_size:
+        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
+        raise api_error("invalid_request", detail, param=param)
+
+
 def split_sizes(sizes: Sequence[int], limit: int) -> Iterator[range]:
     """Yield runs of entries, each as long as it takes to come to the limit, the last maybe shorter.
 

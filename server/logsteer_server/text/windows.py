@@ -37,8 +37,10 @@ class Windowing:
         """
         length = self.context_length or limit
         if length > limit:
-            detail = f"context_length {length} is more than the {limit} tokens that "
-            detail += "this model reads; send a smaller one."
+            detail = (
+                f"context_length {length} is more than the {limit} tokens that "
+                "this model reads; send a smaller one."
+            )
             raise api_error("context_too_long", detail, param="context_length")
         slides = self.protocol == "sliding"
         stride = self.stride or (max(1, length // 2) if slides else length)

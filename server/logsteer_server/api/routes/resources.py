@@ -30,14 +30,12 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
+    StoresDep,
     StoreThreadsDep,
-    get_adapters,
-    get_overrides,
-    get_saes,
-    get_vector_files,
 )
-from logsteer_server.api.respond import answer
+from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.interventions.interventions import Stores
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,
@@ -74,25 +72,27 @@ class Resource(Generic[C]):
     kind: Kind[C]
     listed: type[BaseModel]
     deleted: type[BaseModel]
-    get_store: Callable[[Request], Awaitable[Namespace[C]]]
+    find: Callable[[Stores], Namespace[C]]
     deletion: str = ""
     """What else its documentation says of a deletion."""
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
-    VECTORS, VectorList, DeletedVector, get_vector_files
+    VECTORS, VectorList, DeletedVector, lambda stores: stores.vectors.files
 )
 OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
-    OVERRIDES, OverrideList, DeletedOverride, get_overrides
+    OVERRIDES, OverrideList, DeletedOverride, lambda stores: stores.overrides
 )
 ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
     ADAPTERS,
     AdapterList,
     DeletedAdapter,
-    get_adapters,
+    lambda stores: stores.adapters,
     "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
 )
-SAE_RESOURCE: Resource[SaeCard] = Resource(SAES, SaeList, DeletedSae, get_saes)
+SAE_RESOURCE: Resource[SaeCard] = Resource(
+    SAES, SaeList, DeletedSae, lambda stores: stores.saes.names
+)
 
 
 def make_router(resource: Resource[C]) -> APIRouter:
@@ -107,8 +107,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
         description=f"The card of every stored {kind.noun}, by name.",
         responses={200: {"model": resource.listed}},
     )
-    async def list_all(request: Request, threads: StoreThreadsDep) -> Response:
-        store = await resource.get_store(request)
+    async def list_all(request: Request, stores: StoresDep, threads: StoreThreadsDep) -> Response:
+        store = resource.find(stores)
         listing = await threads.run(store.list_all)
         document = {
             kind.plural: [card.model_dump() for card in listing.cards],
@@ -124,9 +124,10 @@ def make_router(resource: Resource[C]) -> APIRouter:
         description=f"The card of one stored {kind.noun}.",
         responses={200: {"model": kind.card}},
     )
-    async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
-        store = await resource.get_store(request)
-        card, _ = await threads.run(store.look_up, name)
+    async def show(
+        name: VectorName, request: Request, stores: StoresDep, threads: StoreThreadsDep
+    ) -> Response:
+        card, _ = await threads.run(resource.find(stores).look_up, name)
         return answer(request, card.model_dump())
 
     @router.delete(
@@ -136,9 +137,10 @@ def make_router(resource: Resource[C]) -> APIRouter:
         "where it is old, else within a few hours (`store_grace_s`)." + resource.deletion,
         responses={200: {"model": resource.deleted}},
     )
-    async def delete(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
-        store = await resource.get_store(request)
-        sha256 = await threads.run(store.delete, name)
+    async def delete(
+        name: VectorName, request: Request, stores: StoresDep, threads: StoreThreadsDep
+    ) -> Response:
+        sha256 = await threads.run(resource.find(stores).delete, name)
         return answer(request, {"name": name, "sha256": sha256})
 
     return router
@@ -238,7 +240,7 @@ async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
             yield
 
 
-async def store_upload(
+async def answer_upload(
     request: Request,
     name: str,
     upload: Upload,
@@ -248,22 +250,27 @@ async def store_upload(
     *,
     overwrite: bool,
     **asked: Any,
-) -> C:
-    """Store an upload for a name that is written, and return the name's card.
+) -> Response:
+    """Store an upload for a name that is written, and answer with the name's card.
 
     `read` says what the file holds; `check` gets where engines find it and that, has the model's
     engine look at it, and makes the card. `asked` is what else of the request decides what is made.
     """
     threads: StoreThreads = request.app.state.store_threads
-    async with take_turn(request, READ_BYTES):
-        sha256 = await threads.run(upload.finish)
-        digest = digest_request("put", sha256=sha256, **asked)
-        there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
-        if there is not None:
-            return there
-        content = await threads.run(read, upload.path)
-    card = await check(StoredContent(None, sha256, str(upload.path)), content)
-    return await threads.run(store.put, upload, card, digest, overwrite=overwrite)
+
+    async def store_it() -> C:
+        async with take_turn(request, READ_BYTES):
+            sha256 = await threads.run(upload.finish)
+            digest = digest_request("put", sha256=sha256, **asked)
+            there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
+            if there is not None:
+                return there
+            content = await threads.run(read, upload.path)
+        card = await check(StoredContent(None, sha256, str(upload.path)), content)
+        return await threads.run(store.put, upload, card, digest, overwrite=overwrite)
+
+    card = await run_within(request, request.app.state.settings.request_timeout_s, store_it())
+    return answer(request, card.model_dump())
 
 
 def describe_form(description: str, required: Mapping[str, str], *further: str) -> dict[str, Any]:

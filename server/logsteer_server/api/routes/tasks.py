@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS
 from logsteer_server.api.encoding import SAFETENSORS
-from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
+from logsteer_server.api.respond import respond
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
@@ -60,7 +60,7 @@ class TaskRoute(KeyedRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._make_task = TASKS[self.name.replace("_", ".")]
-        self._shape = OPENAI_CHUNKS if OPENAI in self.tags else NAMED_EVENTS
+        self._is_openai = OPENAI in self.tags
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose caller may send it."""
@@ -75,7 +75,8 @@ class TaskRoute(KeyedRoute):
         stores = await state.namespaces.find(request.state.caller)
         if "name" in type(body).model_fields:
             find_record(scope).stored = body.name
-        response = await respond(request, self._make_task(body, state.models, stores), self._shape)
+        task = self._make_task(body, state.models, stores)
+        response = await respond(request, task, openai=self._is_openai)
         await response(scope, receive, send)
 
 

@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from logsteer.errors import api_error
 from logsteer.schemas import (
     BosPolicy,
     DetokenizeAnswer,
@@ -20,11 +19,11 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm
-from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+from logsteer_server.text.prompts import find_longest_prompt
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
 
 T = TypeVar("T")
 
@@ -111,10 +110,7 @@ async def detokenize(
     model = models.find(body.model)
     codec, info = model.require()
     for index, ids in enumerate(sequences):
-        if ids and max(ids) >= info.vocab_size:
-            detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
-            detail += f"{info.vocab_size - 1}."
-            raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
+        check_ids(ids, info.vocab_size, f"token_ids[{index}]")
     planner = Planner(capacity, request.state.memory, request.state.memory)
     planner.cover_text(max(map(len, sequences), default=0))
     texts = await _run(request, planner, _decode(codec, sequences))

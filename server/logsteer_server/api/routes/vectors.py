@@ -22,8 +22,8 @@ from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
     ContentFilesDep,
     SettingsDep,
+    StoresDep,
     StoreThreadsDep,
-    VectorsDep,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
@@ -82,13 +82,13 @@ async def download_vector(
     name: VectorName,
     request: Request,
     settings: SettingsDep,
-    store: VectorsDep,
+    stores: StoresDep,
     files: ContentFilesDep,
     threads: StoreThreadsDep,
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
-    card, found = await threads.run(store.files.look_up, name)
+    card, found = await threads.run(stores.vectors.files.look_up, name)
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
@@ -98,7 +98,7 @@ async def download_vector(
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
 
     def open_file() -> IO[bytes]:
-        with _VectorFiles(store, files).open(found) as file:
+        with _VectorFiles(stores.vectors, files).open(found) as file:
             if format == "safetensors":
                 return os.fdopen(os.dup(file.fileno()), "rb")
             return _convert(file, format, hint)
@@ -141,12 +141,13 @@ async def upload_vector(
     name: VectorName,
     request: Request,
     settings: SettingsDep,
-    store: VectorsDep,
+    stores: StoresDep,
     threads: StoreThreadsDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
     overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
     """Store the file's vector under this name."""
+    store = stores.vectors
     limit = UploadLimit(settings.max_vector_bytes, "max_vector_bytes")
     async with open_upload(request, store.files, name, limit, threads) as upload:
         await write_body(request, upload, limit, threads)
@@ -180,13 +181,13 @@ async def combine_vector(
     body: CombineRequest,
     request: Request,
     settings: SettingsDep,
-    store: VectorsDep,
+    stores: StoresDep,
     files: ContentFilesDep,
     threads: StoreThreadsDep,
 ) -> Response:
     """A weighted sum of stored vectors, stored under this name."""
-    store.files.check_writing(name)
-    work = _combine(name, body, request, _VectorFiles(store, files), threads)
+    stores.vectors.files.check_writing(name)
+    work = _combine(name, body, request, _VectorFiles(stores.vectors, files), threads)
     card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.parameters import Cast
+from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.overflow import CheckedAttention

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
+    CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,

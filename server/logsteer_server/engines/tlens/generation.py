@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.finite import describe_non_finite
+from logsteer_server.contract.batches import describe_non_finite
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
     JobResult,
 )
-from logsteer_server.contract.parameters import ParameterDelta
+from logsteer_server.contract.plan import ParameterDelta
 from logsteer_server.engines.readings import DrawnValues
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.parameters import Cast
+from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.cache import RoomyLayer
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens, UnknownBlockError

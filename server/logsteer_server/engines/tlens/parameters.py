@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from logsteer_server.contract.jobs import CheckOverrideOutput
-from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
+from logsteer_server.contract.plan import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.numerics.lora import (
     AdapterConfig,

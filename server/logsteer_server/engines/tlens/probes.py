@@ -27,7 +27,7 @@ from logsteer_server.engines.tlens.points import (
     PointMap,
     RefusedJobError,
 )
-from logsteer_server.numerics.probes import (
+from logsteer_server.numerics.residual_ops import (
     CONDITION_NUMBERS,
     READINGS,
     hold,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.finite import find_failure
+from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.jobs import Job, JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.engines.tlens.cache import RowCache

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
@@ -27,8 +26,7 @@ from logsteer_server.engines.tlens.queue import (
 )
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
-from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
-from logsteer_server.numerics.rows import RowSpec, unpack
+from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, unpack
 
 MIN_CONTEXT = 16
 """Tokens from which on a context is looked for among others."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
+from logsteer_server.contract.plan import CONFIG_KEY, Adapter
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.vllm.slots import SlotPool
 from logsteer_server.numerics.lora import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.batches import find_failure, is_finite
 from logsteer_server.contract.engine import (
     DeviceMemory,
     EngineInfo,
@@ -14,8 +14,8 @@ from logsteer_server.contract.engine import (
     EngineReading,
     EngineSpec,
 )
-from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import (
+    CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     GenerateJob,

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
 from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 

@@ -26,8 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, Mark, Work
-from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS
-from logsteer_server.numerics.residual_ops import UNCHANGED
+from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, READINGS, UNCHANGED
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.tables import SteeringTables

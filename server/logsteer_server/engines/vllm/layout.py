@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.captures import Captured, Indices
-from logsteer_server.numerics.probes import CONDITION_NUMBERS
-from logsteer_server.numerics.residual_ops import UNCHANGED
+from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, UNCHANGED
 
 CLOSED, DECIDED = -1, -2
 """In place of the token whose reading decides for another: none, as that stands before the prompt's

@@ -20,7 +20,7 @@ from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.captures import Indices
 from logsteer_server.engines.vllm.layout import DECIDED, NONE_READ, ReadTokens
 from logsteer_server.engines.vllm.stream import read_stream
-from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS, hold, read_components
+from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, READINGS, hold, read_components
 
 GATHERED = 2**22
 """Numbers of activations, or of directions for them, that are gathered at once."""

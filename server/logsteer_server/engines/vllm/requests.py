@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.finite import describe_non_finite
+from logsteer_server.contract.batches import describe_non_finite
 from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,

@@ -15,8 +15,7 @@ from torch import Tensor
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
-from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
-from logsteer_server.numerics.rows import POLICY_COLUMNS, RowSpec
+from logsteer_server.numerics.rows import POLICY_COLUMNS, ReferenceFile, RowFiles, RowSpec
 
 log = logging.getLogger(__name__)
 

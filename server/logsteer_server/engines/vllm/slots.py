@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import HOOKS, EngineInfo
-from logsteer_server.contract.jobs import Job, JobFailure
+from logsteer_server.contract.jobs import CaptureJob, Job, JobFailure
 from logsteer_server.contract.plan import Probe, Readings, Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.contract.parameters import CONFIG_KEY
+from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, Factors, pair_factors
 
 MAX_HEADER_BYTES = 16 * 2**20
