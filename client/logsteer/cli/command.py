@@ -10,22 +10,27 @@ from typing import Any
 import httpx
 
 import logsteer
-from logsteer.cli import tables
-from logsteer.cli.capture import add_capture
-from logsteer.cli.chat import add_chat
-from logsteer.cli.generation import add_generate
-from logsteer.cli.items import add_diagnostics, add_gradient, add_score
-from logsteer.cli.maps import add_lens, add_patch
-from logsteer.cli.models import add_model_commands
-from logsteer.cli.output import add_output_options, check_output, show
-from logsteer.cli.parameters import add_adapter_commands, add_override_commands, add_sae_commands
-from logsteer.cli.perplexity import add_perplexity
+from logsteer.cli.arguments import Command, add_examples
+from logsteer.cli.generation import add_chat, add_generate, add_steer, add_sweep
+from logsteer.cli.models import add_model_commands, add_selftest
+from logsteer.cli.output import add_output_options, check_output, draw_answer, show
 from logsteer.cli.score_file import add_score_file
-from logsteer.cli.selftest import add_selftest
-from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.terminal import Command, add_examples
+from logsteer.cli.scoring import (
+    add_capture,
+    add_diagnostics,
+    add_gradient,
+    add_lens,
+    add_patch,
+    add_perplexity,
+    add_score,
+)
+from logsteer.cli.stored import (
+    add_adapter_commands,
+    add_override_commands,
+    add_sae_commands,
+    add_vector_commands,
+)
 from logsteer.cli.usage import Parser
-from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import (
     DeadlineError,
@@ -175,4 +180,4 @@ def _positive(text: str) -> float:
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
-    show(arguments, answer, tables.draw_answer(answer))
+    show(arguments, answer, draw_answer(answer))

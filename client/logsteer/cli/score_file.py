@@ -6,11 +6,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from logsteer.cli.options import add_options
-from logsteer.cli.output import add_output_options, show
-from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.tables import draw_statistics
-from logsteer.cli.terminal import add_examples, given
+from logsteer.cli.arguments import (
+    add_examples,
+    add_options,
+    add_probe_option,
+    add_steering_options,
+    given,
+    read_changes,
+)
+from logsteer.cli.output import add_output_options, draw_statistics, show
 from logsteer.client import Client
 from logsteer.corpus import FileScores, JobLimits, score_file
 from logsteer.corpus.form import KINDS

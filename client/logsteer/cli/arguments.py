@@ -1,17 +1,157 @@
-"""The options of the command line that change a model for one request, and read from it.
-
-Those about steering are read into a steering object.
-"""
+"""Arguments of the commands: what they share, fields of requests, steering and probes."""
 
 import argparse
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_args
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from logsteer.cli.terminal import given, parse_layers, reading
+from rich.console import Console
+
+from logsteer._endpoints import ENDPOINTS
+from logsteer._parameters import Parameter, list_parameters
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
 from logsteer.extras.json_files import load_steering
-from logsteer.schemas import PositionName, ProbeRead
+from logsteer.schemas import PositionName, ProbeRead, SamplingPolicy, steering
 from logsteer.schemas.steering import Operation, Unit, parse_vector
+
+T = TypeVar("T")
+Command = Callable[[Client, argparse.Namespace], None]
+
+STDIN = "-"
+"""What stands for standard input among the arguments of a command."""
+
+
+PIPE_COLUMNS = 100_000
+"""Of what is no terminal: nothing is cut or broken there."""
+
+
+class TerminalConsole(Console):
+    """A console of this command, as wide as the terminal; a pipe gets whole lines."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+        if not self.is_terminal:
+            self.width = int(os.environ.get("COLUMNS", PIPE_COLUMNS))
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`, whose exit status says it."""
+        raise BrokenPipeError
+
+
+def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
+    """Have the parser's help end in these examples, as they are written."""
+    parser.epilog = f"examples:{examples}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
+    """Return those of the arguments that were given."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return what parses an argument, and has argparse say why a value is refused."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+parse_layers = reading(steering.parse_layers)
+
+
+def parse_scales(text: str) -> list[float]:
+    """Return the numbers of a list such as -4,-2,0,2,4; else raise ArgumentTypeError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as -4,-2,0,2,4") from error
+
+
+def read_input(name: str) -> tuple[str, bytes]:
+    """Return what a file is called in errors and its bytes, read once: it may be a pipe.
+
+    - is standard input. Raises LogsteerError where it is empty.
+    """
+    place = "standard input" if name == STDIN else name
+    data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    if not data:
+        raise LogsteerError(f"{place} is empty")
+    return place, data
+
+
+def add_options(
+    parser: argparse._ActionsContainer,
+    endpoint: str,
+    metavars: Mapping[str, str | None],
+    short: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Give a command these parameters of an endpoint as options, with what the schemas say of them.
+
+    `metavars` is parameter -> what stands for its value in the help: {"max_tokens": "N"} makes
+    `--max-tokens N`. None for one with a set of values, or none. `short` are further flags.
+    """
+    parameters = {parameter.name: parameter for parameter in list_parameters(ENDPOINTS[endpoint])}
+    for name, metavar in metavars.items():
+        parameter = parameters[name]
+        flag = f"--{name.replace('_', '-')}"
+        arguments: dict[str, Any] = {"help": _describe(parameter), **_read_type(parameter.type)}
+        if metavar is not None:
+            arguments["metavar"] = metavar
+        flags = [*filter(None, [short.get(name)]), flag]
+        parser.add_argument(*flags, **arguments)
+
+
+def add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Give a command the options that `read_policy` reads."""
+    group = parser.add_argument_group("policy that the columns refer to")
+    for name, field in SamplingPolicy.model_fields.items():
+        text = (field.description or "default").removesuffix(".")
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float if field.annotation is float else int,
+            metavar=name.rpartition("_")[2][0].upper(),
+            help=f"{text}; default {field.default:g}".removeprefix("default; "),
+        )
+
+
+def read_policy(arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the fields of the policy that were given."""
+    return dict(given(arguments, *SamplingPolicy.model_fields))
+
+
+def _read_type(kind: Any) -> dict[str, Any]:
+    """Return how argparse reads a value of a field's type."""
+    rest = [part for part in get_args(kind) if part is not NoneType]
+    if NoneType in get_args(kind):
+        return _read_type(rest[0])
+    if get_origin(kind) is Literal:
+        return {"choices": rest}
+    if get_origin(kind) is list:
+        return {"action": "append", **_read_type(rest[0])}
+    if get_origin(kind) is dict:
+        return {"type": json.loads}
+    return {"action": "store_true", "default": None} if kind is bool else {"type": kind}
+
+
+def _describe(parameter: Parameter) -> str:
+    text = parameter.description.split(". ")[0].removesuffix(".").replace("null:", "else")
+    if any(get_origin(kind) is list for kind in (parameter.type, *get_args(parameter.type))):
+        text += "; repeatable"
+    elif parameter.default not in (None, False):
+        text += f"; default {parameter.default}"
+    return text.replace("%", "%%")
+
 
 POSITIONS = f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10"
 """What `parse_positions` reads."""
