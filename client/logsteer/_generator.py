@@ -94,8 +94,8 @@ from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward
-from logsteer.extras.samples import Samples
-from logsteer.extras.shards import ActivationShards
+from logsteer.extras.sampling import Samples
+from logsteer.extras.activations import ActivationShards
 from logsteer.schemas import (
 {schemas}
 )

@@ -17,12 +17,10 @@ from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._sync_caller import Caller, StoreMethods
 from logsteer._upload import Source
-from logsteer.extras.activations import Activations
+from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import Reward
-from logsteer.extras.shards import ActivationShards
+from logsteer.extras.sampling import Reward, Samples
 from logsteer.schemas import (
     ActivationItem,
     ActivationRead,

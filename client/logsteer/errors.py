@@ -7,7 +7,7 @@ writes the document from them, so both sides agree on status and on what may be 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
-from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.common import Problem, ProblemCode
 
 
 class ProblemKind(NamedTuple):

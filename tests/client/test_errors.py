@@ -7,7 +7,7 @@ import pytest
 
 from logsteer import errors
 from logsteer.errors import KINDS, APIError, api_error, problem_error
-from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.common import Problem, ProblemCode
 
 # The contract's table, written again on purpose: a change must be made twice.
 CONTRACT = {

@@ -14,7 +14,7 @@ import pytest
 from logsteer import AsyncClient, Client
 from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
-from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import Samples
 from tests.client.documents import ANSWER, PROVENANCE
 from tests.own_time import run_in_own_time
 

@@ -23,7 +23,7 @@ from logsteer import (
 )
 from logsteer.cli import main
 from logsteer.corpus import JobLimits
-from logsteer.corpus.servers import FleetServer
+from logsteer.corpus.job import FleetServer
 
 from .corpus_server import BAD, CorpusServer, serve_corpus, value_of
 from .score_file_cases import read_rows, score, texts, write_rows

@@ -16,7 +16,7 @@ from logsteer._endpoints import ENDPOINTS
 from logsteer._parameters import Parameter, list_parameters
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.json_files import load_steering
+from logsteer.extras.datasets import load_steering
 from logsteer.schemas import PositionName, ProbeRead, SamplingPolicy, steering
 from logsteer.schemas.steering import Operation, Unit, parse_vector
 

@@ -35,7 +35,7 @@ from logsteer.cli.output import (
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, APIError, LogsteerError
-from logsteer.extras.json_files import read_json_lines, read_text
+from logsteer.extras.datasets import read_json_lines, read_text
 from logsteer.extras.labels import SweepLabels, label_sweep
 from logsteer.extras.plots import plot_sweep
 from logsteer.extras.rows import FlatRow, list_rows

@@ -17,7 +17,7 @@ from logsteer.cli.arguments import (
 from logsteer.cli.output import add_output_options, draw_statistics, show
 from logsteer.client import Client
 from logsteer.corpus import FileScores, JobLimits, score_file
-from logsteer.corpus.form import KINDS
+from logsteer.corpus.rows import KINDS
 from logsteer.errors import LogsteerError
 
 EXAMPLES = """

@@ -46,13 +46,10 @@ from logsteer.cli.output import (
 )
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import name_source
-from logsteer.extras.json_files import decode_text, read_json_lines
-from logsteer.extras.labels import show_value
-from logsteer.extras.maps import LayerMap, map_lens, map_patch
+from logsteer.extras.datasets import JOIN, JoinedRows, decode_text, name_source, read_json_lines
+from logsteer.extras.labels import LayerMap, map_lens, map_patch, show_value
 from logsteer.extras.plots import plot_windows
 from logsteer.extras.rows import FlatRow, list_rows, write_window
-from logsteer.extras.texts import JOIN, JoinedRows
 from logsteer.schemas import (
     AllPositions,
     Attribution,

@@ -25,8 +25,8 @@ from logsteer.cli.arguments import (
 from logsteer.cli.output import add_output_options, draw_answer, draw_card, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import read_json_lines
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
-from logsteer.extras.json_files import read_json_lines
 from logsteer.extras.labels import describe_card, label_layers
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import (

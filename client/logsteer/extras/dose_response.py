@@ -16,8 +16,7 @@ from typing import Any
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.schemas import ContrastPair, Message, SweepAnswer, SweepPoint, VectorCard
-from logsteer.schemas.common import Float, Reply
-from logsteer.schemas.views import Plotted
+from logsteer.schemas.common import Float, Plotted, Reply
 
 PLAIN_SCALES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
 """For a vector that nothing is recommended for."""

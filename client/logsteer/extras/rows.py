@@ -49,9 +49,9 @@ from logsteer.schemas import (
     VectorList,
     WindowScore,
 )
+from logsteer.schemas.chat import Encoded
 from logsteer.schemas.common import Float, ProbeReadings, RowColumns
 from logsteer.schemas.perplexity import TokenScores
-from logsteer.schemas.tokens import Encoded
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,26 +1,174 @@
-"""One run of `Client.sample`: which batches are sent, and what becomes of their answers.
-
-It does no input or output: `logsteer._sampling` sends the batches, in threads or in tasks.
-"""
+"""Samples of many prompts, with their rewards: what `Client.sample` gives, and how it gets them."""
 
 import asyncio
 import inspect
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, overload
 
-from pydantic import BaseModel, ConfigDict, with_config
+from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from logsteer._calls import read_request
 from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import CountingProgress
 from logsteer.errors import DIVISIBLE, AnswerError, InvalidRequestError, LogsteerError
-from logsteer.extras.datasets import Row, Source, check_counts, draw_prompts, read_prompts
-from logsteer.extras.samples import SampleFailure, Samples
-from logsteer.schemas import GenerateRequest
+from logsteer.extras.datasets import (
+    PromptRow,
+    Row,
+    Source,
+    check_counts,
+    draw_prompts,
+    read_prompts,
+)
+from logsteer.extras.rows import load_pandas
+from logsteer.schemas import Completion, GenerateRequest, PromptCompletions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class DrawnPrompt(PromptCompletions):
+    """One drawn prompt with its continuations.
+
+    `rewards` and `reward_errors` have an entry for each continuation; they are None where no
+    reward was asked for, and where none has failed.
+    """
+
+    index: int
+    rewards: list[float | None] | None = None
+    reward_errors: list[str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation of one prompt; `index` is the prompt's place among those drawn.
+
+    `prompt_ids` is the prompt as the model read it. A `reward` that failed is None, and
+    `reward_error` says why.
+    """
+
+    index: int
+    source: PromptRow
+    completion: Completion
+    prompt_ids: list[int]
+    reward: float | None
+    reward_error: str | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Drawn prompts, by their places, that were not continued, and why."""
+
+    draws: range
+    error: LogsteerError
+
+    def __str__(self) -> str:
+        """Return both in one line."""
+        last = f" to {self.draws[-1]}" if len(self.draws) > 1 else ""
+        return f"draw {self.draws[0]}{last}: {self.error}"
+
+
+class Samples(Sequence[Sample]):
+    """Samples in the order of their prompts; `failures` says which prompts have none, and why.
+
+    `draws` are fields of `DrawnPrompt`, read when they are needed. Reading raises AnswerError
+    for anything else.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Mapping[str, Any]],
+        prompts: Sequence[PromptRow],
+        n: int,
+        failures: Sequence[SampleFailure] = (),
+        places: range | None = None,
+    ) -> None:
+        self._draws = draws
+        self._prompts = prompts
+        self._n = n
+        self.failures = list(failures)
+        self._places = range(len(draws) * n) if places is None else places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Sample]:
+        last, draw = -1, None
+        for place in self._places:
+            # Each is read once for all its samples.
+            if draw is None or place // self._n != last:
+                last = place // self._n
+                draw = self._read(last)
+            yield self._sample(draw, place % self._n)
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Samples": ...
+    def __getitem__(self, place: int | slice) -> "Sample | Samples":
+        found = self._places[place]
+        if isinstance(found, range):
+            return Samples(self._draws, self._prompts, self._n, self.failures, found)
+        return self._sample(self._read(found // self._n), found % self._n)
+
+    def _read(self, place: int) -> DrawnPrompt:
+        try:
+            return DrawnPrompt.model_validate(self._draws[place])
+        except ValidationError as error:
+            raise AnswerError(f"what the server sent is not a sample: {error}") from error
+
+    def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
+        return Sample(
+            draw.index,
+            self._prompts[draw.index],
+            draw.completions[number],
+            draw.prompt_ids,
+            None if draw.rewards is None else draw.rewards[number],
+            None if draw.reward_errors is None else draw.reward_errors[number],
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
+        return [_flatten(sample) for sample in self]
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return the records as a table. Errors: ImportError that says what to install."""
+        frame: pd.DataFrame = load_pandas().DataFrame(self.records())
+        return frame
+
+
+def _flatten(sample: Sample) -> dict[str, Any]:
+    completion = sample.completion
+    record: dict[str, Any] = {
+        "index": sample.index,
+        "prompt": sample.source.prompt,
+        "prompt_ids": sample.prompt_ids,
+        "prompt_length": sample.prompt_length,
+        "text": completion.text,
+        "reward": sample.reward,
+        "reward_error": sample.reward_error,
+        "logprob": completion.logprob,
+        "num_tokens": completion.num_tokens,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+    }
+    record |= completion.columns or {}
+    for name, aggregate in (completion.aggregates or {}).items():
+        record[f"{name}_mean"] = aggregate.mean
+    return {f"row_{name}": value for name, value in sample.source.row.items()} | record
+
 
 Reward: TypeAlias = Callable[[Row, str, str], float | Awaitable[float]]
 """A number for a row of the source, its prompt, and the text of one continuation; or what is
@@ -290,3 +438,90 @@ class SamplingRun:
         end = len(self._prompts)
         for start in range(0, end, self.options.batch_size):
             yield range(start, min(start + self.options.batch_size, end))
+
+
+_Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
+
+
+def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Samples:
+    """Send the batches of a run, some at once; rewards are called in the caller's own thread."""
+    under_way: dict[Future[SampledBatch], range] = {}
+    pool = ThreadPoolExecutor(run.options.concurrency, "logsteer-sample")
+
+    def begin() -> None:
+        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
+            under_way[pool.submit(ask, **run.arguments(batch))] = batch
+
+    # One loop for all rewards that are awaited: what they share may be bound to it.
+    with run, closing(asyncio.Runner()) as runner:
+        try:
+            begin()
+            while under_way:
+                answered = []
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    batch = under_way.pop(future)
+                    try:
+                        answered.append((batch, future.result()))
+                    except LogsteerError as error:
+                        run.fail(batch, error)
+                begin()
+                for batch, answer in answered:
+                    try:
+                        ratings = run.rate(batch, answer)
+                    except LogsteerError as error:
+                        run.fail(batch, error)
+                    else:
+                        run.keep(batch, answer, _await_here(ratings, runner))
+                begin()
+            return run.finish()
+        finally:
+            # Whoever interrupts does not wait for what is under way.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _await_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner) -> list[Rating]:
+    known = known_ratings(ratings)
+    if known is not None:
+        return known
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return runner.run(await_ratings(ratings))
+    for rating in ratings:
+        if inspect.iscoroutine(rating):
+            rating.close()
+    detail = "an event loop runs here already, as in a notebook: an async reward needs AsyncClient"
+    raise InvalidRequestError("invalid_request", detail, param="reward")
+
+
+async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> Samples:
+    """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
+    under_way: dict[asyncio.Task[_Rated], range] = {}
+
+    async def work(batch: range) -> _Rated:
+        answer = await ask(**run.arguments(batch))
+        return answer, await await_ratings(run.rate(batch, answer))
+
+    def begin() -> None:
+        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
+            under_way[asyncio.create_task(work(batch))] = batch
+
+    with run:
+        try:
+            begin()
+            while under_way:
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    batch = under_way.pop(task)
+                    try:
+                        answer, ratings = task.result()
+                    except LogsteerError as error:
+                        run.fail(batch, error)
+                    else:
+                        run.keep(batch, answer, ratings)
+                begin()
+            return run.finish()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)

@@ -1,10 +1,14 @@
-"""What several endpoints share: options of a request, and what every answer carries."""
+"""What several endpoints share: options of a request, what every answer carries, error documents.
+
+Errors are problem details (RFC 9457) with the fields that a program decides by.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from reprlib import Repr
 from shutil import get_terminal_size
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -386,3 +390,96 @@ class Answer(Reply):
     def _headline(self) -> Mapping[str, Any]:
         own = super()._headline()
         return {name: value for name, value in own.items() if name not in Answer.model_fields}
+
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+VIEWS: dict[Literal["html", "table", "plot"], Callable[..., Any]] = {}
+"""What an answer is given to, to be drawn as HTML, laid out as a table, or plotted."""
+
+
+class TableViews:
+    """What notebooks draw, and what is a table of pandas where one is wanted."""
+
+    def _repr_html_(self) -> str:
+        html: str = VIEWS["html"](self)
+        return html
+
+    def to_pandas(self, per: str | None = None) -> "pd.DataFrame":
+        """Return the rows of this answer: a row a token, target, window or point, as `per` says.
+
+        None is the usual one of its kind. Raises ImportError that says what to install, and
+        LogsteerError, which names what there is, for rows that the answer has not.
+        """
+        return VIEWS["table"](self, per)
+
+
+class Tabled(Reply, TableViews):
+    """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
+
+
+class Plotted(Tabled):
+    """One that matplotlib draws, too."""
+
+    def plot(self, path: str | Path | None = None, **options: Any) -> "Figure":
+        """Draw this answer, write the picture to `path` where given, and return the figure.
+
+        `options` are those of `logsteer.plot_sweep` for a sweep; others take none. Raises
+        LogsteerError without matplotlib, and where there is nothing to draw.
+        """
+        figure: Figure = VIEWS["plot"](self, path, **options)
+        return figure
+
+
+ProblemCode = Literal[
+    "invalid_request",
+    "context_too_long",
+    "boundary_empty",
+    "unsupported_by_engine",
+    "invalid_vector",
+    "invalid_adapter",
+    "invalid_sae",
+    "non_finite",
+    "unauthorized",
+    "forbidden",
+    "not_found",
+    "unknown_model",
+    "unknown_vector",
+    "unknown_override",
+    "unknown_adapter",
+    "unknown_sae",
+    "method_not_allowed",
+    "exists",
+    "payload_too_large",
+    "overloaded",
+    "rate_limited",
+    "model_loading",
+    "engine_restarting",
+    "out_of_memory",
+    "deadline_exceeded",
+    "internal",
+]
+
+
+class Problem(Reply):
+    """One error. `detail` says what was wrong and what to do about it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: ProblemCode
+    param: str | None = None
+    retryable: bool
+    request_id: str
+
+
+class ItemResult(Reply):
+    """The result of one of a request's items; where it has a problem, it has nothing else."""
+
+    problem: Problem | None = Field(
+        default=None,
+        description="Why this item has no result, in a request with `on_error: report`.",
+    )

@@ -13,17 +13,17 @@ from logsteer.schemas.common import (
     Columns,
     Float,
     ItemOptions,
+    ItemResult,
     Reply,
     Request,
     RowColumns,
     RowOptions,
+    Tabled,
     TokenId,
     TopAlternatives,
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
-from logsteer.schemas.problem import ItemResult
-from logsteer.schemas.views import Tabled
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]

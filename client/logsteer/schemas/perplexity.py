@@ -15,7 +15,9 @@ from logsteer.schemas.common import (
     Count,
     Float,
     ItemOptions,
+    ItemResult,
     NamedRefusals,
+    Plotted,
     PrecisionOption,
     Provenance,
     Reply,
@@ -26,11 +28,8 @@ from logsteer.schemas.common import (
     Usage,
     name_refusal,
 )
-from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
-from logsteer.schemas.overrides import ParameterOverride
-from logsteer.schemas.problem import ItemResult
+from logsteer.schemas.interventions import ActivationFields, AppliedInterventions, ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
-from logsteer.schemas.views import Plotted
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
 DEFAULT_ROWS = 100

@@ -17,12 +17,15 @@ from logsteer.schemas.common import (
     Float,
     Index,
     ItemOptions,
+    ItemResult,
     NamedRefusals,
+    Plotted,
     PrecisionOption,
     Provenance,
     Reply,
     RequestOptions,
     RowColumns,
+    Tabled,
     TokenId,
     Window,
 )
@@ -34,9 +37,7 @@ from logsteer.schemas.interventions import (
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
-from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
-from logsteer.schemas.views import Plotted, Tabled
 
 MAX_SWEEP = 256
 

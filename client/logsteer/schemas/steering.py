@@ -25,10 +25,10 @@ from logsteer.schemas.common import (
     ProbeRead,
     Reply,
     Request,
+    Tabled,
     TokenId,
     check_hook,
 )
-from logsteer.schemas.views import Tabled
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]

@@ -30,7 +30,7 @@ from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ReloadAnswer
 from logsteer.schemas.faults import explain
-from logsteer.schemas.queries import WaitQuery
+from logsteer.schemas.vectors import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.cluster.exchange import Exchange, HangUpError

@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from logsteer.schemas import SaeCard
-from logsteer.schemas.saes import SaeQuery
 from logsteer.schemas.steering import VectorName
+from logsteer.schemas.vectors import SaeQuery
 from logsteer_server.api.dependencies import SaesDep, SettingsDep, StoreThreadsDep
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
