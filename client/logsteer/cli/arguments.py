@@ -22,6 +22,8 @@ from logsteer.schemas.steering import Operation, Unit, parse_vector
 
 T = TypeVar("T")
 Command = Callable[[Client, argparse.Namespace], None]
+AddCommand = Callable[..., argparse.ArgumentParser]
+"""Adds a command by its name, what it does, its help and its examples; returns its parser."""
 
 STDIN = "-"
 """What stands for standard input among the arguments of a command."""
@@ -44,10 +46,26 @@ class TerminalConsole(Console):
         raise BrokenPipeError
 
 
-def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
-    """Have the parser's help end in these examples, as they are written."""
-    parser.epilog = f"examples:{examples}"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def begin_commands(
+    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, *, required: bool = True
+) -> AddCommand:
+    """Give a parser commands that have the `common` options; return what adds one."""
+    commands = parser.add_subparsers(title="commands", required=required, metavar="COMMAND")
+
+    def add(
+        name: str, command: Command | None, text: str, examples: str
+    ) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[common], help=text, **write_examples(examples))
+        one.set_defaults(command=command)
+        return one
+
+    return add
+
+
+def write_examples(examples: str) -> dict[str, Any]:
+    """Return the options of a parser whose help ends in these examples, as they are written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return {"epilog": f"examples:{examples}", "formatter_class": formatter}
 
 
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from logsteer._progress import Waiting
 from logsteer.cli.arguments import (
+    AddCommand,
     TerminalConsole,
-    add_examples,
     add_options,
     add_probe_option,
     add_steering_options,
@@ -41,12 +41,6 @@ from logsteer.extras.plots import plot_sweep
 from logsteer.extras.rows import FlatRow, list_rows
 from logsteer.schemas import GenerateAnswer, SteerAnswer, SweepAnswer
 
-GENERATE_EXAMPLES = """
-  logsteer generate "Once upon a time" --max-tokens 40 --seed 1
-  logsteer generate "Once upon a time" "Tom" -n 3 --diagnostics --columns log_q --columns rank
-  logsteer generate "Once upon a time" "Tom" -n 3 --per token --output tokens.csv
-"""
-
 _SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
     "seed": "N", "stop": "TEXT", "include_stop": None, "ignore_eos": None, "bos": None,
@@ -55,9 +49,16 @@ _SAMPLING = {
 _DIAGNOSTICS = {"diagnostics": None, "columns": "NAME", "window": "TOKENS"}
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer generate`."""
-    add_examples(parser, GENERATE_EXAMPLES)
+def add_generate(add: AddCommand) -> None:
+    """Add `logsteer generate`."""
+    parser = add(
+        "generate", _generate, "continue prompts, from arguments or JSON lines",
+        """
+  logsteer generate "Once upon a time" --max-tokens 40 --seed 1
+  logsteer generate "Once upon a time" "Tom" -n 3 --diagnostics --columns log_q --columns rank
+  logsteer generate "Once upon a time" "Tom" -n 3 --per token --output tokens.csv
+""",
+    )  # fmt: skip
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+",
         help="a text to continue; score-file --endpoint generate continues a file's",
@@ -71,7 +72,6 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_steering_options(parser)
     add_probe_option(parser)
     add_output_options(parser, GenerateAnswer)
-    parser.set_defaults(command=_generate)
 
 
 def _generate(client: Client, arguments: argparse.Namespace) -> None:
@@ -91,7 +91,17 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
     show(arguments, answer, *draw_generated(answer, prompts))
 
 
-CHAT_EXAMPLES = """
+_CHAT_SAMPLING = {
+    "max_tokens": "N", "temperature": "T", "top_p": "P", "top_k": "K", "seed": "N",
+    "chat_template_kwargs": "JSON",
+}  # fmt: skip
+
+
+def add_chat(add: AddCommand) -> None:
+    """Add `logsteer chat`."""
+    parser = add(
+        "chat", _chat, "talk to a model, steered if you like",
+        """
   echo "What is the capital of France?" | logsteer chat
   echo "Tell me a story." | logsteer chat --vector mood:2 --max-tokens 40
   echo "Tell me a story." | logsteer chat --system "Be brief." --vector mood:2
@@ -99,20 +109,11 @@ CHAT_EXAMPLES = """
 Each line is a turn, except these:
   /steer mood:4 calm@3   steer from now on; no vector: steer no more
   /new                   begin a new conversation
-"""
-_CHAT_SAMPLING = {
-    "max_tokens": "N", "temperature": "T", "top_p": "P", "top_k": "K", "seed": "N",
-    "chat_template_kwargs": "JSON",
-}  # fmt: skip
-
-
-def add_chat(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer chat`."""
-    add_examples(parser, CHAT_EXAMPLES)
+""",
+    )  # fmt: skip
     add_options(parser, "generate", _CHAT_SAMPLING)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_steering_options(parser)
-    parser.set_defaults(command=_chat)
 
 
 def _chat(client: Client, arguments: argparse.Namespace) -> None:
@@ -150,17 +151,6 @@ def _read_line(console: TerminalConsole) -> str | None:
         return None
 
 
-STEER_EXAMPLES = """
-  logsteer steer "Once upon a time" --vector mood --baseline --seed 1
-  logsteer steer "Once upon a time" --vector mood:-2 --probe mood@3 --temperature 0
-  logsteer steer "Once upon a time" --vector mood:4@2 -n 3 --per token --output tokens.csv
-"""
-SWEEP_EXAMPLES = """
-  logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "Tom was very" " happy" " sad"
-  logsteer sweep --vector mood --layers '1;2;1,2' --scales -2,2 --text book.txt --plot sweep.png
-  logsteer sweep --vector mood --scales -4,4 --items items.jsonl --format csv
-"""
-
 _STEER_SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
     "seed": "N", "stop": "TEXT", "bos": None, "baseline": None,
@@ -169,9 +159,16 @@ _SWEPT = {"boundary": None, "bos": None}
 _ITEM_FORM = '{"context": "…", "targets": ["…"]}'
 
 
-def add_steer(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer steer`."""
-    add_examples(parser, STEER_EXAMPLES)
+def add_steer(add: AddCommand) -> None:
+    """Add `logsteer steer`."""
+    parser = add(
+        "steer", _steer, "continue a prompt under steering, as it is generated",
+        """
+  logsteer steer "Once upon a time" --vector mood --baseline --seed 1
+  logsteer steer "Once upon a time" --vector mood:-2 --probe mood@3 --temperature 0
+  logsteer steer "Once upon a time" --vector mood:4@2 -n 3 --per token --output tokens.csv
+""",
+    )  # fmt: skip
     parser.add_argument("prompt", metavar="PROMPT")
     add_steering_options(parser, required=True)
     add_probe_option(parser)
@@ -181,12 +178,18 @@ def add_steer(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
     add_output_options(parser, SteerAnswer)
-    parser.set_defaults(command=_steer)
 
 
-def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer sweep`."""
-    add_examples(parser, SWEEP_EXAMPLES)
+def add_sweep(add: AddCommand) -> None:
+    """Add `logsteer sweep`."""
+    parser = add(
+        "sweep", _sweep, "what steering does to targets and texts, scale by scale",
+        """
+  logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "Tom was very" " happy" " sad"
+  logsteer sweep --vector mood --layers '1;2;1,2' --scales -2,2 --text book.txt --plot sweep.png
+  logsteer sweep --vector mood --scales -4,4 --items items.jsonl --format csv
+""",
+    )  # fmt: skip
     add_steering_options(parser, required=True)
     group = parser.add_argument_group("what is scored, and where")
     group.add_argument(
@@ -222,7 +225,6 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     )
     add_options(group, "sweep", _SWEPT)
     add_output_options(parser, SweepAnswer, plot=True)
-    parser.set_defaults(command=_sweep)
 
 
 def _steer(client: Client, arguments: argparse.Namespace) -> None:

@@ -10,19 +10,12 @@ from rich.live import Live
 from rich.text import Text
 
 from logsteer._endpoints import SelftestEvent
-from logsteer.cli.arguments import add_examples, add_options, given
+from logsteer.cli.arguments import AddCommand, add_options, begin_commands, given
 from logsteer.cli.output import add_output_options, draw_answer, draw_checks, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, ModelList, ReloadAnswer, SelftestAnswer, SelftestCheck
 
-MODELS_EXAMPLES = """
-  logsteer models
-  logsteer models --format csv
-"""
-RELOAD_EXAMPLES = """
-  logsteer models reload --json
-"""
 _WAIT_S = 300.0
 _CHANGES = {
     "load": "start a model that was unloaded, drained or has failed",
@@ -31,26 +24,23 @@ _CHANGES = {
 }
 
 
-def add_model_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Give the parser of `logsteer models` its commands; without one it lists the models."""
-    parser.set_defaults(command=_show_models)
-    add_examples(parser, MODELS_EXAMPLES)
+def add_model_commands(add: AddCommand, common: argparse.ArgumentParser) -> None:
+    """Add `logsteer models` and its commands; without one it lists the models."""
+    text = "list, load, unload, drain and replace models"
+    parser = add(
+        "models", _show_models, text, "\n  logsteer models\n  logsteer models --format csv\n"
+    )
     add_output_options(parser, ModelList)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    listing = commands.add_parser("list", parents=[common], help="what is resident, as without it")
-    add_examples(listing, "\n  logsteer models list\n")
-    add_output_options(listing, ModelList)
+    add_one = begin_commands(parser, common, required=False)
+    text = "what is resident, as without it"
+    add_output_options(add_one("list", _show_models, text, "\n  logsteer models list\n"), ModelList)
     for name, text in _CHANGES.items():
-        one = commands.add_parser(name, parents=[common], help=text, description=text)
-        add_examples(one, f"\n  logsteer models {name} demo --wait 600\n")
+        example = f"\n  logsteer models {name} demo --wait 600\n"
+        one = add_one(name, _change(name), text, example)
         one.add_argument("changed", metavar="MODEL")
         _add_wait(one)
-        one.set_defaults(command=_change(name))
     text = "read the configuration again: add, remove and replace models"
-    one = commands.add_parser("reload", parents=[common], help=text, description=text)
-    add_examples(one, RELOAD_EXAMPLES)
-    _add_wait(one)
-    one.set_defaults(command=_reload)
+    _add_wait(add_one("reload", _reload, text, "\n  logsteer models reload --json\n"))
 
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
@@ -98,20 +88,21 @@ def _tell(answer: ReloadAnswer) -> list[str]:
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
 
 
-SELFTEST_EXAMPLES = """
-  logsteer selftest demo
-  logsteer selftest demo --format csv
-"""
 _AGAINST = {"against": "ID"}
 
 
-def add_selftest(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer selftest`."""
-    add_examples(parser, SELFTEST_EXAMPLES)
+def add_selftest(add: AddCommand) -> None:
+    """Add `logsteer selftest`."""
+    parser = add(
+        "selftest", _selftest, "measure on a model what the service promises",
+        """
+  logsteer selftest demo
+  logsteer selftest demo --format csv
+""",
+    )  # fmt: skip
     parser.add_argument("tested", metavar="MODEL")
     add_options(parser, "selftest", _AGAINST)
     add_output_options(parser, SelftestAnswer)
-    parser.set_defaults(command=_selftest)
 
 
 def _selftest(client: Client, arguments: argparse.Namespace) -> None:

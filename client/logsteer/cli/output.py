@@ -24,7 +24,6 @@ from logsteer.extras.labels import describe_card, describe_changes, is_number, p
 from logsteer.extras.plots import check_plot_path, plot_answer
 from logsteer.extras.rows import FlatRow, list_completions, list_grains, list_rows
 from logsteer.schemas import (
-    AdapterCard,
     AdapterList,
     AppliedInterventions,
     AppliedParameters,
@@ -32,12 +31,10 @@ from logsteer.schemas import (
     GenerateAnswer,
     ItemScore,
     ModelList,
-    OverrideCard,
     OverrideList,
     PerplexityAnswer,
     PromptCompletions,
     Provenance,
-    SaeCard,
     SaeList,
     SelftestCheck,
     SteerAnswer,
@@ -197,16 +194,9 @@ _LAYER = ("layer", "norm", "auc", "effect_size", "accuracy", "pair_accuracy", "m
 _COLUMNS: Mapping[type, tuple[str, ...]] = {
     ModelList: ("id", "engine", "state", "replicas", "context_length", "vocab_size", "detail"),
     VectorList: ("name", "hook", "layers", "source", "method", *_STORED),
-    **dict.fromkeys(
-        (AdapterList, AdapterCard), ("name", "model", "rank", "alpha", "modules", *_STORED)
-    ),
-    **dict.fromkeys(
-        (OverrideList, OverrideCard),
-        ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
-    ),
-    **dict.fromkeys(
-        (SaeList, SaeCard), ("name", "architecture", "hook", "layer", "features", "k", *_STORED)
-    ),
+    AdapterList: ("name", "model", "rank", "alpha", "modules", *_STORED),
+    OverrideList: ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
+    SaeList: ("name", "architecture", "hook", "layer", "features", "k", *_STORED),
     TokenizeAnswer: ("token_id", "token", "start", "end"),
 }
 """Answer -> the columns of its rows that a terminal has room for; all of any other."""

@@ -21,7 +21,7 @@ from logsteer._progress import ScoringProgress
 from logsteer.cli.arguments import (
     POSITIONS,
     STDIN,
-    add_examples,
+    AddCommand,
     add_options,
     add_policy_options,
     add_probe_option,
@@ -58,6 +58,7 @@ from logsteer.schemas import (
     LogprobAnswer,
     PatchAnswer,
     PerplexityAnswer,
+    TokenizeAnswer,
     WindowEvent,
     WindowScore,
 )
@@ -65,20 +66,6 @@ from logsteer.schemas import (
 LINES = """
 `logsteer score-file` asks about the rows of a file, each a context and its targets.
 """
-SCORE_EXAMPLES = f"""
-  logsteer score "The capital of France is" " Paris" " London"
-  logsteer score "2 + 2 =" 4 --space both --top 3 --json
-  logsteer score "I feel" " happy" " sad" --format csv
-{LINES}"""
-DIAGNOSTICS_EXAMPLES = f"""
-  logsteer diagnostics "The capital of France is" " Paris" " London"
-  logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
-{LINES}"""
-GRADIENT_EXAMPLES = f"""
-  logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
-  logsteer gradient "I feel" " happy" " sad" --along gradient
-  logsteer gradient "The capital of France is" " Paris" --attribution integrated
-{LINES}"""
 
 _SCORING = {"boundary": None, "space": None, "top": "N", "precision": None}
 _DIAGNOSED = {"columns": "NAME", "window": "TOKENS", "precision": None}
@@ -86,32 +73,68 @@ _TEXT_OPTIONS = {"boundary": None, "bos": None, "on_overflow": None}
 _ATTRIBUTION = ("attribution", "steps", "baseline")
 
 
-def add_score(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer score`."""
-    add_examples(parser, SCORE_EXAMPLES)
+def add_tokenize(add: AddCommand) -> None:
+    """Add `logsteer tokenize`."""
+    parser = add(
+        "tokenize", _show_tokens, "cut a text into tokens",
+        """
+  logsteer tokenize "Hello world"
+  logsteer tokenize "Hello world" --format csv
+""",
+    )  # fmt: skip
+    parser.add_argument("text", metavar="TEXT")
+    add_output_options(parser, TokenizeAnswer)
+
+
+def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.tokenize(arguments.text)
+    show(arguments, answer, draw_answer(answer))
+
+
+def add_score(add: AddCommand) -> None:
+    """Add `logsteer score`."""
+    parser = add(
+        "score", _score, "log-probability of each target after a context",
+        f"""
+  logsteer score "The capital of France is" " Paris" " London"
+  logsteer score "2 + 2 =" 4 --space both --top 3 --json
+  logsteer score "I feel" " happy" " sad" --format csv
+{LINES}""",
+    )  # fmt: skip
     _add_item(parser)
     add_options(parser, "logprob", _SCORING)
     add_steering_options(parser)
     add_probe_option(parser)
     add_output_options(parser, LogprobAnswer)
-    parser.set_defaults(command=_score)
 
 
-def add_diagnostics(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer diagnostics`."""
-    add_examples(parser, DIAGNOSTICS_EXAMPLES)
+def add_diagnostics(add: AddCommand) -> None:
+    """Add `logsteer diagnostics`."""
+    parser = add(
+        "diagnostics", _diagnose, "what a sampling policy saw at each token of targets",
+        f"""
+  logsteer diagnostics "The capital of France is" " Paris" " London"
+  logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
+{LINES}""",
+    )  # fmt: skip
     _add_item(parser)
     add_options(parser, "diagnostics", _DIAGNOSED | _TEXT_OPTIONS)
     add_policy_options(parser)
     add_steering_options(parser)
     add_probe_option(parser)
     add_output_options(parser, LogprobAnswer)
-    parser.set_defaults(command=_diagnose)
 
 
-def add_gradient(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer gradient`."""
-    add_examples(parser, GRADIENT_EXAMPLES)
+def add_gradient(add: AddCommand) -> None:
+    """Add `logsteer gradient`."""
+    parser = add(
+        "gradient", _differentiate, "derivatives of targets' log-probabilities",
+        f"""
+  logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
+  logsteer gradient "I feel" " happy" " sad" --along gradient
+  logsteer gradient "The capital of France is" " Paris" --attribution integrated
+{LINES}""",
+    )  # fmt: skip
     _add_item(parser)
     group = parser.add_argument_group("with respect to")
     either = group.add_mutually_exclusive_group(required=True)
@@ -138,7 +161,6 @@ def add_gradient(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_steering_options(parser)
     add_output_options(parser, GradientAnswer)
-    parser.set_defaults(command=_differentiate)
 
 
 def _add_item(parser: argparse.ArgumentParser) -> None:
@@ -191,14 +213,6 @@ def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
     show(arguments, answer, *drawn, *draw_changes(answer))
 
 
-LENS_EXAMPLES = """
-  logsteer lens "The capital of France is" " Paris" --top 1
-  logsteer lens "Once upon a time there was a little girl." --layers 0,2,4
-"""
-PATCH_EXAMPLES = """
-  logsteer patch "The capital of France is" "The capital of Spain is" " Paris"
-  logsteer patch "The capital of France is" "The capital of Spain is" " Paris" --metric kl
-"""
 _LENS = {"columns": "NAME", "top": "N", "boundary": None, "bos": None, "on_overflow": None}
 _PATCH = {"metric": None, "direction": None, "hook": "NAME", "boundary": None, "bos": None}
 _ORANGE, _BLUE = (222, 84, 30), (31, 111, 180)
@@ -208,9 +222,15 @@ _BRIGHT = 0.6
 """Share of the strongest colour from which on black letters are read more easily than white."""
 
 
-def add_lens(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer lens`."""
-    add_examples(parser, LENS_EXAMPLES)
+def add_lens(add: AddCommand) -> None:
+    """Add `logsteer lens`."""
+    parser = add(
+        "lens", _read_lens, "what each layer would predict, as a map",
+        """
+  logsteer lens "The capital of France is" " Paris" --top 1
+  logsteer lens "Once upon a time there was a little girl." --layers 0,2,4
+""",
+    )  # fmt: skip
     parser.add_argument(
         "context", metavar="CONTEXT", help="what the targets follow; alone, a text to score whole"
     )
@@ -219,12 +239,17 @@ def add_lens(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "lens", _LENS)
     add_steering_options(parser)
     add_output_options(parser, LensAnswer, plot=True)
-    parser.set_defaults(command=_read_lens)
 
 
-def add_patch(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer patch`."""
-    add_examples(parser, PATCH_EXAMPLES)
+def add_patch(add: AddCommand) -> None:
+    """Add `logsteer patch`."""
+    parser = add(
+        "patch", _patch, "which activations carry a fact from one text into another",
+        """
+  logsteer patch "The capital of France is" "The capital of Spain is" " Paris"
+  logsteer patch "The capital of France is" "The capital of Spain is" " Paris" --metric kl
+""",
+    )  # fmt: skip
     parser.add_argument("clean", metavar="CLEAN", help="a context")
     parser.add_argument("corrupted", metavar="CORRUPTED", help="one with as many tokens")
     parser.add_argument("targets", metavar="TARGET", nargs="+", help="scored after both")
@@ -234,7 +259,6 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_options(parser, "patch", _PATCH)
     add_output_options(parser, PatchAnswer, plot=True)
-    parser.set_defaults(command=_patch)
 
 
 def _read_lens(client: Client, arguments: argparse.Namespace) -> None:
@@ -292,12 +316,6 @@ def _colour(value: float | None, most: float) -> str:
     return f"{'black' if share < _BRIGHT else 'white'} on rgb({','.join(map(str, mixed))})"
 
 
-PERPLEXITY_EXAMPLES = """
-  logsteer perplexity book.txt --protocol rolling --context-length 256
-  cat book.txt | logsteer perplexity - --json
-  logsteer perplexity book.txt --context-length 128 --output windows.csv
-"""
-
 _WINDOWS = {
     "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
     "precision": None,
@@ -305,9 +323,16 @@ _WINDOWS = {
 """Options of the command that are parameters of its call -> what stands for a value in the help."""
 
 
-def add_perplexity(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer perplexity`."""
-    add_examples(parser, PERPLEXITY_EXAMPLES)
+def add_perplexity(add: AddCommand) -> None:
+    """Add `logsteer perplexity`."""
+    parser = add(
+        "perplexity", _measure, "log-likelihood of a text file or data set of any length",
+        """
+  logsteer perplexity book.txt --protocol rolling --context-length 256
+  cat book.txt | logsteer perplexity - --json
+  logsteer perplexity book.txt --context-length 128 --output windows.csv
+""",
+    )  # fmt: skip
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
     text.add_argument(
@@ -321,7 +346,6 @@ def add_perplexity(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     add_output_options(parser, PerplexityAnswer, grains=("window", "text"), plot=True)
-    parser.set_defaults(command=_measure)
 
 
 def _measure(client: Client, arguments: argparse.Namespace) -> None:
@@ -383,16 +407,18 @@ def _score_text(
 
 
 _READ = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}
-CAPTURE_EXAMPLES = """
-  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
-  logsteer capture corpus.jsonl --layers 2 --output shards
-"""
 FILE_ENDING = ".safetensors"
 
 
-def add_capture(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer capture`."""
-    add_examples(parser, CAPTURE_EXAMPLES)
+def add_capture(add: AddCommand) -> None:
+    """Add `logsteer capture`."""
+    parser = add(
+        "capture", _capture, "activations of texts, as files",
+        """
+  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
+  logsteer capture corpus.jsonl --layers 2 --output shards
+""",
+    )  # fmt: skip
     parser.add_argument(
         "file", metavar="FILE",
         help="a text a line; or, where the first line is an object or a string of JSON, JSON lines "
@@ -416,7 +442,6 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="texts of a shard")
     add_options(parser, "activations", _READ)
     add_steering_options(parser)
-    parser.set_defaults(command=_capture)
 
 
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
