@@ -110,7 +110,9 @@ class AsyncCaller:
             call = build_call("generate", values, self._model)
             return await self._answer(replace(call, answer=SampledBatch))
 
-        return await sample_in_tasks(SamplingRun(options, *arguments), draw)
+        run = SamplingRun(options, *arguments)
+        await sample_in_tasks(run, draw)
+        return run.finish()
 
     async def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any

@@ -120,11 +120,7 @@ class AsyncClientMethods(AsyncCaller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return await self._ask(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def selftest_events(
@@ -148,11 +144,7 @@ class AsyncClientMethods(AsyncCaller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._listen(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     async def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
@@ -168,10 +160,7 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
     async def unload_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
+        self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN
     ) -> ModelCard:
         """Finish a model's running requests, then end its engine; return its card.
 
@@ -185,10 +174,7 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
     async def drain_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
+        self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN
     ) -> ModelCard:
         """Finish a model's running requests and refuse new ones; return its card.
 
@@ -1599,10 +1585,7 @@ class AsyncClientMethods(AsyncCaller):
         )
 
     async def detokenize(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        *,
-        model: str | NotGiven | None = NOT_GIVEN,
+        self, token_ids: Sequence[Sequence[int]], *, model: str | NotGiven | None = NOT_GIVEN
     ) -> DetokenizeAnswer:
         """Write each sequence of token ids as text.
 
@@ -2093,11 +2076,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 Default False.
         """
         return await self._ask(
-            "vectors.put",
-            name=name,
-            source=source,
-            format=format,
-            overwrite=overwrite,
+            "vectors.put", name=name, source=source, format=format, overwrite=overwrite
         )
 
     async def train(
@@ -2205,11 +2184,7 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
                 Default False.
         """
         return await self._ask(
-            "overrides.put",
-            name=name,
-            source=source,
-            model=model,
-            overwrite=overwrite,
+            "overrides.put", name=name, source=source, model=model, overwrite=overwrite
         )
 
 
@@ -2238,11 +2213,7 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
                 Default False.
         """
         return await self._ask(
-            "adapters.put",
-            name=name,
-            directory=directory,
-            model=model,
-            overwrite=overwrite,
+            "adapters.put", name=name, directory=directory, model=model, overwrite=overwrite
         )
 
 

@@ -163,12 +163,7 @@ def _attempt(
         raise _refusal(response, terms, request_id)
     if not call.events:
         return response
-    if kind != _EVENT_STREAM:
-        raise AnswerError(
-            f"expected {_EVENT_STREAM} from {response.url.path}, got {kind or 'no content type'}; "
-            "is base_url a logsteer server?",
-            request_id=request_id,
-        )
+    _expect(_EVENT_STREAM, response, request_id)
     event: ServerSentEvent | None = yield Listen()
     if event is None:
         raise httpx.RemoteProtocolError("the stream ended before its first event")
@@ -226,7 +221,8 @@ def _relay(
 def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) -> A:
     assert call.answer is not None, "a call without events has an answer type"
     if call.file_type is not None:
-        return _read_file(call.answer, call.file_type, response, request_id)
+        _expect(call.file_type, response, request_id)
+        return call.answer.model_validate({"data": response.content})
     if _media_type(response) != _MSGPACK:
         return _parse(call.answer, response.content, request_id)
     try:
@@ -236,15 +232,14 @@ def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) ->
     return _parse(call.answer, document, request_id)
 
 
-def _read_file(schema: type[A], file_type: str, response: httpx.Response, request_id: str) -> A:
-    kind = _media_type(response)
-    if kind != file_type:
+def _expect(kind: str, response: httpx.Response, request_id: str) -> None:
+    """Check the media type of an answer. Errors: AnswerError."""
+    if (found := _media_type(response)) != kind:
         raise AnswerError(
-            f"expected {file_type} from {response.url.path}, got {kind or 'no content type'}; "
+            f"expected {kind} from {response.url.path}, got {found or 'no content type'}; "
             "is base_url a logsteer server?",
             request_id=request_id,
         )
-    return schema.model_validate({"data": response.content})
 
 
 def _parse(schema: type[A], document: Any, request_id: str) -> A:

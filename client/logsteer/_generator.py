@@ -195,11 +195,11 @@ def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
     """Yield the method of an endpoint, and the one that yields its events."""
     name = endpoint.name.rpartition(".")[2]
     arguments = [_spell_parameter(parameter) for parameter in list_parameters(endpoint)]
-    values = [f'"{endpoint.name}"', *(f"{one.name}={one.name}" for one in arguments)]
+    values = ", ".join([f'"{endpoint.name}"', *(f"{one.name}={one.name}" for one in arguments)])
     if endpoint.summary:
-        answer, body = "bytes", _write_call("file = await self._ask", values) + "\nreturn file.data"
+        answer, body = "bytes", f"file = await self._ask({values})\nreturn file.data"
         if endpoint.answer:
-            answer, body = endpoint.answer.__name__, _write_call("return await self._ask", values)
+            answer, body = endpoint.answer.__name__, f"return await self._ask({values})"
         doc = _write_docstring(endpoint.summary, endpoint.notes, arguments)
         yield _write_method(f"async def {name}", arguments, answer, doc, body)
     if endpoint.events_summary:
@@ -207,7 +207,7 @@ def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
         doc = _write_docstring(endpoint.events_summary, notes, arguments)
         name = f"{name}_events" if endpoint.answer else name
         answer = f"AsyncGenerator[{_name_event(endpoint)}, None]"
-        body = _write_call("return self._listen", values)
+        body = f"return self._listen({values})"
         yield _write_method(f"def {name}", arguments, answer, doc, body)
 
 
@@ -219,7 +219,7 @@ def _write_convenience(convenience: Convenience) -> str:
     ]
     arguments = [*convenience.own, *options]
     values = [one.name for one in convenience.own] + [f"{one.name}={one.name}" for one in options]
-    body = _write_call(f"return await self._{convenience.name}", values)
+    body = f"return await self._{convenience.name}({', '.join(values)})"
     doc = _write_docstring(convenience.summary, convenience.notes, arguments)
     head = f"async def {convenience.name}"
     return _write_method(head, arguments, convenience.answer, doc, body)
@@ -232,17 +232,9 @@ def _write_method(head: str, arguments: list[Argument], answer: str, doc: str, b
             parameters.append("*")
         default = "" if argument.default is None else f" = {argument.default}"
         parameters.append(f"{argument.name}: {argument.type}{default}")
-    lines = [_write_call(head, parameters, f" -> {answer}:", 4)]
+    lines = [f"{head}({', '.join(parameters)}) -> {answer}:"]
     lines += [textwrap.indent(part, "    ") for part in (doc, body)]
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
-
-
-def _write_call(head: str, values: list[str], tail: str = "", indent: int = 8) -> str:
-    """Return `head(values)tail` as a formatter has it: in one line, or a line a value."""
-    line = f"{head}({', '.join(values)}){tail}"
-    if indent + len(line) <= WIDTH:
-        return line
-    return "\n".join([f"{head}(", *(f"    {value}," for value in values), f"){tail}"])
 
 
 def _write_docstring(summary: str, notes: str, arguments: list[Argument]) -> str:

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.request import getproxies
 
@@ -24,82 +23,78 @@ _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """After 15 s of silence the peer's machine is asked every 5 s whether it is there, three times."""
 
 
-@dataclass(frozen=True)
 class ClientSettings:
-    """The settings that both clients share; `model` is the default model of every request."""
+    """The settings that both clients share; `model` is the default model of every request.
 
-    base_url: str
-    api_key: str | None
-    timeout: httpx.Timeout
-    max_retries: int
-    model: str | None
-    encoding: Encoding
-    uds: str | None = None
-    """The Unix domain socket of a `unix://` address, in place of the network."""
+    LOGSTEER_BASE_URL, _API_KEY and _MODEL are what is not given. `http` are the arguments of
+    `httpx.Client` and `httpx.AsyncClient`; `transport` those of httpx's transport, None where
+    httpx is to make its own.
 
-    def http_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
+    Raises LogsteerError for an invalid base URL, ValueError for a negative `max_retries` or an
+    unknown `encoding`.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None,
+        api_key: str | None,
+        timeout: float | httpx.Timeout | None,
+        max_retries: int,
+        model: str | None,
+        encoding: Encoding,
+    ) -> None:
+        if max_retries < 0:
+            raise ValueError(f"max_retries is {max_retries}; give 0 for no retries")
+        if encoding not in ("json", "msgpack"):
+            raise ValueError(f"encoding is {encoding!r}; give 'json' or 'msgpack'")
+        given = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
+        url, uds = _read_address(given)
         headers = {"User-Agent": f"logsteer/{__version__}"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
-
-    def transport_arguments(self) -> dict[str, Any] | None:
-        """Return the arguments of httpx's transport; None where httpx is to make its own.
-
-        A server's machine that is gone without a word would be waited for as long as for an answer.
-        httpx heeds proxies of the environment only in a transport of its own.
-        """
-        if self.uds is not None:
-            return {"uds": self.uds, "socket_options": []}
-        if getproxies():
-            return None
-        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        for name, value in _PROBES.items():
-            if hasattr(socket, name):  # not on every system
-                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-        return {"uds": None, "socket_options": options}
+        if key := api_key or os.environ.get("LOGSTEER_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT
+        self.http: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeout}
+        self.transport = _choose_transport(uds)
+        self.model = model or os.environ.get("LOGSTEER_MODEL") or None
+        self._encoding = encoding
+        self._max_retries = max_retries
 
     def terms(
         self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
     ) -> Terms:
         """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
-        return Terms(build, chunks, self.base_url, self.encoding, RetryPolicy(self.max_retries))
+        policy = RetryPolicy(self._max_retries)
+        return Terms(build, chunks, self.http["base_url"], self._encoding, policy)
 
 
-def read_settings(
-    base_url: str | None,
-    api_key: str | None,
-    timeout: float | httpx.Timeout | None,
-    max_retries: int,
-    model: str | None,
-    encoding: Encoding,
-) -> ClientSettings:
-    """Read the settings; LOGSTEER_BASE_URL, _API_KEY and _MODEL are what is not given.
-
-    Raises LogsteerError for an invalid base URL, ValueError for a negative `max_retries` or an
-    unknown `encoding`.
-    """
-    url = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
-    uds = None
+def _read_address(url: str) -> tuple[str, str | None]:
+    """Return the base URL, and the Unix domain socket of a `unix://` address."""
     if url.startswith(UNIX):
-        uds, url = url.removeprefix(UNIX), "http://localhost"
-        if not uds.startswith("/"):
-            raise LogsteerError(f"base_url {UNIX}{uds} needs a path from the root: {UNIX}/run/…")
+        if not (uds := url.removeprefix(UNIX)).startswith("/"):
+            raise LogsteerError(f"base_url {url} needs a path from the root: {UNIX}/run/…")
+        return "http://localhost", uds
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as invalid:
         raise LogsteerError(f"base_url {url!r} is not a URL: {invalid}") from invalid
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise LogsteerError(f"base_url {url!r} needs the form http://host:port or unix:///path")
-    if max_retries < 0:
-        raise ValueError(f"max_retries is {max_retries}; give 0 for no retries")
-    if encoding not in ("json", "msgpack"):
-        raise ValueError(f"encoding is {encoding!r}; give 'json' or 'msgpack'")
-    if timeout is None:
-        timeout = DEFAULT_TIMEOUT
-    elif not isinstance(timeout, httpx.Timeout):
-        timeout = httpx.Timeout(timeout)
-    key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
-    model = model or os.environ.get("LOGSTEER_MODEL") or None
-    return ClientSettings(url, key, timeout, max_retries, model, encoding, uds)
+    return url, None
+
+
+def _choose_transport(uds: str | None) -> dict[str, Any] | None:
+    """Return the arguments of a transport that asks a silent peer whether it is there.
+
+    A server's machine that is gone without a word would be waited for as long as for an answer.
+    httpx heeds proxies of the environment only in a transport of its own.
+    """
+    if uds is not None:
+        return {"uds": uds, "socket_options": []}
+    if getproxies():
+        return None
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):  # not on every system
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return {"uds": None, "socket_options": options}

@@ -112,7 +112,9 @@ class Caller:
             call = build_call("generate", values, self._model)
             return self._answer(replace(call, answer=SampledBatch))
 
-        return sample_in_threads(SamplingRun(options, *arguments), draw)
+        run = SamplingRun(options, *arguments)
+        sample_in_threads(run, draw)
+        return run.finish()
 
     def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any

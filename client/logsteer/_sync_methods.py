@@ -120,11 +120,7 @@ class ClientMethods(Caller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._ask(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def selftest_events(
@@ -148,11 +144,7 @@ class ClientMethods(Caller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._listen(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
@@ -167,12 +159,7 @@ class ClientMethods(Caller):
         """
         return self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
-    def unload_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
-    ) -> ModelCard:
+    def unload_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
         """Finish a model's running requests, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -184,12 +171,7 @@ class ClientMethods(Caller):
         """
         return self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
-    def drain_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
-    ) -> ModelCard:
+    def drain_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
         """Finish a model's running requests and refuse new ones; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -1599,10 +1581,7 @@ class ClientMethods(Caller):
         )
 
     def detokenize(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        *,
-        model: str | NotGiven | None = NOT_GIVEN,
+        self, token_ids: Sequence[Sequence[int]], *, model: str | NotGiven | None = NOT_GIVEN
     ) -> DetokenizeAnswer:
         """Write each sequence of token ids as text.
 
@@ -2093,11 +2072,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 Default False.
         """
         return self._ask(
-            "vectors.put",
-            name=name,
-            source=source,
-            format=format,
-            overwrite=overwrite,
+            "vectors.put", name=name, source=source, format=format, overwrite=overwrite
         )
 
     def train(
@@ -2205,11 +2180,7 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
                 Default False.
         """
         return self._ask(
-            "overrides.put",
-            name=name,
-            source=source,
-            model=model,
-            overwrite=overwrite,
+            "overrides.put", name=name, source=source, model=model, overwrite=overwrite
         )
 
 
@@ -2238,11 +2209,7 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
                 Default False.
         """
         return self._ask(
-            "adapters.put",
-            name=name,
-            directory=directory,
-            model=model,
-            overwrite=overwrite,
+            "adapters.put", name=name, directory=directory, model=model, overwrite=overwrite
         )
 
 

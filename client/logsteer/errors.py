@@ -156,7 +156,6 @@ class NotFoundError(APIError):
 class ConflictError(APIError):
     """Another request has stored something under the name: overwrite it, or choose another name."""
 
-    codes = frozenset({"exists"})
     statuses = frozenset({409})
 
 

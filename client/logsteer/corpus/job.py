@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from copy import deepcopy
@@ -41,6 +41,7 @@ from logsteer.errors import (
     TransportError,
     UnavailableError,
 )
+from logsteer.extras.sampling import run_anywhere
 
 CHUNKS_AHEAD = 2
 """Chunks that are begun for each request that may be under way."""
@@ -429,7 +430,7 @@ def score_file(
     clients = [partial(_connect, url, priority, transport, **settings) for url in urls]
     switches = {"strict": strict, "restart": restart, "progress": progress}
     make_job = partial(FileJob, form, source, target, limits, **switches)
-    return _run_anywhere(_run(make_job, clients, limits))
+    return run_anywhere(_run(make_job, clients, limits))
 
 
 def _connect(
@@ -456,16 +457,3 @@ async def _run(
         with make_job() as job:
             await run_chunks(job, fleet.ask, lambda: fleet.limit)
             return job.finish(retries=fleet.retries)
-
-
-def _run_anywhere(work: Coroutine[Any, Any, FileScores]) -> FileScores:
-    """Run a coroutine to its end, in a thread where an event loop runs already, as in a notebook.
-
-    Errors: those of the coroutine.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, "logsteer-score-file") as pool:
-        return pool.submit(asyncio.run, work).result()

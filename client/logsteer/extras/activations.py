@@ -286,7 +286,7 @@ def capture_shards(
                 continue
             writer.write(batch, answer)
             first += len(batch)
-            bar.advance(len(batch))
+            bar.count(len(batch))
     return ActivationShards(directory)
 
 

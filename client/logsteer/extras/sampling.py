@@ -4,11 +4,11 @@ import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -211,16 +211,12 @@ def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Aw
         return _blame(error)
 
 
-def known_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating] | None:
-    """Return the ratings where none is awaited, else None."""
-    known = [rating for rating in ratings if isinstance(rating, Rating)]
-    return known if len(known) == len(ratings) else None
-
-
-async def await_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
+async def await_ratings(ratings: list[Rating | Awaitable[Any]]) -> list[Rating]:
     """Return the ratings, all that is awaited for them at once."""
-    known = known_ratings(ratings)
-    return await asyncio.gather(*map(_await_rating, ratings)) if known is None else known
+    known = [rating for rating in ratings if isinstance(rating, Rating)]
+    if len(known) == len(ratings):
+        return known
+    return await asyncio.gather(*map(_await_rating, ratings))
 
 
 async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
@@ -272,32 +268,6 @@ class SampledBatch(BaseModel):
     results: list[_SampledPrompt]
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How a run draws and sends, as `Client.sample` describes it."""
-
-    field: str
-    count: int | None
-    with_replacement: bool
-    max_prompts_pool: int | None
-    reward: Reward | None
-    batch_size: int
-    concurrency: int
-    max_failures: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        optional = {"count": self.count, "max_prompts_pool": self.max_prompts_pool}
-        check_counts(
-            batch_size=self.batch_size,
-            concurrency=self.concurrency,
-            max_failures=self.max_failures,
-            **{name: value for name, value in optional.items() if value is not None},
-        )
-        if self.reward is not None:
-            check_reward(self.reward)
-
-
 class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
@@ -306,15 +276,36 @@ class SamplingRun:
     no further one is begun.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: Source, *options: Any) -> None:
-        self.options = SamplingOptions(*options)
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: Source,
+        field: str,
+        count: int | None,
+        with_replacement: bool,
+        max_prompts_pool: int | None,
+        reward: Reward | None,
+        batch_size: int,
+        concurrency: int,
+        max_failures: int,
+        progress: bool,
+    ) -> None:
+        optional = {"count": count, "max_prompts_pool": max_prompts_pool}
+        check_counts(
+            batch_size=batch_size,
+            concurrency=concurrency,
+            max_failures=max_failures,
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+        if reward is not None:
+            check_reward(reward)
+        self.concurrency = concurrency
+        self._reward, self._max_failures = reward, max_failures
         given = {name: value for name, value in values.items() if value is not NOT_GIVEN}
         self._seed: int = 0 if given.get("seed") is None else given["seed"]
         self._values = {**given, "seed": self._seed}
-        pool = read_prompts(source, self.options.field, self.options.max_prompts_pool)
-        self._prompts = draw_prompts(
-            pool, self.options.count, self.options.with_replacement, self._seed
-        )
+        pool = read_prompts(source, field, max_prompts_pool)
+        self._prompts = draw_prompts(pool, count, with_replacement, self._seed)
         self._field = "prompts" if pool[0].messages is None else "messages"
         if any((row.messages is None) != (self._field == "prompts") for row in pool):
             detail = "the source has texts and conversations; sample them one after the other"
@@ -325,24 +316,24 @@ class SamplingRun:
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
         self._answered_by: tuple[str, str] | None = None
-        self._batches = self._cut_batches()
+        draws = range(len(self._prompts))
+        self._batches = (draws[at : at + batch_size] for at in draws[::batch_size])
         self._halves: list[range] = []
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        wanted = self.options.progress
-        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, wanted)
+        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where all were drawn, or too many failed."""
-        if self._failed_in_a_row >= self.options.max_failures:
+        if self._failed_in_a_row >= self._max_failures:
             return None
         return self._halves.pop() if self._halves else next(self._batches, None)
 
@@ -373,10 +364,10 @@ class SamplingRun:
                 f"another model than before has answered: {answered_by}, not {self._answered_by}",
                 request_id=answer.id,
             )
-        if self.options.reward is None:
+        if self._reward is None:
             return []
         return [
-            call_reward(self.options.reward, drawn.row, drawn.prompt, completion["text"])
+            call_reward(self._reward, drawn.row, drawn.prompt, completion["text"])
             for drawn, result in zip(
                 self._prompts[batch.start : batch.stop], answer.results, strict=True
             )
@@ -396,7 +387,7 @@ class SamplingRun:
                     self._reward_errors += filter(None, errors)
             self._draws[index] = draw
         self._failed_in_a_row = 0
-        self._bar.advance(len(batch))
+        self._bar.count(len(batch))
 
     def fail(self, batch: range, error: LogsteerError) -> None:
         """Note why these draws failed; halve them where a part may have been refused."""
@@ -422,79 +413,50 @@ class SamplingRun:
             warnings.warn(
                 f"{lost} of {len(self._prompts)} draws have no samples (see `failures`): "
                 f"{self._failures[0]}",
-                stacklevel=5,
+                stacklevel=4,
             )
         if self._reward_errors:
             warnings.warn(
                 f"{len(self._reward_errors)} rewards failed (see `reward_error`): "
                 f"{self._reward_errors[0]}",
-                stacklevel=5,
+                stacklevel=4,
             )
         draws = [self._draws[index] for index in sorted(self._draws)]
         return Samples(draws, self._prompts, self._n, self._failures)
 
-    def _cut_batches(self) -> Iterator[range]:
-        """Yield neighbouring draws, `batch_size` at most."""
-        end = len(self._prompts)
-        for start in range(0, end, self.options.batch_size):
-            yield range(start, min(start + self.options.batch_size, end))
 
-
+T = TypeVar("T")
 _Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
 
 
-def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Samples:
-    """Send the batches of a run, some at once; rewards are called in the caller's own thread."""
-    under_way: dict[Future[SampledBatch], range] = {}
-    pool = ThreadPoolExecutor(run.options.concurrency, "logsteer-sample")
+def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> None:
+    """Send the batches of a run from threads; see `sample_in_tasks`."""
+    pool = ThreadPoolExecutor(run.concurrency, "logsteer-sample")
 
-    def begin() -> None:
-        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
-            under_way[pool.submit(ask, **run.arguments(batch))] = batch
+    async def draw(**values: Any) -> SampledBatch:
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(ask, **values))
 
-    # One loop for all rewards that are awaited: what they share may be bound to it.
-    with run, closing(asyncio.Runner()) as runner:
-        try:
-            begin()
-            while under_way:
-                answered = []
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    batch = under_way.pop(future)
-                    try:
-                        answered.append((batch, future.result()))
-                    except LogsteerError as error:
-                        run.fail(batch, error)
-                begin()
-                for batch, answer in answered:
-                    try:
-                        ratings = run.rate(batch, answer)
-                    except LogsteerError as error:
-                        run.fail(batch, error)
-                    else:
-                        run.keep(batch, answer, _await_here(ratings, runner))
-                begin()
-            return run.finish()
-        finally:
-            # Whoever interrupts does not wait for what is under way.
-            pool.shutdown(wait=False, cancel_futures=True)
+    try:
+        run_anywhere(sample_in_tasks(run, draw))
+    finally:
+        # Whoever interrupts does not wait for what is under way.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _await_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner) -> list[Rating]:
-    known = known_ratings(ratings)
-    if known is not None:
-        return known
+def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, in a thread where an event loop runs already, as in a notebook.
+
+    Errors: those of the coroutine.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return runner.run(await_ratings(ratings))
-    for rating in ratings:
-        if inspect.iscoroutine(rating):
-            rating.close()
-    detail = "an event loop runs here already, as in a notebook: an async reward needs AsyncClient"
-    raise InvalidRequestError("invalid_request", detail, param="reward")
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "logsteer-loop") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
-async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> Samples:
+async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> None:
     """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
     under_way: dict[asyncio.Task[_Rated], range] = {}
 
@@ -503,7 +465,7 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
         return answer, await await_ratings(run.rate(batch, answer))
 
     def begin() -> None:
-        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
+        while len(under_way) < run.concurrency and (batch := run.next_batch()):
             under_way[asyncio.create_task(work(batch))] = batch
 
     with run:
@@ -520,7 +482,6 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
                     else:
                         run.keep(batch, answer, ratings)
                 begin()
-            return run.finish()
         finally:
             for task in under_way:
                 task.cancel()

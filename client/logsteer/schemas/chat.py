@@ -5,11 +5,19 @@ Wherever text is taken, a conversation is taken: `messages`, one or a list of th
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, WrapValidator, model_validator
 
-from logsteer.schemas.common import BosPolicy, Reply, Request, Tabled, TokenId, name_refusal
+from logsteer.schemas.common import (
+    BosPolicy,
+    OneForm,
+    Reply,
+    Request,
+    Tabled,
+    TokenId,
+    name_refusal,
+)
 
 CHAT_FIELDS = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt", "tools")
 _ECHOED = (
@@ -190,8 +198,10 @@ def _count_conversations(value: Any) -> int:
     return 0
 
 
-class TokenizeRequest(ChatFields):
+class TokenizeRequest(ChatFields, OneForm):
     """Texts to encode, or conversations; or, in the form of vLLM's server, one `prompt`."""
+
+    forms: ClassVar[tuple[str, ...]] = ("texts", "messages", "prompt")
 
     model: str | None = None
     texts: list[str] | None = Field(
@@ -203,12 +213,6 @@ class TokenizeRequest(ChatFields):
         default=True, description="For `prompt`: as bos auto or never."
     )
     messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
-
-    @model_validator(mode="after")
-    def _one_form(self) -> "TokenizeRequest":
-        if [self.texts, self.prompt, self.messages].count(None) != 2:
-            raise ValueError("give one of texts, messages and prompt")
-        return self
 
     @property
     def is_single(self) -> bool:
@@ -237,20 +241,16 @@ class TokenizeAnswer(Tabled):
     max_model_len: int | None = None
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(OneForm):
     """Sequences of token ids to decode; or, in the form of vLLM's server, one of `tokens`."""
+
+    forms: ClassVar[tuple[str, ...]] = ("token_ids", "tokens")
 
     model: str | None = None
     token_ids: list[list[TokenId]] | None = Field(
         default=None, min_length=1, description="Sequences of token ids."
     )
     tokens: list[TokenId] | None = None
-
-    @model_validator(mode="after")
-    def _one_form(self) -> "DetokenizeRequest":
-        if (self.token_ids is None) == (self.tokens is None):
-            raise ValueError("give token_ids, or else tokens")
-        return self
 
 
 class DetokenizeAnswer(Reply):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import Repr
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -86,9 +86,17 @@ class Request(BaseModel):
         return schema
 
 
+T = TypeVar("T")
 V = TypeVar("V")
 _SHORT = Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 64, 64
+
+
+def check_distinct(entries: list[T]) -> list[T]:
+    """Refuse a list that has an entry twice. Errors: ValueError."""
+    if len(set(entries)) != len(entries):
+        raise ValueError(f"an entry is there twice: {entries}; name each once")
+    return entries
 
 
 class ByLayer(dict[str, V]):
@@ -148,6 +156,20 @@ def name_refusal(reasons: Mapping[str, str]) -> PydanticCustomError:
     """Return an error for fields that are not taken; its context names the first as `param`."""
     text = " ".join(f"{name}: {reason}." for name, reason in reasons.items())
     return PydanticCustomError(REFUSAL, "{text}", {"text": text, "param": next(iter(reasons))})
+
+
+class OneForm(Request):
+    """A message that says a thing in exactly one of several fields."""
+
+    forms: ClassVar[tuple[str, ...]] = ()
+    """Those fields."""
+
+    @model_validator(mode="after")
+    def _is_one_form(self) -> Self:
+        given = [name for name in self.forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(self.forms)}; got {given or 'none'}")
+        return self
 
 
 class SequenceOptions(Request):
@@ -235,14 +257,10 @@ class PrecisionOption(Request):
     )
 
 
-def _distinct(columns: list[Column]) -> list[Column]:
-    if len(set(columns)) != len(columns):
-        raise ValueError(f"columns has an entry twice: {columns}; name each column once")
-    return columns
-
-
-Columns = Annotated[list[Column], Field(min_length=1), AfterValidator(_distinct)]
+Columns = Annotated[list[Column], Field(min_length=1), AfterValidator(check_distinct)]
 """Columns to read from each scored row, each once."""
+Layers = Annotated[list[Index], Field(min_length=1), AfterValidator(check_distinct)]
+"""Layers, 0-based, each once."""
 
 
 class RowOptions(RequestOptions, PrecisionOption):
@@ -294,6 +312,13 @@ class RowColumns(Reply):
     probes: list[ProbeReadings] | None = Field(
         default=None, description="One entry for each layer of each probe, in their order."
     )
+
+
+class DeletedName(Reply):
+    """The name that is gone, and the content that it pointed to."""
+
+    name: str
+    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class TopAlternatives(Reply):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from logsteer.schemas.common import Reply, Request, Tabled
+from logsteer.schemas.common import DeletedName, Reply, Request, Tabled
 from logsteer.schemas.steering import Finite, ProbeRequest, Steering, SteeringReceipt, VectorName
 
 
@@ -52,11 +52,8 @@ class AdapterList(Tabled):
     max_bytes: int = Field(description="What they may come to.")
 
 
-class DeletedAdapter(Reply):
+class DeletedAdapter(DeletedName):
     """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ParameterOverride(Request):
@@ -118,11 +115,8 @@ class OverrideList(Tabled):
     max_bytes: int = Field(description="What they may come to.")
 
 
-class DeletedOverride(Reply):
+class DeletedOverride(DeletedName):
     """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ParameterFields(Request):

@@ -1,6 +1,6 @@
 """What is read of a model's inside: `POST /gradient`, `/activations`, `/lens` and `/patch`."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,9 @@ from logsteer.schemas.common import (
     Index,
     ItemOptions,
     ItemResult,
+    Layers,
     NamedRefusals,
+    OneForm,
     Plotted,
     PrecisionOption,
     Reply,
@@ -46,7 +48,7 @@ Attribution = Literal["gradient_x_input", "integrated"]
 MAX_STEPS = 1000
 
 
-class GradientVariable(Request):
+class GradientVariable(OneForm):
     """What log-probabilities are differentiated with respect to: activations, or eta along a
     stored direction.
 
@@ -54,7 +56,9 @@ class GradientVariable(Request):
     vector added to it would do.
     """
 
-    layers: list[Index] | None = Field(default=None, min_length=1)
+    forms: ClassVar[tuple[str, ...]] = ("layers", "override")
+
+    layers: Layers | None = None
     hook: HookName = Field(default="resid_post", description=HOOK)
     positions: PositionName | SlicePositions = Field(
         default="all", description="Of the input token whose activation it is, as for steering."
@@ -64,22 +68,21 @@ class GradientVariable(Request):
     )
 
     @model_validator(mode="after")
-    def _is_one_thing(self) -> "GradientVariable":
-        if (self.layers is None) == (self.override is None):
-            raise ValueError("give exactly one of layers and override")
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+    def _places_go_with_layers(self) -> Self:
         if self.override is not None and self.model_fields_set & {"hook", "positions"}:
             raise ValueError("hook and positions go with layers, not with override")
         return self
 
 
-class GradientRequest(RequestOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals):
+class GradientRequest(
+    RequestOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals, OneForm
+):
     """Targets whose summed log-probability is differentiated, one by one.
 
     `steering`, `override` and `adapter` say for which model: derivatives are taken there.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("wrt", "attribution")
     refused: ClassVar[dict[str, str]] = {
         "columns": "a gradient comes with log-probabilities alone; /logprob gives columns",
         "policy": "a gradient comes with log-probabilities alone; /logprob gives columns",
@@ -111,9 +114,7 @@ class GradientRequest(RequestOptions, ItemOptions, InterventionFields, ChatField
     boundary: Boundary = "joint"
 
     @model_validator(mode="after")
-    def _is_one_kind(self) -> "GradientRequest":
-        if (self.wrt is None) == (self.attribution is None):
-            raise ValueError("give exactly one of wrt and attribution")
+    def _steps_go_with_integrated(self) -> Self:
         if self.attribution != "integrated" and self.model_fields_set & {"steps", "baseline"}:
             raise ValueError("steps and baseline go with attribution integrated")
         return self
@@ -175,25 +176,22 @@ AllPositions = Literal["all"]
 MAX_TOP = 1024
 
 
-class ActivationItem(Request):
+class ActivationItem(OneForm):
     """A sequence other than plain text: token ids, or a conversation through the chat template."""
+
+    forms: ClassVar[tuple[str, ...]] = ("token_ids", "messages")
 
     token_ids: list[TokenId] | None = Field(default=None, min_length=1)
     messages: list[Message] | None = Field(default=None, min_length=1)
 
-    @model_validator(mode="after")
-    def _one_form(self) -> "ActivationItem":
-        if (self.token_ids is None) == (self.messages is None):
-            raise ValueError("give exactly one of token_ids and messages; a text stands by itself")
-        return self
 
-
-class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedRefusals):
+class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedRefusals, OneForm):
     """Sequences whose activations are read as they leave a hook, steering there included.
 
     Of the tokens at `positions`, `read` takes each, the last, or the mean over them.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("layers", "sae")
     refused: ClassVar[dict[str, str]] = {
         "columns": "activations are no scored rows; /logprob gives columns",
         "policy": "activations are no scored rows; /logprob gives columns",
@@ -210,9 +208,7 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
     steering: Steering | None = Field(
         default=None, description="Steer the model; the whole sequence is the prompt."
     )
-    layers: list[Index] | None = Field(
-        default=None, min_length=1, description="Layers to read, 0-based."
-    )
+    layers: Layers | None = Field(default=None, description="Layers to read, 0-based.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     positions: AllPositions | SlicePositions = Field(
         default="all",
@@ -233,11 +229,7 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
     )
 
     @model_validator(mode="after")
-    def _layers_are_distinct(self) -> "ActivationsRequest":
-        if (self.layers is None) == (self.sae is None):
-            raise ValueError("give exactly one of layers and sae")
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+    def _options_go_with_their_form(self) -> Self:
         if self.sae is not None and "hook" in self.model_fields_set:
             raise ValueError("hook goes with layers: an autoencoder says which it reads")
         if self.sae is not None and self.read == "mean":
@@ -320,19 +312,13 @@ class LensRequest(RowOptions, ItemOptions, InterventionFields, ChatFields, Named
         description="Contexts and the targets scored after each. A string is a text that is scored "
         "whole, as the target after an empty context.",
     )
-    layers: list[Index] | None = Field(
-        default=None, min_length=1, description="Layers whose resid_post is read; null: all."
+    layers: Layers | None = Field(
+        default=None, description="Layers whose resid_post is read; null: all."
     )
     boundary: Boundary = "joint"
     top: int = Field(
         default=0, ge=0, le=1000, description="Most probable tokens listed per layer and row."
     )
-
-    @model_validator(mode="after")
-    def _layers_are_distinct(self) -> "LensRequest":
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
-        return self
 
 
 class LensRows(RowColumns):

@@ -1,7 +1,7 @@
 """`POST /steer` and `/generate`: continuations. `POST /sweep`: what steering does by its scale."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,7 @@ from logsteer.schemas.common import (
     ItemOptions,
     ItemResult,
     NamedRefusals,
+    OneForm,
     Plotted,
     PrecisionOption,
     Provenance,
@@ -43,10 +44,17 @@ MAX_SWEEP = 256
 
 
 class PromptRequest(
-    RequestOptions, ItemOptions, PrecisionOption, ActivationFields, ChatFields, NamedRefusals
+    RequestOptions,
+    ItemOptions,
+    PrecisionOption,
+    ActivationFields,
+    ChatFields,
+    NamedRefusals,
+    OneForm,
 ):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
+    forms: ClassVar[tuple[str, ...]] = ("prompts", "prompt_ids", "messages")
     refused: ClassVar[dict[str, str]] = {
         "policy": "tokens are drawn by temperature, top_p, top_k and min_p, and the policy columns "
         "refer to those; leave it out"
@@ -87,15 +95,6 @@ class PromptRequest(
         description="Columns of each generated token, read from the logits that it was drawn from, "
         "under the policy that drew it. Null: none.",
     )
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        forms = [n for n in ("prompts", "prompt_ids", "messages") if getattr(self, n) is not None]
-        if len(forms) != 1:
-            raise ValueError(
-                f"give exactly one of prompts, prompt_ids, messages; got {forms or 'none'}"
-            )
-        return self
 
 
 class SteerRequest(PromptRequest):

@@ -13,8 +13,10 @@ from logsteer.schemas.common import (
     Answer,
     BosPolicy,
     ByLayer,
+    DeletedName,
     Float,
     Index,
+    Layers,
     Plotted,
     Reply,
     Request,
@@ -174,11 +176,8 @@ class VectorList(Tabled):
     max_bytes: int = Field(description="What they may come to.")
 
 
-class DeletedVector(Reply):
+class DeletedVector(DeletedName):
     """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ContrastPair(Request):
@@ -235,28 +234,18 @@ class TrainRequest(ChatFields):
         "token that the assistant says in a conversation's last turn, before what the "
         "template closes the turn with, as contrastive activation addition reads it.",
     )
-    layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
+    layers: Layers | None = Field(default=None, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")
-    def _method_can_whiten(self) -> "TrainRequest":
+    def _can_be_trained(self) -> "TrainRequest":
         if self.whiten and self.method in ("mean_difference", "lda"):
             raise ValueError(
                 f"whiten is for pca and logistic, method is {self.method}; lda is what whitening "
                 "makes of the difference of the means"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _layers_are_distinct(self) -> "TrainRequest":
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_contrast(self) -> "TrainRequest":
         for index, pair in enumerate(self.pairs):
             if pair.positive == pair.negative:
                 raise name_refusal({f"pairs[{index}]": "positive and negative are the same"})
@@ -364,11 +353,8 @@ class SaeList(Tabled):
     max_bytes: int = Field(description="What they may come to.")
 
 
-class DeletedSae(Reply):
+class DeletedSae(DeletedName):
     """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ModelQuery(BaseModel):
