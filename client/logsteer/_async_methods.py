@@ -13,9 +13,9 @@ from os import PathLike
 from typing import Any
 
 from logsteer._async_caller import AsyncCaller, AsyncStoreMethods
+from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
-from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT

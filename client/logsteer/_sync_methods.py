@@ -12,9 +12,9 @@ from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
-from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._sync_caller import Caller, StoreMethods
 from logsteer._upload import Source
 from logsteer.extras.activations import Activations, ActivationShards

@@ -16,10 +16,8 @@ from logsteer._async_methods import (
     AsyncSaes,
     AsyncVectorMethods,
 )
-from logsteer._calls import as_list
-from logsteer._exchange import Encoding
-from logsteer._parameters import NOT_GIVEN, NotGiven
-from logsteer._settings import ClientSettings
+from logsteer._calls import NOT_GIVEN, NotGiven, as_list
+from logsteer._exchange import ClientSettings, Encoding
 from logsteer._upload import AsyncSource, UploadBody
 from logsteer.extras.tensors import convert_upload
 from logsteer.schemas import VectorCard, VectorFormat

@@ -11,10 +11,8 @@ from typing import Self
 
 import httpx
 
-from logsteer._calls import as_list
-from logsteer._exchange import Encoding
-from logsteer._parameters import NOT_GIVEN, NotGiven
-from logsteer._settings import ClientSettings
+from logsteer._calls import NOT_GIVEN, NotGiven, as_list
+from logsteer._exchange import ClientSettings, Encoding
 from logsteer._sync_methods import (
     Adapters,
     ClientMethods,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from logsteer import AsyncClient, Client, _generator
+from logsteer._calls import NOT_GIVEN, SOURCES
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer._generator import BLOCKING, main
-from logsteer._parameters import NOT_GIVEN, SOURCES
 from logsteer.schemas.chat import CHAT_FIELDS
 from tests.conftest import ROOT
 

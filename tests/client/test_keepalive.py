@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from logsteer import Client
-from logsteer._settings import ClientSettings
+from logsteer._exchange import ClientSettings
 
 ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from rich.console import Console
 
+from logsteer._calls import Parameter, list_parameters
 from logsteer._endpoints import ENDPOINTS
-from logsteer._parameters import Parameter, list_parameters
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.datasets import load_steering

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar, ove
 from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from logsteer._calls import read_request
-from logsteer._parameters import NOT_GIVEN
+from logsteer._calls import NOT_GIVEN, read_request
 from logsteer._progress import CountingProgress
 from logsteer.errors import DIVISIBLE, AnswerError, InvalidRequestError, LogsteerError
 from logsteer.extras.datasets import (
