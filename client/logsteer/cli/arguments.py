@@ -5,7 +5,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -16,7 +17,7 @@ from logsteer._calls import Parameter, list_parameters
 from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import load_steering
+from logsteer.extras.datasets import load_steering, read_json_lines
 from logsteer.schemas import PositionName, ProbeRead, SamplingPolicy, steering
 from logsteer.schemas.steering import Operation, Unit, parse_vector
 
@@ -94,6 +95,25 @@ def parse_scales(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as -4,-2,0,2,4") from error
+
+
+def read_entries(name: str, form: str) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of JSON lines, or of a JSON list, each with its place.
+
+    `form` is what to write for one. Raises LogsteerError for a file that is neither.
+    """
+    place, data = read_input(name)
+    if data.lstrip().startswith(b"["):
+        try:
+            entries = list(json.loads(data))
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise LogsteerError(f"{place}: no JSON list: {reason}") from error
+        for number, entry in enumerate(entries, 1):
+            yield f"{place}, entry {number}", entry
+        return
+    for number, entry in read_json_lines(BytesIO(data), place, form):
+        yield f"{place}, line {number}", entry
 
 
 def read_input(name: str) -> tuple[str, bytes]:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ from logsteer.cli.arguments import (
     parse_layers,
     parse_scales,
     read_changes,
-    read_input,
+    read_entries,
     read_parameters,
     read_steering,
 )
@@ -35,7 +34,7 @@ from logsteer.cli.output import (
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, APIError, LogsteerError
-from logsteer.extras.datasets import read_json_lines, read_text
+from logsteer.extras.datasets import read_text
 from logsteer.extras.labels import SweepLabels, label_sweep
 from logsteer.extras.plots import plot_sweep
 from logsteer.extras.rows import FlatRow, list_rows
@@ -295,10 +294,9 @@ def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             refuse(f"--item {context!r} has no target: give a context and its targets")
         items.append({"context": context, "targets": targets})
     if arguments.items:
-        name, data = read_input(arguments.items)
-        for number, item in read_json_lines(BytesIO(data), name, _ITEM_FORM):
+        for where, item in read_entries(arguments.items, _ITEM_FORM):
             if not isinstance(item, dict):
-                raise LogsteerError(f"{name}, line {number}: no JSON object; write {_ITEM_FORM}")
+                raise LogsteerError(f"{where}: no JSON object; write {_ITEM_FORM}")
             items.append(item)
     return items
 

@@ -1,9 +1,7 @@
 """The commands about what a server stores: vectors, adapters, overrides, autoencoders."""
 
 import argparse
-import json
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,13 +18,12 @@ from logsteer.cli.arguments import (
     given,
     parse_layers,
     parse_scales,
-    read_input,
+    read_entries,
     reading,
 )
 from logsteer.cli.output import add_output_options, draw_answer, draw_card, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import read_json_lines
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.extras.labels import describe_card, label_layers
 from logsteer.extras.sae import import_feature
@@ -332,30 +329,13 @@ def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
 
 def _read_pairs(name: str) -> list[dict[str, Any]]:
     """Return the pairs of JSON lines, or of a JSON list. Raises LogsteerError for others."""
-    place, data = read_input(name)
-    if data.lstrip().startswith(b"["):
-        entries = [
-            (f"pair {number}", pair) for number, pair in enumerate(_read_list(data, place), 1)
-        ]
-    else:
-        lines = read_json_lines(BytesIO(data), place, _PAIR)
-        entries = [(f"line {number}", pair) for number, pair in lines]
     pairs = []
-    for where, pair in entries:
+    for where, pair in read_entries(name, _PAIR):
         found = pair if isinstance(pair, dict) else {}
         texts = {side: found[side] for side in _SIDES if isinstance(found.get(side), str | list)}
         if len(texts) < len(_SIDES):
-            raise LogsteerError(f"{place}, {where}: no two texts or conversations; write {_PAIR}")
+            raise LogsteerError(f"{where}: no two texts or conversations; write {_PAIR}")
         pairs.append(texts)
     if not pairs:
-        raise LogsteerError(f"{place} has no pairs")
+        raise LogsteerError(f"{name} has no pairs")
     return pairs
-
-
-def _read_list(data: bytes, place: str) -> list[Any]:
-    try:
-        found: list[Any] = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise LogsteerError(f"{place}: no JSON list of pairs: {reason}") from error
-    return found

@@ -153,16 +153,17 @@ class Activations(Sequence[ActivationsOfItem]):
 
     def _list_norms(self) -> list[dict[str, Any]]:
         np = import_numpy()
-        norms = {
-            f"norm@{layer}": np.linalg.norm(rows, axis=1) for layer, rows in self.layers.items()
-        }
         found = []
         for item, one in enumerate(self):
-            first = int(self.row_starts[item])
-            for row in range(int(self.row_starts[item + 1]) - first):
-                place = None if one.positions is None else int(one.positions[row])
+            norms = {
+                f"norm@{layer}": np.linalg.norm(rows, axis=1).tolist()
+                for layer, rows in one.layers.items()
+            }
+            # A mean has no position.
+            places = [None] if one.positions is None else one.positions.tolist()
+            for row, place in enumerate(places):
                 token = None if place is None else int(one.token_ids[place])
-                sizes = {name: float(values[first + row]) for name, values in norms.items()}
+                sizes = {name: values[row] for name, values in norms.items()}
                 found.append({"item": item, "position": place, "token_id": token, **sizes})
         return found
 
