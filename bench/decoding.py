@@ -1,8 +1,8 @@
 """Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS SETTINGS`.
 
-Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it; the `ready`
-line has what stock vLLM has chosen by itself. Several of these live at once and are told in turn,
-so that their runs alternate.
+The first `result` line of stdout has what stock vLLM has chosen by itself. Each line of stdin is a
+`Work` as JSON, each further `result` line what came of it. Several of these live at once and are
+told in turn, so that their runs alternate.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.models import GREEDY, generate
+from bench.workplace import GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -41,7 +41,7 @@ class Work:
 
     def encode(self) -> str:
         """Return the line that tells a process so."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ def main() -> None:
     """Load the model, say so, and answer until stdin ends."""
     kind, path, slots, settings = sys.argv[1:]
     decoder = (Ours if kind == "ours" else Stock)(path, int(slots), json.loads(settings))
-    print("ready", json.dumps(decoder.chosen), flush=True)
+    print("result", json.dumps(decoder.chosen), flush=True)
     for line in sys.stdin:
-        print("answer", json.dumps(asdict(answer(decoder, Work(**json.loads(line))))), flush=True)
+        print("result", json.dumps(asdict(answer(decoder, Work(**json.loads(line))))), flush=True)
     decoder.close()
 
 

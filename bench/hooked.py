@@ -20,8 +20,8 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from bench.models import DEVICE, GREEDY, generate
-from bench.timing import compare, join_results, summarize, time_in_turn
+from bench.timing import divide, join_results, summarize, time_in_turn
+from bench.workplace import DEVICE, GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -144,7 +144,7 @@ def measure(ways: dict[str, Way], prompts_BT: Tensor, runs: int) -> dict[str, An
         seconds = time_in_turn({name: partial(run, name) for name in ways}, runs)
     result = summarize(seconds, len(prompts_BT) * GENERATED, "tokens")
     own, *peers = ways
-    result["ratios"] = {f"{own} / {peer}": compare(seconds[own], seconds[peer]) for peer in peers}
+    result["ratios"] = {f"{own} / {peer}": divide(seconds[peer], seconds[own]) for peer in peers}
     for name in peers:
         same = sum(a == b for a, b in zip(tokens[name], tokens[own], strict=True))
         result["ways"][name]["sequences_as_the_engine"] = same

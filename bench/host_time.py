@@ -8,7 +8,6 @@ kernels of the V2 runner are interpreted: they are counted, and their time is le
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.models import GREEDY, generate, make_model
 from bench.timing import spread
+from bench.workplace import GREEDY, generate, make_model, run_module
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -110,10 +109,7 @@ def measure_host_time(directory: Path, runs: int) -> dict[str, Any]:
     """Milliseconds that a step waits for the host, of 36 tiny layers, by runner and sequences."""
     path, found = make_model(directory, vocab=2048, hidden=64, layers=36), dict[str, Any]()
     for runner in ("v1", "v2"):
-        command = [sys.executable, "-m", "bench.host_time", runner, str(path), str(runs)]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        line = next(line for line in output.splitlines() if line.startswith("result "))
-        found |= json.loads(line.removeprefix("result "))
+        found |= run_module("host_time", runner, path, runs)
     figures = {name: way["ms"] for name, way in found.items()}
     return {"runs": runs, "ways": found, "figures": figures}
 

@@ -1,34 +1,136 @@
 """What the HTTP process and the pipe cost a short item, and how much memory a large call takes.
 
 The model is the fake engine, whose answers take next to no work. CPU time is that of a process, all
-its threads, from /proc; the client is another process and no part of it.
+its threads, from /proc; the client is another process and no part of it. A process of its own,
+
+    .venv/bin/python -m bench.http_process TOKENIZER COUNT < ANSWER.json
+
+prints the CPU microseconds an item of what any service has to do with such calls: read the JSON of
+their bodies, encode the texts, write the JSON of the answer given; and those of the fake engine,
+called where its jobs are made.
 """
 
 import itertools
 import json
-import subprocess
+import random
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 import psutil
+from tokenizers import Tokenizer
 
-from bench.models import DEMO
-from bench.servers import find_process, run_logsteer
-from bench.short_items import (
-    AT_ONCE,
-    FAKE,
-    as_ids,
-    as_text,
-    load_tokenizer,
-    make_bodies,
-    make_pairs,
-)
 from bench.timing import divide, spread
+from bench.workplace import (
+    DEMO,
+    corpus,
+    find_engines,
+    find_process,
+    read_cpu,
+    run_logsteer,
+    run_module,
+)
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.engines.fake import FakeEngine
+
+Item = dict[str, Any]
+AT_ONCE = 256
+"""Items of a call."""
+FAKE = {"vocab_size": 2048, "context_length": 512}
+"""Settings of the fake engine that answers them."""
+
+
+def make_pairs(
+    count: int, seed: int, ending: str = " Once upon a time there was a cat."
+) -> list[tuple[str, str]]:
+    """Return contexts and targets of 25 tokens together, in the mean, with the demo's tokenizer.
+
+    So many they are with the ending that is given where nothing else is.
+    """
+    draw = random.Random(seed)
+    countries, cities = list(corpus.CAPITALS), list(corpus.CAPITALS.values())
+    elements = list(corpus.SYMBOLS.items())
+    pairs = []
+    for _ in range(count):
+        element, symbol = draw.choice(elements)
+        facts = f"The chemical symbol for {element} is {symbol}. The capital of"
+        pairs.append((f"{facts} {draw.choice(countries)} is", f" {draw.choice(cities)}.{ending}"))
+    return pairs
+
+
+def as_text(pairs: Sequence[tuple[str, str]]) -> list[Item]:
+    """Return the pairs as items of `/logprob`."""
+    return [{"context": context, "targets": [target]} for context, target in pairs]
+
+
+def as_ids(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Item]:
+    """Return the pairs as items of `/logprob` that are encoded already."""
+    joined = tokenizer.encode_batch([context + target for context, target in pairs])
+    contexts = tokenizer.encode_batch([context for context, _ in pairs])
+    return [
+        {"context_ids": own.ids[: len(first.ids)], "target_ids": [own.ids[len(first.ids) :]]}
+        for own, first in zip(joined, contexts, strict=True)
+    ]
+
+
+def make_bodies(items: Sequence[Item], model: str = "fake") -> list[bytes]:
+    """Return the bodies of the calls that score the items."""
+    starts = range(0, len(items), AT_ONCE)
+    return [orjson.dumps({"model": model, "items": items[n : n + AT_ONCE]}) for n in starts]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint as the library `tokenizers` has it."""
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+def time_minimum(bodies: Sequence[bytes], answer: dict[str, Any], tokenizer: Tokenizer) -> float:
+    """Return the CPU seconds for reading the bodies, encoding their texts, writing the answers."""
+    started = time.process_time()
+    for body in bodies:
+        items = orjson.loads(body)["items"]
+        texts = [item["context"] + item["targets"][0] for item in items]
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+        assert len(ids) == len(items)
+        orjson.dumps(answer)
+    return time.process_time() - started
+
+
+def time_fake_engine(count: int) -> float:
+    """Return the CPU seconds of the fake engine for so many items, made before."""
+    engine = FakeEngine(EngineSpec("fake", "fake", str(DEMO), engine_args=FAKE))
+    rng = np.random.default_rng(0)
+    ids_NT = rng.integers(10, 500, (count, 26), dtype=np.int32)
+    jobs = list(enumerate(ScoreJob(ids_T[:-1], ids_T[-13:]) for ids_T in ids_NT))
+    started = time.process_time()
+    for first in range(0, count, AT_ONCE):
+        engine.add(jobs[first : first + AT_ONCE])
+        engine.step()
+    return time.process_time() - started
+
+
+def main() -> None:
+    """Measure once, after calls that warm up."""
+    path, count = Path(sys.argv[1]), int(sys.argv[2])
+    tokenizer = load_tokenizer(path)
+    answer = json.load(sys.stdin)
+    bodies = make_bodies(as_text(make_pairs(count, seed=1)))
+    time_minimum(bodies[:8], answer, tokenizer)
+    time_fake_engine(8 * AT_ONCE)
+    found = {
+        "tokenising and JSON alone": time_minimum(bodies, answer, tokenizer),
+        "the fake engine alone": time_fake_engine(count),
+    }
+    per_item = {name: 1e6 * seconds / count for name, seconds in found.items()}
+    print("result", json.dumps(per_item))
+
 
 COUNT = 65_536
 CALLERS = 4
@@ -66,7 +168,7 @@ def measure_cpu(directory: Path, runs: int) -> dict[str, Any]:
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         server = find_process(url)
-        engine = find_engine(server)
+        (engine,) = find_engines(server)
 
         def score(way: str, count: int) -> dict[str, float]:
             pairs = make_pairs(count, next(seeds))
@@ -84,7 +186,11 @@ def measure_cpu(directory: Path, runs: int) -> dict[str, Any]:
         answer = post(client, first, JSON)
         for run in range(runs + 1):
             count = COUNT if run else WARM_UP * AT_ONCE
-            figures = score(TEXT, count) | score(IDS, count) | measure_alone(answer, count)
+            figures = (
+                score(TEXT, count)
+                | score(IDS, count)
+                | run_module("http_process", DEMO, count, input=answer.decode())
+            )
             for name, figure in figures.items() if run else ():
                 found.setdefault(name, []).append(figure)
     return report_cpu(found, runs)
@@ -104,32 +210,11 @@ def report_cpu(found: dict[str, list[float]], runs: int) -> dict[str, Any]:
     return {"runs": runs, "ways": ways, "ratios": ratios, "notes": notes}
 
 
-def measure_alone(answer: bytes, count: int) -> dict[str, float]:
-    """Return the figures of `bench/short_items.py`."""
-    command = [sys.executable, "-m", "bench.short_items", str(DEMO)]
-    output = subprocess.run([*command, str(count)], input=answer, capture_output=True, check=True)
-    found: dict[str, float] = json.loads(output.stdout)
-    return found
-
-
 def send_all(client: httpx.Client, bodies: Sequence[bytes], headers: dict[str, str]) -> None:
     """Send calls, as many at once as there are callers."""
     with ThreadPoolExecutor(CALLERS) as pool:
         for _ in pool.map(lambda body: len(post(client, body, headers)), bodies):
             pass
-
-
-def find_engine(server: psutil.Process) -> psutil.Process:
-    """Return the process of a server's only engine."""
-    engines = [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
-    assert len(engines) == 1, engines
-    return engines[0]
-
-
-def read_cpu(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process, those of its children left out."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def measure_memory(directory: Path, runs: int) -> dict[str, Any]:
@@ -163,3 +248,7 @@ def read_memory(process: psutil.Process, name: str) -> float:
     """Return a figure of a process's status in MiB: `VmRSS` is now, `VmHWM` the peak."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.partition(f"{name}:")[2].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -138,7 +138,8 @@ def main() -> None:
                 record["max_error"] = float((result[:, :1] - expected).abs().max())
             records[name] = record
     chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    print(json.dumps({"chip": chip, "torch": torch.__version__, **vars(options), "ways": records}))
+    found = {"chip": chip, "torch": torch.__version__, **vars(options), "ways": records}
+    print("result", json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,21 +27,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from bench import (
-    harness,
     host_time,
     http_process,
-    patching,
     replicas,
-    sampling,
     score_file,
     scoring,
     start,
     steering,
 )
-from bench.bars import BARS, write_table
-from bench.results_page import write_page
+from bench.bars import BARS, write_page, write_table
 from bench.timing import spread
-from bench.workplace import Workplace
+from bench.workplace import Workplace, run_module
 
 BENCH = Path(__file__).resolve().parent
 
@@ -65,12 +60,8 @@ def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
 
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
     """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
-    command = [
-        sys.executable, "-m", "bench.rows", "--dtype", "float32", "--hidden", "256",
-        "--runs", str(runs), "--chunk-mib", "256",
-    ]  # fmt: skip
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(output)
+    small = ("--dtype", "float32", "--hidden", 256, "--chunk-mib", 256)
+    found: dict[str, Any] = run_module("rows", *small, "--runs", runs)
     added = [way["peak_mib_added"] for name, way in found["ways"].items() if "rows" in name]
     return found | {"figures": {"MiB added at most": spread([max(added)])}}
 
@@ -80,13 +71,13 @@ BENCHMARKS = {
     "choices": Benchmark(scoring.compare_choices, any_model=True),
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
     "replicas": Benchmark(replicas.compare_replicas, runs=5),
-    "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
+    "lm_eval": Benchmark(scoring.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
-    "patching": Benchmark(patching.compare_patching, runs=5),
-    "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
+    "patching": Benchmark(steering.compare_patching, runs=5),
+    "diagnostics": Benchmark(scoring.compare_diagnostics, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),

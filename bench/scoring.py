@@ -1,21 +1,47 @@
-"""Scoring against vLLM's own server, the arithmetic's limit, and the bare engine."""
+"""Scoring, and diagnostics of generation: several ways to the same numbers.
+
+`scoring.py full_text|seeds MODEL RUNS SETTINGS` is a process with the engine alone, without HTTP.
+"""
 
 import itertools
 import json
 import random
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import torch
 
-from bench.models import read_vocab
-from bench.timing import compare_with_first, summarize, time_call
-from bench.workplace import Workplace, describe_stock
+from bench.timing import (
+    compare_with_first,
+    divide,
+    join_results,
+    summarize,
+    time_call,
+    time_in_turn,
+)
+from bench.workplace import (
+    DEMO,
+    DEVICE,
+    ID,
+    ROOT,
+    Workplace,
+    corpus,
+    describe_stock,
+    read_vocab,
+    run_module,
+    start_worker,
+)
 from logsteer import Client
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.engines.vllm.engine import VllmEngine
 
 Item = dict[str, Any]
 UNCOUNTED = 8
@@ -99,53 +125,249 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
 
 def compare_full_text(place: Workplace, runs: int) -> dict[str, Any]:
     """Texts scored in full by the engine, against plain prefill plus the head's bare product."""
-    output = subprocess.run(
-        _run_engine(place, "full_text", runs), capture_output=True, text=True, check=True
-    ).stdout
-    result: dict[str, Any] = json.loads(_find(output.splitlines(), "result "))
-    return result
-
-
-def _run_engine(place: Workplace, part: str, runs: int) -> list[str]:
-    """The command of `bench/engine.py`."""
     settings = json.dumps(place.settings)
-    return [
-        sys.executable,
-        "-m",
-        "bench.engine",
-        part,
-        str(place.find_model()),
-        str(runs),
-        settings,
-    ]
-
-
-def _find(lines: Iterable[str], mark: str) -> str:
-    """What stands behind the mark in the first line that begins with it; vLLM prints, too."""
-    return next(line.removeprefix(mark) for line in lines if line.startswith(mark))
+    result: dict[str, Any] = run_module("scoring", "full_text", place.find_model(), runs, settings)
+    return result
 
 
 def compare_with_own_engine(place: Workplace, runs: int) -> dict[str, Any]:
     """The service over HTTP against its own engine, called in a process without HTTP."""
     vocab = read_vocab(place.find_model())
     seconds: dict[str, list[float]] = {"logsteer over HTTP": [], "its engine in-process": []}
+    settings, log = json.dumps(place.settings), place.directory / "engine.log"
     with (
         Client(place.share(), timeout=600) as client,
-        subprocess.Popen(
-            _run_engine(place, "seeds", 0), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as engine,
+        start_worker(log, "scoring", "seeds", place.find_model(), 0, settings) as engine,
     ):
-        assert engine.stdin is not None
-        assert engine.stdout is not None
         for run in range(runs + UNCOUNTED):
             seed = OVERHEAD_SEED + run
-            engine.stdin.write(f"{seed}\n")
-            engine.stdin.flush()
-            own = float(_find(engine.stdout, "seconds "))
+            own = engine.ask(str(seed))
             items = make_choices(vocab, 64, 200, 1, 20, seed=seed)
             taken = time_call(partial(client.logprob, items, per_token=False))
             if run >= UNCOUNTED:
                 seconds["logsteer over HTTP"].append(taken)
                 seconds["its engine in-process"].append(own)
-        engine.stdin.close()
     return summarize(seconds, 64, "pairs") | {"ratios": compare_with_first(seconds)}
+
+
+COUNT = 6_000
+FEW = 300
+"""Sequences for a peer that takes a minute and more for all of them."""
+MAX_LENGTH = 512
+SHARED = ROOT.parent / "shared"
+BLIMP = SHARED / "data" / "blimp"
+STORIES = SHARED / "models" / "stories260k"
+EXACT = "hf in-process"
+FEW_ONLY = "local-completions on stock vLLM, its default settings"
+
+
+def make_requests(count: int) -> tuple[str, list[Any]]:
+    """Return what the sequences are, and log-likelihood requests of about 22 tokens each.
+
+    They are BLiMP's sentences, good and bad ones, where ../shared has three of its sets; else
+    sentences of the demo's corpus, cut in two.
+    """
+    from lm_eval.api.instance import Instance
+
+    name, pairs = ("BLiMP", read_blimp()) if BLIMP.is_dir() else ("demo corpus", cut_sentences())
+    if len(pairs) < count:
+        raise ValueError(f"{BLIMP} has {len(pairs)} sentences, and {count} are needed")
+    return name, [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs[:count])]
+
+
+def read_blimp() -> list[tuple[str, str]]:
+    """Return each sentence of ../shared/data/blimp behind an empty context, as its tasks ask."""
+    lines = [line for path in sorted(BLIMP.glob("*.jsonl")) for line in path.open()]
+    documents = map(json.loads, lines)
+    return [("", doc[name]) for doc in documents for name in ("sentence_good", "sentence_bad")]
+
+
+def cut_sentences() -> list[tuple[str, str]]:
+    """Return contexts and continuations of the demo's corpus."""
+    draw = random.Random(1)
+    countries, cities = list(corpus.CAPITALS), list(corpus.CAPITALS.values())
+    elements = list(corpus.SYMBOLS.items())
+    pairs = []
+    for _ in range(COUNT):
+        element, symbol = draw.choice(elements)
+        country, city = draw.choice(countries), draw.choice(cities)
+        context = f"The chemical symbol for {element} is {symbol}. The capital of {country} is"
+        pairs.append((context, f" {city}. Once upon a time there was a cat."))
+    return pairs
+
+
+def find_model(place: Workplace) -> Path:
+    """Return the user's model, else the smallest trained one at hand."""
+    return place.given or (STORIES if STORIES.is_dir() else DEMO)
+
+
+def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
+    """LogsteerLM over HTTP, `hf` in-process, `local-completions` on vLLM's own server."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from logsteer.lm_eval import LogsteerLM
+
+    path = find_model(place)
+    dtype = place.settings["dtype"]
+    sort, requests = make_requests(COUNT)
+    with (
+        place.serve(path) as ours,
+        place.serve_stock(path) as stock,
+    ):
+
+        def ask_locally(url: str, model: str, at_once: int, batch: int) -> Any:
+            return LocalCompletionsAPI(
+                base_url=f"{url}/v1/completions", model=model, tokenizer=str(path),
+                tokenizer_backend="huggingface", num_concurrent=at_once, batch_size=batch,
+                max_length=MAX_LENGTH, add_bos_token=True,
+            )  # fmt: skip
+
+        models = {
+            "logsteer": LogsteerLM(base_url=ours),
+            EXACT: HFLM(pretrained=str(path), device=DEVICE, dtype=dtype, batch_size=64),
+            "local-completions on logsteer, 4 x 64": ask_locally(ours, ID, 4, 64),
+            "local-completions on stock vLLM, 4 x 64": ask_locally(stock, "stock", 4, 64),
+            FEW_ONLY: ask_locally(stock, "stock", 1, 1),
+        }
+        answers: dict[str, list[float]] = {}
+
+        def score(name: str) -> None:
+            asked = requests[: FEW if name == FEW_ONLY else COUNT]
+            found = models[name].loglikelihood(asked, disable_tqdm=True)
+            answers[name] = [logprob for logprob, _ in found]
+
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for run in range(runs + 1):
+            for name in models:
+                taken = time_call(lambda name=name: score(name))  # type: ignore[misc]
+                if run:
+                    seconds[name].append(taken / len(answers[name]))
+    result = summarize(seconds, 1, "sequences") | {"ratios": compare_with_first(seconds)}
+    for name, values in answers.items():
+        worst = max(abs(a - b) for a, b in zip(values, answers[EXACT], strict=False))
+        result["ways"][name]["largest_difference_from_hf_nats"] = float(f"{worst:.2g}")
+    notes = [f"{COUNT} sequences of {sort}, {FEW} of them by default settings, model {path.name}"]
+    return result | {"notes": [*notes, describe_stock()]}
+
+
+PROMPTS, PROMPT, SAMPLES, GENERATED = 16, 32, 2, 64
+POLICY: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+
+
+def compare_diagnostics(place: Workplace, runs: int) -> dict[str, Any]:
+    """32 sampled continuations of 64 tokens on each engine, by what is told of them."""
+    found = {}
+    path = place.find_model(sharpness=10.0)
+    for engine in ("vllm", "transformer_lens"):
+        with place.serve(path, engine) as url, Client(url, timeout=600) as client:
+            found[engine] = _time_diagnostics(client, read_vocab(path), runs)
+    return join_results(found)
+
+
+def _time_diagnostics(client: Client, vocab: int, runs: int) -> dict[str, Any]:
+    seeds = itertools.count()
+
+    def generate(**options: Any) -> Callable[[], object]:
+        def run() -> object:
+            seed = next(seeds)
+            prompts = _draw(seed, vocab, PROMPTS, PROMPT)
+            return client.generate(
+                None, prompt_ids=prompts, n=SAMPLES, max_tokens=GENERATED, seed=seed,
+                ignore_eos=True, **POLICY, **options,
+            )  # fmt: skip
+
+        return run
+
+    columns = ["log_q", "rb_entropy"]
+    ways = {
+        "without diagnostics": generate(),
+        "log_q and rb_entropy": generate(diagnostics=True, columns=columns),
+        "all columns": generate(diagnostics=True),
+    }
+    seconds = time_in_turn(ways, runs)
+    result = summarize(seconds, PROMPTS * SAMPLES * GENERATED, "tokens")
+    first, *others = ways
+    result["ratios"] = {
+        f"{name} / {first}": divide(seconds[first], seconds[name]) for name in others
+    }
+    return result
+
+
+def _draw(seed: int, vocab: int, count: int, length: int) -> list[list[int]]:
+    """Sequences of random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(10, vocab) for _ in range(length)] for _ in range(count)]
+
+
+TEXTS, LENGTH = 16, 512
+
+
+def make_job(tokens: list[int], scored: int) -> ScoreJob:
+    """A job that scores the last `scored` of some tokens."""
+    ids = np.array(tokens, dtype=np.int32)
+    return ScoreJob(ids[:-1], ids[-scored:])
+
+
+def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
+    """Run jobs to their end."""
+    engine.add(list(enumerate(jobs)))
+    while engine.busy:
+        engine.step()
+
+
+def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
+    """All rows of every text, against reading one row of each plus the bare product of the rest."""
+    rng = np.random.default_rng(0)
+    worker = engine._vllm.engine_core.model_executor.driver_worker.worker
+    project = worker.model_runner.model.compute_logits
+    dtype = worker.model_runner.dtype
+    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden, device=worker.device, dtype=dtype)
+
+    def texts() -> list[list[int]]:
+        return [rng.integers(10, vocab, LENGTH).tolist() for _ in range(TEXTS)]
+
+    def score() -> None:
+        run_jobs(engine, [make_job(text, LENGTH - 1) for text in texts()])
+
+    def prefill() -> None:
+        run_jobs(engine, [make_job(text, 1) for text in texts()])
+
+    def multiply() -> None:
+        for part in torch.split(hidden_RD, 128):
+            project(part)[0, 0].item()  # waits for a GPU
+
+    with torch.inference_mode():
+        seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)
+    limit = [a + b for a, b in zip(seconds["prefill"], seconds["product"], strict=True)]
+    ways = {"all rows scored": seconds["scored"], "limit: prefill + bare product": limit}
+    result = summarize(ways, TEXTS * (LENGTH - 1), "tokens")
+    return result | {"ratios": compare_with_first(ways), "parts_s": seconds}
+
+
+def answer_seeds(engine: VllmEngine, vocab: int) -> None:
+    """For each seed on stdin, score what `bench/scoring.py` sends over HTTP; print the seconds."""
+    for line in sys.stdin:
+        items = make_choices(vocab, 64, 200, 1, 20, seed=int(line))
+        jobs = [make_job(item["context_ids"] + item["target_ids"][0], 20) for item in items]
+        started = time.perf_counter()
+        run_jobs(engine, jobs)
+        print("result", time.perf_counter() - started, flush=True)
+
+
+def main() -> None:
+    """Measure full texts and print what was found, or answer seeds until stdin ends."""
+    part, path, runs, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    engine = VllmEngine(EngineSpec("bench", "vllm", path, **json.loads(settings)))
+    vocab = engine.info.vocab_size
+    if part == "full_text":
+        result = measure_full_text(engine, vocab, engine.info.hidden_size, runs)
+        print("result", json.dumps(result))
+    else:
+        print("result", json.dumps("ready"), flush=True)
+        answer_seeds(engine, vocab)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,32 @@
-"""Steered generation: against unsteered, against stock vLLM, and against hooks in Python."""
+"""Steering and patching against doing without, and against what others do."""
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
 from bench.decoding import GENERATED, SEQUENCES, Answer, Work
-from bench.models import DEMO, make_model
-from bench.timing import compare, join_results, summarize
-from bench.workplace import Workplace, describe_stock
+from bench.timing import compare_with_first, divide, join_results, spread, summarize, time_in_turn
+from bench.workplace import (
+    DEMO,
+    DEVICE,
+    ID,
+    Worker,
+    Workplace,
+    describe_stock,
+    make_model,
+    run_module,
+    start_worker,
+)
+from logsteer import Client
 from logsteer_server.contract.engine import HOOKS
 
 UNCOUNTED = 4
@@ -20,53 +34,15 @@ UNCOUNTED = 4
 SLOTS = 64
 
 
-class Decoder:
-    """A process of `bench/decoding.py` that waits for work; `chosen` has stock's own defaults."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
-        self._process = process
-        self._log = log
-        self.chosen: dict[str, Any] = json.loads(self._read("ready"))
-
-    def run(self, work: Work) -> Answer:
-        """Do the work there. Errors: RuntimeError where the process ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(work.encode())
-        self._process.stdin.flush()
-        return Answer(**json.loads(self._read("answer")))
-
-    def _read(self, mark: str) -> str:
-        """Return what follows the mark in the next line that begins with it; vLLM prints, too."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark)
-        raise RuntimeError(f"the process has ended:\n{self._log.read_text()[-3000:]}")
-
-
 @contextlib.contextmanager
-def start_decoder(place: Workplace, kind: str, slots: int = 0, **more: Any) -> Iterator[Decoder]:
-    """A process with the model loaded and warm; it is stopped at the end."""
+def start_decoder(place: Workplace, kind: str, slots: int = 0, **more: Any) -> Iterator[Worker]:
+    """Give a process of `bench/decoding.py` with its model loaded, warm."""
     log = place.directory / f"decoding-{kind}-{slots}-{len(more)}.log"
-    path, settings = place.find_model(), json.dumps(place.settings | more)
-    command = [sys.executable, "-m", "bench.decoding", kind, str(path), str(slots), settings]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        try:
-            decoder = Decoder(process, log)
-            for seed in range(UNCOUNTED):
-                decoder.run(Work(seed))
-            yield decoder
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.kill()
+    settings = json.dumps(place.settings | more)
+    with start_worker(log, "decoding", kind, place.find_model(), slots, settings) as decoder:
+        for seed in range(UNCOUNTED):
+            decoder.ask(Work(seed).encode())
+        yield decoder
 
 
 @dataclass(slots=True)
@@ -77,9 +53,7 @@ class Runs:
     digests: list[str] = field(default_factory=list)
 
 
-def run_in_turn(
-    ways: Mapping[str, tuple[Decoder, Mapping[str, Any]]], runs: int
-) -> dict[str, Runs]:
+def run_in_turn(ways: Mapping[str, tuple[Worker, Mapping[str, Any]]], runs: int) -> dict[str, Runs]:
     """The runs of each way, in turn, after one uncounted run of each.
 
     In one turn all ways have the same prompts, which no other turn has.
@@ -87,7 +61,7 @@ def run_in_turn(
     found = {name: Runs() for name in ways}
     for turn in range(runs + 1):
         for name, (decoder, settings) in ways.items():
-            answer = decoder.run(Work(seed=1000 + turn, **settings))
+            answer = Answer(**decoder.ask(Work(seed=1000 + turn, **settings).encode()))
             found[name].digests = answer.digests
             if turn:
                 found[name].seconds.append(answer.seconds)
@@ -108,7 +82,7 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
         start_decoder(place, "ours") as ours_without,
         start_decoder(place, "stock") as vllm,
     ):
-        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+        ways: dict[str, tuple[Worker, Mapping[str, Any]]] = {
             plain: (ours, {}),
             all_: (ours, {"steer_every": 1}),
             half: (ours, {"steer_every": 2}),
@@ -118,11 +92,11 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
             bare: (vllm, {"logprobs": False}),
         }
         found = run_in_turn(ways, runs)
-        notes = [describe_stock(vllm.chosen)]
+        notes = [describe_stock(vllm.told)]
     seconds = {name: way.seconds for name, way in found.items()}
     result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
     pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (ours_bare, bare)]
-    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
+    result["ratios"] = {f"{a} / {b}": divide(seconds[b], seconds[a]) for a, b in pairs}
     expected = dict.fromkeys((without, ours_bare, stock, bare), found[plain].digests)
     expected[half] = [
         found[plain if index % 2 else all_].digests[index] for index in range(SEQUENCES)
@@ -143,7 +117,7 @@ def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
         start_decoder(place, "ours", SLOTS) as default,
         start_decoder(place, "ours", SLOTS, hooks=HOOKS) as ours,
     ):
-        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+        ways: dict[str, tuple[Worker, Mapping[str, Any]]] = {
             plain: (default, {}),
             steered: (default, {"steer_every": 1}),
             idle: (ours, {}),
@@ -151,7 +125,7 @@ def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
         seconds = {name: way.seconds for name, way in run_in_turn(ways, runs).items()}
     result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
     pairs = [(idle, plain), *((f"steered at {hook}", steered) for hook in HOOKS)]
-    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
+    result["ratios"] = {f"{a} / {b}": divide(seconds[b], seconds[a]) for a, b in pairs}
     return result
 
 
@@ -174,8 +148,82 @@ def _run_hooked(
     """What `bench/hooked.py` says of these batches, with the whole sequence again or without."""
     dtype = place.settings["dtype"]
     asked = [str(path), dtype, str(runs), *(f"{n}{'+' * again}" for n, again in batches.items())]
-    command = [sys.executable, "-m", "bench.hooked", *asked]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    line = next(line for line in output.splitlines() if line.startswith("result "))
-    result: dict[str, Any] = json.loads(line.removeprefix("result "))
+    result: dict[str, Any] = run_module("hooked", *asked)
     return result
+
+
+TEXT = "Lily went to the big park with her mother and her big {}. The capital of {} is"
+CLEAN, CORRUPTED = TEXT.format("dog", "France"), TEXT.format("cat", "Spain")
+TARGET = " Paris"
+TOKENS, LAYERS = 20, 5
+OURS = "/patch on vLLM over HTTP"
+LOOP, ALONE = (f"loop over run_with_hooks, TransformerLens{how}" for how in ("", ", one thread"))
+
+
+class Loop:
+    """The patches as they are written with TransformerLens: a forward pass for each place."""
+
+    def __init__(self, clean: list[int], corrupted: list[int], target: int) -> None:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        self._bridge = TransformerBridge.boot_transformers(
+            str(DEMO), device=DEVICE, dtype=torch.float32
+        )
+        self._clean_1T, self._corrupted_1T = (
+            torch.tensor([ids], device=DEVICE) for ids in (clean, corrupted)
+        )
+        self._target = target
+
+    @torch.inference_mode()
+    def run(self, threads: int) -> list[list[float]]:
+        """Return the target's log-probability by layer, by position."""
+        torch.set_num_threads(threads)
+        _, cache = self._bridge.run_with_cache(self._clean_1T)
+        return [
+            [self._patch(f"blocks.{layer}.hook_out", position, cache) for position in range(TOKENS)]
+            for layer in range(LAYERS)
+        ]
+
+    def _patch(self, name: str, position: int, cache: Any) -> float:
+        def put(x_1TD: Tensor, hook: object) -> Tensor:  # noqa: ARG001
+            x_1TD[:, position] = cache[name][:, position]
+            return x_1TD
+
+        logits_1TV = self._bridge.run_with_hooks(self._corrupted_1T, fwd_hooks=[(name, put)])
+        return float(logits_1TV[0, -1].log_softmax(-1)[self._target])
+
+
+def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
+    """Patch each layer of the demo model at each of 20 tokens; log p of one token is the metric.
+
+    A forward pass of the loop is so small that its threads may cost more than they bring.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    clean, corrupted = (tokenizer(text)["input_ids"] for text in (CLEAN, CORRUPTED))
+    target = tokenizer(CLEAN + TARGET)["input_ids"][-1]
+    pair = {
+        name: {"context_ids": ids, "target_ids": [[target]]}
+        for name, ids in (("clean", clean), ("corrupted", corrupted))
+    }
+    assert len(clean) == len(corrupted) == TOKENS
+    loop, threads = Loop(clean, corrupted, target), torch.get_num_threads()
+    found: dict[str, Any] = {}
+    # As the demo's own configuration has it: a model of this size gains nothing from compilation.
+    with (
+        place.serve(DEMO, compile=False) as url,
+        Client(url, model=ID, timeout=300) as client,
+    ):
+
+        def ask() -> None:
+            found[OURS] = client.patch([pair], cache=False).results[0].matrix
+
+        def repeat(threads: int) -> None:
+            found[LOOP] = loop.run(threads)
+
+        seconds = time_in_turn(
+            {OURS: ask, LOOP: partial(repeat, threads), ALONE: partial(repeat, 1)}, runs
+        )
+    result = summarize(seconds, LAYERS * TOKENS, "patches")
+    difference = np.abs(np.subtract(found[OURS], found[LOOP])).max()
+    figures = {"largest difference, nats": spread([float(difference)])}
+    return result | {"ratios": compare_with_first(seconds), "figures": figures}

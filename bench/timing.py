@@ -39,15 +39,10 @@ def summarize(seconds: dict[str, list[float]], amount: float, unit: str) -> dict
     return {"runs": len(first), "amount": amount, "unit": unit, "ways": ways}
 
 
-def compare(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
-    """How many times as fast a way is as another, pair by pair: [minimum, median, maximum]."""
-    return spread([other / own for own, other in zip(seconds, others, strict=True)])
-
-
 def compare_with_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """How many times as fast the first way is as each of the others: `first / other`."""
     first, *others = seconds
-    return {f"{first} / {name}": compare(seconds[first], seconds[name]) for name in others}
+    return {f"{first} / {name}": divide(seconds[name], seconds[first]) for name in others}
 
 
 def divide(values: Sequence[float], others: Sequence[float]) -> list[float]:

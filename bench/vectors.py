@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.servers import run_logsteer
+from bench.workplace import run_logsteer
 from logsteer import Client
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.schemas import VectorCard

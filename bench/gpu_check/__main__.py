@@ -17,8 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.bars import BARS
-from bench.gpu_check.part import LIMIT_S, ROOT, Findings, run_command
-from bench.gpu_check.report import PartResult, Report, shorten
+from bench.gpu_check.report import LIMIT_S, ROOT, Findings, PartResult, Report, run_command, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ PARTS = (
 def run_one(result: PartResult, device: str, quick: bool) -> None:
     """Run a part in a process of its own; a process that dies is a part that failed."""
     part = PARTS[result.name]
-    command = [sys.executable, "-m", f"bench.gpu_check.{part.module}", "--device", device]
+    command = [sys.executable, "-m", "bench.gpu_check.report", part.module, "--device", device]
     command += [*(["--case", part.case] if part.case else []), *(["--quick"] if quick else [])]
     result.command = f".venv/bin/python -m bench.gpu_check --only {result.name}"
     started, died = time.monotonic(), ""

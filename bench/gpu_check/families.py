@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.families.checkpoints import FAMILIES
 
-from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_command, run_part
+from bench.gpu_check.report import NO_CUDA, Cell, Findings, Options, Table, run_command
 
 CHOSEN = ("llama", "qwen3", "gemma3", "mistral", "stablelm")
 """The usual one, a norm on queries and keys, scaled embeddings, a window, a stale residual."""
@@ -62,7 +62,3 @@ def judge(found: Findings, line: dict[str, Any], dtype: str, limit: float | None
             found.need(f"{what}, {check}", value, limit)
         cells.append(value)
     return cells
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
+from bench.gpu_check.report import NO_CUDA, Cell, Findings, Options, Table
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import SteeredTokens, Step
@@ -202,7 +202,3 @@ def measure(options: Options, found: Findings) -> None:
             "where a GPU rounds, hence twice the plain form's error there."
         )
         found.not_run.append(f"time of the kernel: {NO_CUDA}")
-
-
-if __name__ == "__main__":
-    run_part(measure)

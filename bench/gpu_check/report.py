@@ -1,12 +1,149 @@
-"""The report: what became of each part, as JSON and as Markdown."""
+"""What a part of the check is given and finds, how it runs, and the report of all parts.
 
+Each part is a module with a function `measure`, and a process of its own: a GPU that one part has
+left in an unusable state is whole again for the next. What it finds it writes down table by table,
+so that a part that dies or takes too long leaves what it has measured.
+"""
+
+import argparse
 import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench.bars import tabulate
-from bench.gpu_check.part import Findings
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_CUDA = "no CUDA device"
+LIMIT_S = 480
+"""Seconds that a part may take: machines with a GPU are lent for minutes."""
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where a part runs, whether it is cut short, where it may leave files, and which of its cases
+    is asked for; empty where it has one.
+    """
+
+    device: str
+    quick: bool
+    directory: Path
+    case: str = ""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the part has a GPU."""
+        return self.device == "cuda"
+
+
+@dataclass(slots=True)
+class Table:
+    """Numbers of a part: a caption, names of columns, rows of as many cells."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a part has found so far, in the file `path`.
+
+    `not_run` says of what could not run here why; `facts` are of the machine.
+    """
+
+    path: Path
+    tables: list[Table] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, table: Table) -> None:
+        """Add a table, and write down all that was found until now."""
+        self.tables.append(table)
+        self.save()
+
+    def need(self, what: str, error: float, limit: float) -> None:
+        """Note a failure where an error is above its limit, or no number."""
+        if not error <= limit:
+            self.failures.append(f"{what}: {error:.3g} where at most {limit:.3g} is allowed")
+
+    def save(self) -> None:
+        """Write the file anew."""
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps(asdict(self), default=str))
+        written.replace(self.path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Findings":
+        """Read what a part has written down; nothing where it has written nothing."""
+        if not path.is_file():
+            return cls(path)
+        found = json.loads(path.read_text()) | {"path": path}
+        return cls(tables=[Table(**table) for table in found.pop("tables")], **found)
+
+
+def list_result(name: str, values: Mapping[str, Any]) -> list[list[Cell]]:
+    """Return the rows of a benchmark's values: name, measure, median, smallest, largest.
+
+    A value is [smallest, median, largest], or one alone, which is taken for the median.
+    """
+    rows: list[list[Cell]] = []
+    for measure, value in values.items():
+        low, median, high = value if isinstance(value, list) else (None, value, None)
+        rows.append([name, measure.replace("_", " "), median, low, high])
+    return rows
+
+
+def run_command(
+    command: Sequence[str],
+    timeout_s: float = LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a command in the project's directory; return what it printed.
+
+    Errors: RuntimeError with the end of its messages where it fails or takes longer.
+    """
+    try:
+        done = subprocess.run(
+            [*command],
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise RuntimeError(f"took longer than {timeout_s:g} s") from expired
+    if done.returncode:
+        words = (done.stderr.strip() or done.stdout.strip())[-1500:]
+        raise RuntimeError(f"ended with status {done.returncode}: {words}")
+    return done.stdout
+
+
+def main() -> None:
+    """Measure a part as the command line says, and write down what was found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", help="a module beside this one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--case", default="")
+    given = vars(parser.parse_args())
+    measure = import_module(f"bench.gpu_check.{given.pop('part')}").measure
+    options = Options(**given)
+    found = Findings(options.directory / "findings.json")
+    measure(options, found)
+    found.save()
+
 
 Status = Literal["passed", "failed", "not run"]
 
@@ -96,3 +233,7 @@ def write_part(part: PartResult) -> list[str]:
 def shorten(reason: str) -> str:
     """Return the first line of a reason, for a cell."""
     return reason.partition("\n")[0][:100]
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.part import Findings, Options, Table, run_part
+from bench.gpu_check.report import Findings, Options, Table
 from bench.rows import time_runs
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.drawing import RowSampler
@@ -118,7 +118,3 @@ def measure(options: Options, found: Findings) -> None:
     with torch.inference_mode():
         check_policies(options, found)
         check_draws(options, found)
-
-
-if __name__ == "__main__":
-    run_part(measure)

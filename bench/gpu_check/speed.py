@@ -5,14 +5,13 @@ import sys
 from typing import Any
 
 from bench.bars import BARS, find_figure
-from bench.gpu_check.part import (
+from bench.gpu_check.report import (
     NO_CUDA,
     Findings,
     Options,
     Table,
     list_result,
     run_command,
-    run_part,
 )
 
 QUICK = "full_text"
@@ -46,7 +45,3 @@ def measure(options: Options, found: Findings) -> None:
     if not options.on_cuda:
         found.notes.append(f"These are figures of the CPU: {NO_CUDA}.")
     found.add(table)
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_check.part import (
+from bench.gpu_check.report import (
     NO_CUDA,
     ROOT,
     Findings,
     Options,
     Table,
-    find_line,
     list_result,
     run_command,
-    run_part,
 )
-from bench.models import make_model
+from bench.workplace import find_result, make_model
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -123,7 +121,7 @@ def measure_speed(options: Options, path: Path, found: Findings) -> None:
     # The model for CPUs is small: a second thread would mostly wait for the first.
     environment = {"PYTHONPATH": server} | ({} if options.on_cuda else {"OMP_NUM_THREADS": "1"})
     output = run_command([sys.executable, *command], environment=environment)
-    result = json.loads(find_line(output.splitlines(), "result "))
+    result = json.loads(find_result(output.splitlines()))
     table = Table(
         f"150 steered tokens of each sequence, {dtype}.",
         ["way", "measure", "median", "smallest", "largest"],
@@ -144,7 +142,3 @@ def measure(options: Options, found: Findings) -> None:
     (check_scores if options.case == "scores" else measure_speed)(
         options, find_model(options), found
     )
-
-
-if __name__ == "__main__":
-    run_part(measure)
