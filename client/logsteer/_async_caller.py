@@ -20,12 +20,9 @@ from logsteer._calls import ApiCall, as_list, build_call, build_file_call
 from logsteer._events import EventParser, ServerSentEvent
 from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer._sampling import sample_in_tasks
 from logsteer.errors import PayloadTooLargeError
-from logsteer.extras.activations import Activations
-from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SampledBatch, SamplingRun
-from logsteer.extras.shards import ActivationShards, capture_shards
+from logsteer.extras.activations import Activations, ActivationShards, capture_shards
+from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_tasks
 from logsteer.schemas import ItemScore, SpacePolicy
 
 A = TypeVar("A", bound=BaseModel)
@@ -113,7 +110,9 @@ class AsyncCaller:
             call = build_call("generate", values, self._model)
             return await self._answer(replace(call, answer=SampledBatch))
 
-        return await sample_in_tasks(SamplingRun(options, *arguments), draw)
+        run = SamplingRun(options, *arguments)
+        await sample_in_tasks(run, draw)
+        return run.finish()
 
     async def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any

@@ -13,16 +13,14 @@ from os import PathLike
 from typing import Any
 
 from logsteer._async_caller import AsyncCaller, AsyncStoreMethods
+from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
-from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
-from logsteer.extras.activations import Activations
+from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import Reward
-from logsteer.extras.shards import ActivationShards
+from logsteer.extras.sampling import Reward, Samples
 from logsteer.schemas import (
     ActivationItem,
     ActivationRead,
@@ -122,11 +120,7 @@ class AsyncClientMethods(AsyncCaller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return await self._ask(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def selftest_events(
@@ -150,11 +144,7 @@ class AsyncClientMethods(AsyncCaller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._listen(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     async def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
@@ -170,10 +160,7 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
     async def unload_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
+        self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN
     ) -> ModelCard:
         """Finish a model's running requests, then end its engine; return its card.
 
@@ -187,10 +174,7 @@ class AsyncClientMethods(AsyncCaller):
         return await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
     async def drain_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
+        self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN
     ) -> ModelCard:
         """Finish a model's running requests and refuse new ones; return its card.
 
@@ -1601,10 +1585,7 @@ class AsyncClientMethods(AsyncCaller):
         )
 
     async def detokenize(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        *,
-        model: str | NotGiven | None = NOT_GIVEN,
+        self, token_ids: Sequence[Sequence[int]], *, model: str | NotGiven | None = NOT_GIVEN
     ) -> DetokenizeAnswer:
         """Write each sequence of token ids as text.
 
@@ -2095,11 +2076,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 Default False.
         """
         return await self._ask(
-            "vectors.put",
-            name=name,
-            source=source,
-            format=format,
-            overwrite=overwrite,
+            "vectors.put", name=name, source=source, format=format, overwrite=overwrite
         )
 
     async def train(
@@ -2207,11 +2184,7 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
                 Default False.
         """
         return await self._ask(
-            "overrides.put",
-            name=name,
-            source=source,
-            model=model,
-            overwrite=overwrite,
+            "overrides.put", name=name, source=source, model=model, overwrite=overwrite
         )
 
 
@@ -2240,11 +2213,7 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
                 Default False.
         """
         return await self._ask(
-            "adapters.put",
-            name=name,
-            directory=directory,
-            model=model,
-            overwrite=overwrite,
+            "adapters.put", name=name, directory=directory, model=model, overwrite=overwrite
         )
 
 

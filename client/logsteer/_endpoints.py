@@ -14,8 +14,14 @@ from pydantic import BaseModel
 from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
-from logsteer.schemas.queries import ContentQuery, ModelQuery, StoreQuery, UploadQuery, WaitQuery
-from logsteer.schemas.saes import SaeQuery
+from logsteer.schemas.vectors import (
+    ContentQuery,
+    ModelQuery,
+    SaeQuery,
+    StoreQuery,
+    UploadQuery,
+    WaitQuery,
+)
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]

@@ -1,11 +1,13 @@
-"""The course of every request, written once: build, send, retry, parse, raise.
+"""The course of every request, written once: build, send, retry, parse, raise; and its settings.
 
 `exchange` does no input or output. It yields steps, and `_async_caller` carries them out, or what
 is written from it, which blocks; so `Client` and `AsyncClient` cannot behave differently.
 """
 
 import json
+import os
 import random
+import socket
 import sys
 import time
 import uuid
@@ -13,6 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from urllib.request import getproxies
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -21,6 +24,7 @@ from logsteer import _arrays
 from logsteer._calls import ApiCall
 from logsteer._events import ServerSentEvent
 from logsteer._upload import UploadBody
+from logsteer._version import __version__
 from logsteer.errors import (
     AnswerError,
     APIError,
@@ -163,12 +167,7 @@ def _attempt(
         raise _refusal(response, terms, request_id)
     if not call.events:
         return response
-    if kind != _EVENT_STREAM:
-        raise AnswerError(
-            f"expected {_EVENT_STREAM} from {response.url.path}, got {kind or 'no content type'}; "
-            "is base_url a logsteer server?",
-            request_id=request_id,
-        )
+    _expect(_EVENT_STREAM, response, request_id)
     event: ServerSentEvent | None = yield Listen()
     if event is None:
         raise httpx.RemoteProtocolError("the stream ended before its first event")
@@ -226,7 +225,8 @@ def _relay(
 def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) -> A:
     assert call.answer is not None, "a call without events has an answer type"
     if call.file_type is not None:
-        return _read_file(call.answer, call.file_type, response, request_id)
+        _expect(call.file_type, response, request_id)
+        return call.answer.model_validate({"data": response.content})
     if _media_type(response) != _MSGPACK:
         return _parse(call.answer, response.content, request_id)
     try:
@@ -236,15 +236,14 @@ def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) ->
     return _parse(call.answer, document, request_id)
 
 
-def _read_file(schema: type[A], file_type: str, response: httpx.Response, request_id: str) -> A:
-    kind = _media_type(response)
-    if kind != file_type:
+def _expect(kind: str, response: httpx.Response, request_id: str) -> None:
+    """Check the media type of an answer. Errors: AnswerError."""
+    if (found := _media_type(response)) != kind:
         raise AnswerError(
-            f"expected {file_type} from {response.url.path}, got {kind or 'no content type'}; "
+            f"expected {kind} from {response.url.path}, got {found or 'no content type'}; "
             "is base_url a logsteer server?",
             request_id=request_id,
         )
-    return schema.model_validate({"data": response.content})
 
 
 def _parse(schema: type[A], document: Any, request_id: str) -> A:
@@ -329,3 +328,90 @@ def _transport_error(failure: httpx.HTTPError, base_url: str, request_id: str) -
     if isinstance(failure, httpx.DecodingError):
         return AnswerError(f"undecodable answer from {base_url}: {cause}", request_id=request_id)
     return TransportError(f"the exchange with {base_url} failed: {cause}", request_id=request_id)
+
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+UNIX = "unix://"
+DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+"""Seconds. Long, as a corpus takes long; short for connecting, so that a wrong address shows."""
+
+
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""After 15 s of silence the peer's machine is asked every 5 s whether it is there, three times."""
+
+
+class ClientSettings:
+    """The settings that both clients share; `model` is the default model of every request.
+
+    LOGSTEER_BASE_URL, _API_KEY and _MODEL are what is not given. `http` are the arguments of
+    `httpx.Client` and `httpx.AsyncClient`; `transport` those of httpx's transport, None where
+    httpx is to make its own.
+
+    Raises LogsteerError for an invalid base URL, ValueError for a negative `max_retries` or an
+    unknown `encoding`.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None,
+        api_key: str | None,
+        timeout: float | httpx.Timeout | None,
+        max_retries: int,
+        model: str | None,
+        encoding: Encoding,
+    ) -> None:
+        if max_retries < 0:
+            raise ValueError(f"max_retries is {max_retries}; give 0 for no retries")
+        if encoding not in ("json", "msgpack"):
+            raise ValueError(f"encoding is {encoding!r}; give 'json' or 'msgpack'")
+        given = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
+        url, uds = _read_address(given)
+        headers = {"User-Agent": f"logsteer/{__version__}"}
+        if key := api_key or os.environ.get("LOGSTEER_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT
+        self.http: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeout}
+        self.transport = _choose_transport(uds)
+        self.model = model or os.environ.get("LOGSTEER_MODEL") or None
+        self._encoding = encoding
+        self._max_retries = max_retries
+
+    def terms(
+        self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
+    ) -> Terms:
+        """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
+        policy = RetryPolicy(self._max_retries)
+        return Terms(build, chunks, self.http["base_url"], self._encoding, policy)
+
+
+def _read_address(url: str) -> tuple[str, str | None]:
+    """Return the base URL, and the Unix domain socket of a `unix://` address."""
+    if url.startswith(UNIX):
+        if not (uds := url.removeprefix(UNIX)).startswith("/"):
+            raise LogsteerError(f"base_url {url} needs a path from the root: {UNIX}/run/…")
+        return "http://localhost", uds
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as invalid:
+        raise LogsteerError(f"base_url {url!r} is not a URL: {invalid}") from invalid
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise LogsteerError(f"base_url {url!r} needs the form http://host:port or unix:///path")
+    return url, None
+
+
+def _choose_transport(uds: str | None) -> dict[str, Any] | None:
+    """Return the arguments of a transport that asks a silent peer whether it is there.
+
+    A server's machine that is gone without a word would be waited for as long as for an answer.
+    httpx heeds proxies of the environment only in a transport of its own.
+    """
+    if uds is not None:
+        return {"uds": uds, "socket_options": []}
+    if getproxies():
+        return None
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):  # not on every system
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return {"uds": None, "socket_options": options}

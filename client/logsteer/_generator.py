@@ -1,8 +1,10 @@
 """Writes the code that follows from other code: `python -m logsteer._generator`, or `make client`.
 
 `_async_methods.py` follows from the table of endpoints: a method's parameters are the fields of its
-endpoint's messages, its docstring their descriptions. What blocks follows from what awaits: the
-files of `BLOCKING` are written from their twins by unasync, which takes `async` and `await` away.
+endpoint's messages, its docstring their descriptions. Those of `CONVENIENCES` have parameters of
+their own, too, and do what is written by hand in `_async_caller`. What blocks follows from what
+awaits: the files of `BLOCKING` are written from their twins by unasync, which takes `async` and
+`await` away.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import NoneType, UnionType
@@ -20,9 +22,170 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from logsteer import _endpoints, schemas
-from logsteer._conveniences import CONVENIENCES, Argument, Convenience
+from logsteer._calls import Parameter, find_texts, list_parameters, takes_texts
 from logsteer._endpoints import ENDPOINTS, Content, Endpoint
-from logsteer._parameters import Parameter, find_texts, list_parameters, takes_texts
+from logsteer.schemas.chat import CHAT_FIELDS
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter as it is written: its type, and its default, None where it is required."""
+
+    name: str
+    type: str
+    description: str
+    named: bool = False
+    default: str | None = None
+
+
+@dataclass(frozen=True)
+class Convenience:
+    """A method that is written by hand as `_NAME`, with options of an endpoint: all `without` some.
+
+    `own` are its own parameters.
+    """
+
+    name: str
+    endpoint: str
+    own: tuple[Argument, ...]
+    without: frozenset[str]
+    answer: str
+    summary: str
+    notes: str = ""
+
+
+_TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
+_ITEMS = Argument(
+    "items",
+    "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
+    "Texts, one string being one text; or objects with `token_ids` or `messages`.",
+)
+_LAYERS = Argument(
+    "layers", "Sequence[int] | None", "Layers to read, 0-based; None with `sae`.", False, "None"
+)
+CONVENIENCES = (
+    Convenience(
+        "score",
+        "logprob",
+        (Argument("context", "str", "The text before the targets."), _TARGETS),
+        frozenset({"items", "on_error", *CHAT_FIELDS}),
+        "ItemScore",
+        "Score targets after one context: `logprob` for a single item.",
+    ),
+    Convenience(
+        "get_log_prob",
+        "logprob",
+        (
+            Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
+            _TARGETS,
+            Argument(
+                "space",
+                "SpacePolicy",
+                "`best`: each target with or without one leading space, whichever is more "
+                "probable; `both`: each of the two; or `as_given`.",
+                True,
+                '"best"',
+            ),
+        ),
+        frozenset(
+            {"items", "on_error", "columns", "policy", "top", "per_token", "probes", "space"}
+            | {*CHAT_FIELDS}
+        ),
+        "LogProbs",
+        "Return one record per prompt and target, prompt by prompt, in the order given.",
+        "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
+        "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob), "
+        "token_perplexity, boundary and log_prob_any_space. With space `both` a target has two: "
+        "with one leading space, then without. One request scores them all; each prompt is "
+        "computed once.",
+    ),
+    Convenience(
+        "sample",
+        "generate",
+        (
+            Argument(
+                "source",
+                "PromptSource",
+                "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "`logsteer.extras.datasets`.",
+            ),
+            Argument("field", "str", "The field that holds a row's prompt.", True, "PROMPT"),
+            Argument("count", "int | None", "Prompts to draw; None: all in order.", True, "None"),
+            Argument(
+                "with_replacement", "bool", "Whether a prompt may be drawn again.", True, "False"
+            ),
+            Argument(
+                "max_prompts_pool",
+                "int | None",
+                "Rows of the source that are drawn from, its first ones; None: all.",
+                True,
+                "None",
+            ),
+            Argument(
+                "reward",
+                "Reward | None",
+                "Called with a row of the source, its prompt and the text of a continuation; "
+                "returns a number, or what is awaited for it. `reward_error` of a sample says "
+                "sample's `reward_error`.",
+                True,
+                "None",
+            ),
+            Argument("batch_size", "int", "Prompts of one request.", True, "32"),
+            Argument("concurrency", "int", "Requests under way at once.", True, "4"),
+            Argument(
+                "max_failures",
+                "int",
+                "Failed requests in a row after which no further one is sent.",
+                True,
+                "8",
+            ),
+            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+        ),
+        frozenset({"prompts", "prompt_ids", "messages", "on_error"}),
+        "Samples",
+        "Continue prompts drawn from a source, and give each continuation its reward.",
+        "Each of a prompt's `n` continuations has its own seed, which follows from `seed` (default "
+        "0) and does not depend on the batch. A failed request loses its own prompts; a refused "
+        "one is halved, until only the refused prompt is lost. A warning and the result's "
+        "`failures` name them. Raises the first error if no sample was drawn. "
+        "`logsteer.score_file` draws the same continuations of a file's prompts, and resumes where "
+        "it was interrupted.",
+    ),
+    Convenience(
+        "activations",
+        "activations",
+        (_ITEMS, _LAYERS),
+        frozenset({"items", "layers"}),
+        "Activations",
+        "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
+        "With `sae`, the strongest features of each token. A path is a text like any other here; "
+        "`capture` reads files.",
+    ),
+    Convenience(
+        "capture",
+        "activations",
+        (
+            Argument(
+                "source",
+                "PromptSource",
+                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "`logsteer.extras.datasets`.",
+            ),
+            Argument("directory", "str | PathLike[str]", "Where the shards and their index go."),
+            _LAYERS,
+            Argument("field", "str", "The field that holds a row's text.", True, '"text"'),
+            Argument("batch_size", "int", "Texts of one request and shard, at most.", True, "64"),
+            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+        ),
+        frozenset({"items", "layers"}),
+        "ActivationShards",
+        "Write the activations of a source's texts to files in a directory, and return them.",
+        "Each request's answer is a safetensors file; `index.json` lists the whole ones, and "
+        "an interrupted capture resumes after them. To `activations` a file's path is a "
+        "text; this method reads files.",
+    ),
+)
+
 
 WIDTH = 100
 HERE = Path(__file__).parent
@@ -88,14 +251,14 @@ from typing import Any
 from logsteer._async_caller import AsyncCaller, AsyncStoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
-from logsteer._parameters import NOT_GIVEN, NotGiven
+from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward
-from logsteer.extras.samples import Samples
-from logsteer.extras.shards import ActivationShards
+from logsteer.extras.sampling import Samples
+from logsteer.extras.activations import ActivationShards
 from logsteer.schemas import (
 {schemas}
 )
@@ -195,11 +358,11 @@ def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
     """Yield the method of an endpoint, and the one that yields its events."""
     name = endpoint.name.rpartition(".")[2]
     arguments = [_spell_parameter(parameter) for parameter in list_parameters(endpoint)]
-    values = [f'"{endpoint.name}"', *(f"{one.name}={one.name}" for one in arguments)]
+    values = ", ".join([f'"{endpoint.name}"', *(f"{one.name}={one.name}" for one in arguments)])
     if endpoint.summary:
-        answer, body = "bytes", _write_call("file = await self._ask", values) + "\nreturn file.data"
+        answer, body = "bytes", f"file = await self._ask({values})\nreturn file.data"
         if endpoint.answer:
-            answer, body = endpoint.answer.__name__, _write_call("return await self._ask", values)
+            answer, body = endpoint.answer.__name__, f"return await self._ask({values})"
         doc = _write_docstring(endpoint.summary, endpoint.notes, arguments)
         yield _write_method(f"async def {name}", arguments, answer, doc, body)
     if endpoint.events_summary:
@@ -207,7 +370,7 @@ def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
         doc = _write_docstring(endpoint.events_summary, notes, arguments)
         name = f"{name}_events" if endpoint.answer else name
         answer = f"AsyncGenerator[{_name_event(endpoint)}, None]"
-        body = _write_call("return self._listen", values)
+        body = f"return self._listen({values})"
         yield _write_method(f"def {name}", arguments, answer, doc, body)
 
 
@@ -219,7 +382,7 @@ def _write_convenience(convenience: Convenience) -> str:
     ]
     arguments = [*convenience.own, *options]
     values = [one.name for one in convenience.own] + [f"{one.name}={one.name}" for one in options]
-    body = _write_call(f"return await self._{convenience.name}", values)
+    body = f"return await self._{convenience.name}({', '.join(values)})"
     doc = _write_docstring(convenience.summary, convenience.notes, arguments)
     head = f"async def {convenience.name}"
     return _write_method(head, arguments, convenience.answer, doc, body)
@@ -232,17 +395,9 @@ def _write_method(head: str, arguments: list[Argument], answer: str, doc: str, b
             parameters.append("*")
         default = "" if argument.default is None else f" = {argument.default}"
         parameters.append(f"{argument.name}: {argument.type}{default}")
-    lines = [_write_call(head, parameters, f" -> {answer}:", 4)]
+    lines = [f"{head}({', '.join(parameters)}) -> {answer}:"]
     lines += [textwrap.indent(part, "    ") for part in (doc, body)]
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
-
-
-def _write_call(head: str, values: list[str], tail: str = "", indent: int = 8) -> str:
-    """Return `head(values)tail` as a formatter has it: in one line, or a line a value."""
-    line = f"{head}({', '.join(values)}){tail}"
-    if indent + len(line) <= WIDTH:
-        return line
-    return "\n".join([f"{head}(", *(f"    {value}," for value in values), f"){tail}"])
 
 
 def _write_docstring(summary: str, notes: str, arguments: list[Argument]) -> str:
@@ -271,7 +426,7 @@ def _spell_parameter(parameter: Parameter) -> Argument:
     if parameter.source is not None:
         spelled = _SOURCES[parameter.source]
     elif takes_texts(parameter):
-        rest = get_args(parameter.type) if get_origin(parameter.type) is Union else ()
+        rest = get_args(parameter.type) if get_origin(parameter.type) in (Union, UnionType) else ()
         texts = _spell(find_texts(parameter.type))
         spelled = f"str | {texts}" + (" | None" if NoneType in rest else "")
     else:

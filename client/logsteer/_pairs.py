@@ -6,8 +6,8 @@ from typing import Any
 
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
+from logsteer.schemas.common import TableViews
 from logsteer.schemas.logprob import BoundaryFinding, ScoredTarget, TargetScore
-from logsteer.schemas.views import TableViews
 
 
 class LogProb(dict[str, Any]):

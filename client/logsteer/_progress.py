@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -20,25 +20,15 @@ from logsteer.schemas import WindowEvent
 from logsteer.schemas.perplexity import StreamStart
 
 
-class _Bars:
+class _Bars(Progress):
     """Bars on stderr for as long as the context lasts, drawn only on a terminal where wanted."""
 
     def __init__(self, *columns: ProgressColumn, wanted: bool = True) -> None:
         console = Console(stderr=True)
-        self._progress = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=console,
-            disable=not (wanted and console.is_terminal),
-            transient=True,
+        hidden = not (wanted and console.is_terminal)
+        super().__init__(
+            *columns, TimeElapsedColumn(), console=console, disable=hidden, transient=True
         )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 class ScoringProgress(_Bars):
@@ -52,25 +42,25 @@ class ScoringProgress(_Bars):
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
         )
         size = _size(source)
-        self._sent = self._progress.add_task("sending", total=size, note="")
-        self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
+        self._sent = self.add_task("sending", total=size, note="")
+        self._scored = self.add_task("scoring", total=None, note="", start=False)
         self._tokens = 0
         # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
         self.source = source
         if size is not None:
             file = cast(BinaryIO, source)
-            self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
+            self.source = self.wrap_file(file, total=size, task_id=self._sent)
 
     def show(self, event: StreamStart | WindowEvent) -> None:
         """Show what the event says."""
         if isinstance(event, StreamStart):
-            self._progress.start_task(self._scored)
+            self.start_task(self._scored)
             return
         self._tokens += event.window.num_scored
-        elapsed = self._progress.tasks[self._scored].elapsed
+        elapsed = self.tasks[self._scored].elapsed
         rate = f"  {self._tokens / elapsed:,.0f} tokens/s" if elapsed else ""
         perplexity = "" if event.perplexity is None else f"  perplexity {event.perplexity:.4g}"
-        self._progress.update(
+        self.update(
             self._scored,
             completed=event.windows_done,
             total=event.windows_total,
@@ -88,15 +78,15 @@ class CountingProgress(_Bars):
         note = TextColumn("{task.fields[note]}")
         super().__init__(TextColumn(title), BarColumn(), TaskProgressColumn(), note,
                          TimeRemainingColumn(), wanted=wanted)  # fmt: skip
-        self._task = self._progress.add_task(title, total=total, completed=done, note="")
+        self._task = self.add_task(title, total=total, completed=done, note="")
 
-    def advance(self, count: int) -> None:
+    def count(self, more: int) -> None:
         """Count so many more as done."""
-        self._progress.advance(self._task, count)
+        self.advance(self._task, more)
 
     def show(self, done: int, note: str) -> None:
         """Show that so many are done, and a note beside the bar."""
-        self._progress.update(self._task, completed=done, note=note)
+        self.update(self._task, completed=done, note=note)
 
 
 class Waiting(_Bars):
@@ -104,7 +94,7 @@ class Waiting(_Bars):
 
     def __init__(self, title: str) -> None:
         super().__init__(SpinnerColumn(), TextColumn("{task.description}"))
-        self._progress.add_task(title, total=None)
+        self.add_task(title, total=None)
 
 
 def _size(source: Any) -> int | None:

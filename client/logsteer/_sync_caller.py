@@ -22,12 +22,9 @@ from logsteer._calls import ApiCall, as_list, build_call, build_file_call
 from logsteer._events import EventParser, ServerSentEvent
 from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer._sampling import sample_in_threads
 from logsteer.errors import PayloadTooLargeError
-from logsteer.extras.activations import Activations
-from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SampledBatch, SamplingRun
-from logsteer.extras.shards import ActivationShards, capture_shards
+from logsteer.extras.activations import Activations, ActivationShards, capture_shards
+from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_threads
 from logsteer.schemas import ItemScore, SpacePolicy
 
 A = TypeVar("A", bound=BaseModel)
@@ -115,7 +112,9 @@ class Caller:
             call = build_call("generate", values, self._model)
             return self._answer(replace(call, answer=SampledBatch))
 
-        return sample_in_threads(SamplingRun(options, *arguments), draw)
+        run = SamplingRun(options, *arguments)
+        sample_in_threads(run, draw)
+        return run.finish()
 
     def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any

@@ -12,17 +12,15 @@ from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
-from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._sync_caller import Caller, StoreMethods
 from logsteer._upload import Source
-from logsteer.extras.activations import Activations
+from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import Reward
-from logsteer.extras.shards import ActivationShards
+from logsteer.extras.sampling import Reward, Samples
 from logsteer.schemas import (
     ActivationItem,
     ActivationRead,
@@ -122,11 +120,7 @@ class ClientMethods(Caller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._ask(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def selftest_events(
@@ -150,11 +144,7 @@ class ClientMethods(Caller):
                 checkpoint on the other engine: both score the same tokens.
         """
         return self._listen(
-            "selftest",
-            model_id=model_id,
-            texts=texts,
-            token_ids=token_ids,
-            against=against,
+            "selftest", model_id=model_id, texts=texts, token_ids=token_ids, against=against
         )
 
     def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
@@ -169,12 +159,7 @@ class ClientMethods(Caller):
         """
         return self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
-    def unload_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
-    ) -> ModelCard:
+    def unload_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
         """Finish a model's running requests, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -186,12 +171,7 @@ class ClientMethods(Caller):
         """
         return self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
-    def drain_model(
-        self,
-        model_id: str,
-        *,
-        wait_s: float | NotGiven = NOT_GIVEN,
-    ) -> ModelCard:
+    def drain_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
         """Finish a model's running requests and refuse new ones; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -1601,10 +1581,7 @@ class ClientMethods(Caller):
         )
 
     def detokenize(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        *,
-        model: str | NotGiven | None = NOT_GIVEN,
+        self, token_ids: Sequence[Sequence[int]], *, model: str | NotGiven | None = NOT_GIVEN
     ) -> DetokenizeAnswer:
         """Write each sequence of token ids as text.
 
@@ -2095,11 +2072,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 Default False.
         """
         return self._ask(
-            "vectors.put",
-            name=name,
-            source=source,
-            format=format,
-            overwrite=overwrite,
+            "vectors.put", name=name, source=source, format=format, overwrite=overwrite
         )
 
     def train(
@@ -2207,11 +2180,7 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
                 Default False.
         """
         return self._ask(
-            "overrides.put",
-            name=name,
-            source=source,
-            model=model,
-            overwrite=overwrite,
+            "overrides.put", name=name, source=source, model=model, overwrite=overwrite
         )
 
 
@@ -2240,11 +2209,7 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
                 Default False.
         """
         return self._ask(
-            "adapters.put",
-            name=name,
-            directory=directory,
-            model=model,
-            overwrite=overwrite,
+            "adapters.put", name=name, directory=directory, model=model, overwrite=overwrite
         )
 
 

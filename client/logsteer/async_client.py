@@ -16,10 +16,8 @@ from logsteer._async_methods import (
     AsyncSaes,
     AsyncVectorMethods,
 )
-from logsteer._calls import as_list
-from logsteer._exchange import Encoding
-from logsteer._parameters import NOT_GIVEN, NotGiven
-from logsteer._settings import read_settings
+from logsteer._calls import NOT_GIVEN, NotGiven, as_list
+from logsteer._exchange import ClientSettings, Encoding
 from logsteer._upload import AsyncSource, UploadBody
 from logsteer.extras.tensors import convert_upload
 from logsteer.schemas import VectorCard, VectorFormat
@@ -104,12 +102,16 @@ class AsyncClient(AsyncClientMethods):
         encoding: Encoding = "json",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
-        if transport is None and (made := settings.transport_arguments()):
-            transport = httpx.AsyncHTTPTransport(**made)
-        self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
+        settings = ClientSettings(base_url, api_key, timeout, max_retries, model, encoding)
+        if transport is None and settings.transport:
+            transport = httpx.AsyncHTTPTransport(**settings.transport)
+        self._http = httpx.AsyncClient(transport=transport, **settings.http)
         self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
         self._model = settings.model
+        self.vectors = AsyncVectors(self._ask)
+        self.overrides = AsyncOverrides(self._ask)
+        self.adapters = AsyncAdapters(self._ask)
+        self.saes = AsyncSaes(self._ask)
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,26 +123,6 @@ class AsyncClient(AsyncClientMethods):
     def base_url(self) -> str:
         """The server's address, without a slash at its end."""
         return str(self._http.base_url).rstrip("/")
-
-    @property
-    def vectors(self) -> AsyncVectors:
-        """The steering vectors that the server stores."""
-        return AsyncVectors(self._ask)
-
-    @property
-    def overrides(self) -> AsyncOverrides:
-        """The directions of the parameters that the server stores."""
-        return AsyncOverrides(self._ask)
-
-    @property
-    def adapters(self) -> AsyncAdapters:
-        """The LoRA adapters that the server stores."""
-        return AsyncAdapters(self._ask)
-
-    @property
-    def saes(self) -> AsyncSaes:
-        """The sparse autoencoders that the server stores."""
-        return AsyncSaes(self._ask)
 
     async def aclose(self) -> None:
         """Close the connections."""

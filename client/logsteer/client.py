@@ -11,10 +11,8 @@ from typing import Self
 
 import httpx
 
-from logsteer._calls import as_list
-from logsteer._exchange import Encoding
-from logsteer._parameters import NOT_GIVEN, NotGiven
-from logsteer._settings import read_settings
+from logsteer._calls import NOT_GIVEN, NotGiven, as_list
+from logsteer._exchange import ClientSettings, Encoding
 from logsteer._sync_methods import (
     Adapters,
     ClientMethods,
@@ -106,12 +104,16 @@ class Client(ClientMethods):
         encoding: Encoding = "json",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
-        if transport is None and (made := settings.transport_arguments()):
-            transport = httpx.HTTPTransport(**made)
-        self._http = httpx.Client(transport=transport, **settings.http_arguments())
+        settings = ClientSettings(base_url, api_key, timeout, max_retries, model, encoding)
+        if transport is None and settings.transport:
+            transport = httpx.HTTPTransport(**settings.transport)
+        self._http = httpx.Client(transport=transport, **settings.http)
         self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
         self._model = settings.model
+        self.vectors = Vectors(self._ask)
+        self.overrides = Overrides(self._ask)
+        self.adapters = Adapters(self._ask)
+        self.saes = Saes(self._ask)
 
     def __enter__(self) -> Self:
         return self
@@ -123,26 +125,6 @@ class Client(ClientMethods):
     def base_url(self) -> str:
         """The server's address, without a slash at its end."""
         return str(self._http.base_url).rstrip("/")
-
-    @property
-    def vectors(self) -> Vectors:
-        """The steering vectors that the server stores."""
-        return Vectors(self._ask)
-
-    @property
-    def overrides(self) -> Overrides:
-        """The directions of the parameters that the server stores."""
-        return Overrides(self._ask)
-
-    @property
-    def adapters(self) -> Adapters:
-        """The LoRA adapters that the server stores."""
-        return Adapters(self._ask)
-
-    @property
-    def saes(self) -> Saes:
-        """The sparse autoencoders that the server stores."""
-        return Saes(self._ask)
 
     def close(self) -> None:
         """Close the connections."""

@@ -7,7 +7,7 @@ writes the document from them, so both sides agree on status and on what may be 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
-from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.common import Problem, ProblemCode
 
 
 class ProblemKind(NamedTuple):
@@ -156,7 +156,6 @@ class NotFoundError(APIError):
 class ConflictError(APIError):
     """Another request has stored something under the name: overwrite it, or choose another name."""
 
-    codes = frozenset({"exists"})
     statuses = frozenset({409})
 
 
@@ -205,19 +204,16 @@ def api_error(
     request_id: str | None = None,
 ) -> APIError:
     """Return the error of the class for `code`, or, where that is not known here, for `status`."""
-    known = code in KINDS
-    if status is None:
-        status = KINDS[cast(ProblemCode, code)].status if known else 500
-    if retryable is None and not known:
-        retryable = status in _PASSING_STATUSES
-    own = KINDS[cast(ProblemCode, code)].status if known else status
-    error = next((c for c in APIError.__subclasses__() if own in c.statuses), APIError)
+    kind = KINDS.get(cast(ProblemCode, code))
+    if kind is None:
+        kind = ProblemKind(status or 500, status in _PASSING_STATUSES, "Error")
+    error = next((c for c in APIError.__subclasses__() if kind.status in c.statuses), APIError)
     return error(
         cast(ProblemCode, code),
         detail,
-        status=status,
+        status=status or kind.status,
         param=param,
-        retryable=retryable,
+        retryable=kind.retryable if retryable is None else retryable,
         retry_after=retry_after,
         request_id=request_id,
     )

@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 
 from logsteer.cli import main
 from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
-from logsteer.extras.activations import Activations, open_activations
-from logsteer.extras.shards import INDEX, ActivationShards
+from logsteer.extras.activations import INDEX, Activations, ActivationShards, open_activations
 from logsteer_server.api.encoding import SAFETENSORS, encode_tensors
 
 from .documents import ANSWER

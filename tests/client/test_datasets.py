@@ -10,8 +10,7 @@ import pytest
 from logsteer import Client
 from logsteer.cli import main
 from logsteer.errors import InvalidRequestError
-from logsteer.extras.datasets import load_rows, name_source, read_prompts
-from logsteer.extras.texts import JoinedRows
+from logsteer.extras.datasets import JoinedRows, load_rows, name_source, read_prompts
 from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server
 

@@ -125,7 +125,7 @@ def test_the_command(
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("[1]", "pair 1: no"), ("[", "no JSON list of pairs"), ("[]", "has no pairs")],
+    [("[1]", "entry 1: no"), ("[", "no JSON list"), ("[]", "has no pairs")],
 )
 def test_lists_that_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str

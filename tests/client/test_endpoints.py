@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from logsteer import AsyncClient, Client, _generator
+from logsteer._calls import NOT_GIVEN, SOURCES
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer._generator import BLOCKING, main
-from logsteer._parameters import NOT_GIVEN, SOURCES
 from logsteer.schemas.chat import CHAT_FIELDS
 from tests.conftest import ROOT
 
@@ -51,9 +51,7 @@ def method_of(client: type, name: str) -> Any:
     """The method of a client, or of its resource, that asks an endpoint."""
     resource, _, verb = name.rpartition(".")
     if resource:
-        with_resource: Any = client.__new__(client)
-        with_resource._model = None
-        return getattr(getattr(with_resource, resource), verb)
+        return getattr(getattr(client(), resource), verb)
     return getattr(client, verb)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from logsteer import Client
-from logsteer._settings import read_settings
+from logsteer._exchange import ClientSettings
 
 ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def read_arguments(url: str) -> object:
     """What the transport for an address is made with."""
-    return read_settings(url, None, None, 2, None, "json").transport_arguments()
+    return ClientSettings(url, None, None, 2, None, "json").transport
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from logsteer.cli.maps import draw_map
+from logsteer.cli.scoring import draw_map
 from logsteer.errors import LogsteerError
-from logsteer.extras.maps import map_lens, map_patch
+from logsteer.extras.labels import map_lens, map_patch
 from logsteer.schemas import LensAnswer, PatchAnswer
 from tests.client.documents import ANSWER
 

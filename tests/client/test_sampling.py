@@ -14,7 +14,7 @@ import pytest
 from logsteer import AsyncClient, Client
 from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
-from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import Samples
 from tests.client.documents import ANSWER, PROVENANCE
 from tests.own_time import run_in_own_time
 
@@ -191,16 +191,15 @@ def test_rewards_may_be_awaited(sample: Use) -> None:
     assert len(loops) == 1
 
 
-def test_an_awaited_reward_in_a_notebook_is_told_of() -> None:
+def test_rewards_may_be_awaited_in_a_notebook() -> None:
     async def rate(row: Any, prompt: str, completion: str) -> float:
-        return 0.0
+        return 2.0
 
-    async def notebook() -> None:
+    async def notebook() -> Samples:
         with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
-            client.sample(["a"], reward=rate)
+            return client.sample(["a"], reward=rate)
 
-    with pytest.raises(InvalidRequestError, match="AsyncClient"):
-        asyncio.run(notebook())
+    assert [one.reward for one in asyncio.run(notebook())] == [2.0]
 
 
 def test_a_batch_that_fails_costs_its_own_draws(sample: Use) -> None:

@@ -93,7 +93,7 @@ def test_forms_of_steering(call: Caller, given: Any, vectors: list[dict[str, Any
         ("mood@b", "not a list of layers"),
         ("", "has not the form"),
         ({"vectors": [{"name": "mood", "scale": "x"}]}, "a number that float32 holds"),
-        ({"vectors": [{"name": "mood", "layers": [2, 2]}]}, "name each layer once"),
+        ({"vectors": [{"name": "mood", "layers": [2, 2]}]}, "name each once"),
         ({"vectors": [{"name": "mood", "layers": [-1]}]}, "-1 is not a layer"),
         ({"vectors": [{"name": "mood", "layers": []}]}, "a list of layers"),
     ],

@@ -350,7 +350,7 @@ def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
     assert sent(server)["items"][1] == item
     out = capsys.readouterr().out
     assert "tokens [1, 2]" in out and "[4, 5]" in out
-    for content, reason in (("[]", "line 1: no JSON object"), ("{", "line 1: no JSON")):
+    for content, reason in (("3", "line 1: no JSON object"), ("{", "line 1: no JSON")):
         path.write_text(content)
         assert run(server, "sweep", *argv) == 1
         assert reason in capsys.readouterr().err

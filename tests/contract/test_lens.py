@@ -105,7 +105,7 @@ def test_the_last_layer_is_what_is_scored_under_the_same_steering(
         (ITEMS, {"layers": [0, 9]}, "layers", "layers are 0 to 4"),
         (["word " * 40] * 100, {}, "items", "tokens x 5 layers are"),
         ([""], {}, "items[0].targets[0]", "this one is empty"),
-        (ITEMS, {"layers": [1, 1]}, None, "name each layer once"),
+        (ITEMS, {"layers": [1, 1]}, None, "name each once"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

@@ -21,7 +21,7 @@ import corpus
 from logsteer import Client
 from logsteer.errors import LogsteerError
 from logsteer.lm_eval import LogsteerLM
-from logsteer.lm_eval.settings import DEFAULT_BATCH_SIZE, render_chat
+from logsteer.lm_eval.model import DEFAULT_BATCH_SIZE, render_chat
 from logsteer.schemas import Steering
 from logsteer.schemas.openai import TokenizerInfo
 from tests.conftest import DEMO_MODEL, SHARED, STORIES_MODEL, Server, needs_shared

@@ -4,28 +4,30 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import httpx
 
 import logsteer
-from logsteer.cli import tables
-from logsteer.cli.capture import add_capture
-from logsteer.cli.chat import add_chat
-from logsteer.cli.generation import add_generate
-from logsteer.cli.items import add_diagnostics, add_gradient, add_score
-from logsteer.cli.maps import add_lens, add_patch
-from logsteer.cli.models import add_model_commands
-from logsteer.cli.output import add_output_options, check_output, show
-from logsteer.cli.parameters import add_adapter_commands, add_override_commands, add_sae_commands
-from logsteer.cli.perplexity import add_perplexity
+from logsteer.cli.arguments import Command, begin_commands, write_examples
+from logsteer.cli.generation import add_chat, add_generate, add_steer, add_sweep
+from logsteer.cli.models import add_model_commands, add_selftest
+from logsteer.cli.output import check_output
 from logsteer.cli.score_file import add_score_file
-from logsteer.cli.selftest import add_selftest
-from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.terminal import Command, add_examples
+from logsteer.cli.scoring import (
+    add_capture,
+    add_diagnostics,
+    add_gradient,
+    add_lens,
+    add_patch,
+    add_perplexity,
+    add_score,
+    add_tokenize,
+)
+from logsteer.cli.stored import (
+    add_stored_commands,
+)
 from logsteer.cli.usage import Parser
-from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import (
     DeadlineError,
@@ -34,7 +36,6 @@ from logsteer.errors import (
     TransportError,
     UnavailableError,
 )
-from logsteer.schemas import TokenizeAnswer
 
 EXAMPLES = """
   logsteer score "The capital of France is" " Paris" " London"
@@ -55,10 +56,6 @@ exit status:
   3    not now: no connection, no answer in time, or a server that is loading or overloaded
   130  interrupted
   141  the reader of the output has closed it
-"""
-TOKENIZE_EXAMPLES = """
-  logsteer tokenize "Hello world"
-  logsteer tokenize "Hello world" --format csv
 """
 REFUSED, NOT_NOW, INTERRUPTED, UNREAD = 1, 3, 130, 141
 _PASSING = (TransportError, OverloadedError, UnavailableError, DeadlineError)
@@ -116,36 +113,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog="logsteer",
         description="Score text with the language models of a logsteer server, and steer them.",
         parents=[common],
+        **write_examples(EXAMPLES),
     )
-    add_examples(parser, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add = partial(commands.add_parser, parents=[common])
-    add_chat(add("chat", help="talk to a model, steered if you like"))
-    add_model_commands(add("models", help="list, load, unload, drain and replace models"), common)
-    add_score(add("score", help="log-probability of each target after a context"))
-    add_perplexity(
-        add("perplexity", help="log-likelihood of a text file or data set of any length")
-    )
-    add_score_file(add("score-file", help="every row of a file, each exactly once; resumes"))
-    tokenize = add("tokenize", help="cut a text into tokens")
-    add_examples(tokenize, TOKENIZE_EXAMPLES)
-    tokenize.add_argument("text", metavar="TEXT")
-    add_output_options(tokenize, TokenizeAnswer)
-    tokenize.set_defaults(command=_show_tokens)
-    add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
-    add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
-    add_lens(add("lens", help="what each layer would predict, as a map"))
-    add_patch(add("patch", help="which activations carry a fact from one text into another"))
-    add_gradient(add("gradient", help="derivatives of targets' log-probabilities"))
-    add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
-    add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
-    add_capture(add("capture", help="activations of texts, as files"))
-    add_selftest(add("selftest", help="measure on a model what the service promises"))
-    add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
-    add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
-    add_sae_commands(add("saes", help="store sparse autoencoders"), common)
-    add_override_commands(add("overrides", help="store directions of the parameters"), common)
+    add = begin_commands(parser, common)
+    add_model_commands(add, common)
+    for add_command in (
+        add_chat, add_score, add_perplexity, add_score_file, add_tokenize, add_generate,
+        add_diagnostics, add_lens, add_patch, add_gradient, add_steer, add_sweep, add_capture,
+        add_selftest,
+    ):  # fmt: skip
+        add_command(add)
+    add_stored_commands(add, common)
     return parser
 
 
@@ -171,8 +150,3 @@ def _positive(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
-
-
-def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
-    answer = client.tokenize(arguments.text)
-    show(arguments, answer, tables.draw_answer(answer))

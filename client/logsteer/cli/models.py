@@ -1,24 +1,21 @@
-"""`logsteer models …`: what is resident, and the commands that change it."""
+"""The commands about models: models ..., and selftest."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from typing import Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from logsteer.cli import tables
-from logsteer.cli.output import add_output_options, show
-from logsteer.cli.terminal import add_examples
+from logsteer._endpoints import SelftestEvent
+from logsteer.cli.arguments import AddCommand, add_options, begin_commands, given
+from logsteer.cli.output import add_output_options, draw_answer, draw_checks, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.schemas import ModelCard, ModelList, ReloadAnswer
+from logsteer.schemas import ModelCard, ModelList, ReloadAnswer, SelftestAnswer, SelftestCheck
 
-EXAMPLES = """
-  logsteer models
-  logsteer models --format csv
-"""
-RELOAD_EXAMPLES = """
-  logsteer models reload --json
-"""
 _WAIT_S = 300.0
 _CHANGES = {
     "load": "start a model that was unloaded, drained or has failed",
@@ -27,26 +24,23 @@ _CHANGES = {
 }
 
 
-def add_model_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Give the parser of `logsteer models` its commands; without one it lists the models."""
-    parser.set_defaults(command=_show_models)
-    add_examples(parser, EXAMPLES)
+def add_model_commands(add: AddCommand, common: argparse.ArgumentParser) -> None:
+    """Add `logsteer models` and its commands; without one it lists the models."""
+    text = "list, load, unload, drain and replace models"
+    parser = add(
+        "models", _show_models, text, "\n  logsteer models\n  logsteer models --format csv\n"
+    )
     add_output_options(parser, ModelList)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    listing = commands.add_parser("list", parents=[common], help="what is resident, as without it")
-    add_examples(listing, "\n  logsteer models list\n")
-    add_output_options(listing, ModelList)
+    add_one = begin_commands(parser, common, required=False)
+    text = "what is resident, as without it"
+    add_output_options(add_one("list", _show_models, text, "\n  logsteer models list\n"), ModelList)
     for name, text in _CHANGES.items():
-        one = commands.add_parser(name, parents=[common], help=text, description=text)
-        add_examples(one, f"\n  logsteer models {name} demo --wait 600\n")
+        example = f"\n  logsteer models {name} demo --wait 600\n"
+        one = add_one(name, _change(name), text, example)
         one.add_argument("changed", metavar="MODEL")
         _add_wait(one)
-        one.set_defaults(command=_change(name))
     text = "read the configuration again: add, remove and replace models"
-    one = commands.add_parser("reload", parents=[common], help=text, description=text)
-    add_examples(one, RELOAD_EXAMPLES)
-    _add_wait(one)
-    one.set_defaults(command=_reload)
+    _add_wait(add_one("reload", _reload, text, "\n  logsteer models reload --json\n"))
 
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +55,14 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
 
 def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.models()
-    show(arguments, answer, tables.draw_answer(answer))
+    show(arguments, answer, draw_answer(answer))
 
 
 def _change(name: str) -> Callable[[Client, argparse.Namespace], None]:
     def change(client: Client, arguments: argparse.Namespace) -> None:
         call = getattr(client, f"{name}_model")
         card: ModelCard = call(arguments.changed, wait_s=arguments.wait)
-        show(arguments, card, tables.draw_answer(ModelList(models=[card])))
+        show(arguments, card, draw_answer(ModelList(models=[card])))
 
     return change
 
@@ -92,3 +86,51 @@ def _tell(answer: ReloadAnswer) -> list[str]:
         "count from the next start on": answer.needs_restart,
     }
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+
+
+_AGAINST = {"against": "ID"}
+
+
+def add_selftest(add: AddCommand) -> None:
+    """Add `logsteer selftest`."""
+    parser = add(
+        "selftest", _selftest, "measure on a model what the service promises",
+        """
+  logsteer selftest demo
+  logsteer selftest demo --format csv
+""",
+    )  # fmt: skip
+    parser.add_argument("tested", metavar="MODEL")
+    add_options(parser, "selftest", _AGAINST)
+    add_output_options(parser, SelftestAnswer)
+
+
+def _selftest(client: Client, arguments: argparse.Namespace) -> None:
+    """Print the table; raise LogsteerError, which is exit status 1, where a check has failed."""
+    options: Mapping[str, Any] = given(arguments, *_AGAINST)
+    with closing(client.selftest_events(arguments.tested, **options)) as events:
+        answer = _watch(events)
+    model = answer.provenance
+    note = (
+        f"Differences in nats a token; noise floor {answer.checks[0].noise_floor:.1e}. "
+        f"{answer.model}: {model.engine} {model.engine_version} in {model.dtype}, "
+        f"{answer.num_texts} texts of {answer.num_tokens} tokens, {answer.seconds:.0f} s."
+    )
+    show(arguments, answer, draw_checks(answer.checks), Text(note, "dim"))
+    failed = [check.name for check in answer.checks if check.verdict == "failed"]
+    if answer.verdict == "failed":
+        raise LogsteerError(f"{answer.model} failed its self-test: {', '.join(failed)}")
+
+
+def _watch(events: Generator[SelftestEvent, None, None]) -> SelftestAnswer:
+    """Return the answer; on a terminal the table grows on stderr, cleared at the end."""
+    checks: list[SelftestCheck] = []
+    console = Console(stderr=True)
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        for event in events:
+            if isinstance(event, SelftestAnswer):
+                return event
+            if isinstance(event, SelftestCheck) and console.is_terminal:
+                checks.append(event)
+                live.update(draw_checks(checks), refresh=True)
+    raise AssertionError("a stream ends with its result or raises")

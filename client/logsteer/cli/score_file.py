@@ -6,28 +6,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from logsteer.cli.options import add_options
-from logsteer.cli.output import add_output_options, show
-from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.tables import draw_statistics
-from logsteer.cli.terminal import add_examples, given
+from logsteer.cli.arguments import (
+    AddCommand,
+    add_options,
+    add_probe_option,
+    add_steering_options,
+    given,
+    read_changes,
+)
+from logsteer.cli.output import add_output_options, draw_statistics, show
 from logsteer.client import Client
 from logsteer.corpus import FileScores, JobLimits, score_file
-from logsteer.corpus.form import KINDS
+from logsteer.corpus.rows import KINDS
 from logsteer.errors import LogsteerError
-
-EXAMPLES = """
-  logsteer score-file corpus.jsonl scores.jsonl --endpoint perplexity --context-length 128
-  logsteer score-file items.jsonl targets.jsonl --options '{"per_token": false}'
-  logsteer score-file corpus.jsonl moods.jsonl.gz --column text --target " glad" --target " sad"
-
-A row of IN is an object with the fields of one item: context and targets, context_ids and
-target_ids, or messages and targets; text (perplexity); prompt, prompt_ids or messages (generate,
-steer). --map FIELD=COLUMN names other columns. OUT has a row for each, in the same order:
-{"row": 0, "result": …}, or {"row": 0, "error": …} for a refused one, and then exit status 1. Until
-OUT is complete, OUT.part and OUT.job are beside it, and the same command resumes after a crash.
-OUT.job stays, and says what OUT was made of. Repeat --url to share the rows among several servers.
-"""
 
 _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
     "logprob": {"boundary": None, "space": None, "top": "N", "columns": "NAME", "bos": None,
@@ -45,9 +36,23 @@ _BOUNDS = {
 }  # fmt: skip
 
 
-def add_score_file(parser: argparse.ArgumentParser) -> None:
-    """Make this the parser of `logsteer score-file`."""
-    add_examples(parser, EXAMPLES)
+def add_score_file(add: AddCommand) -> None:
+    """Add `logsteer score-file`."""
+    parser = add(
+        "score-file", _score_file, "every row of a file, each exactly once; resumes",
+        """
+  logsteer score-file corpus.jsonl scores.jsonl --endpoint perplexity --context-length 128
+  logsteer score-file items.jsonl targets.jsonl --options '{"per_token": false}'
+  logsteer score-file corpus.jsonl moods.jsonl.gz --column text --target " glad" --target " sad"
+
+A row of IN is an object with the fields of one item: context and targets, context_ids and
+target_ids, or messages and targets; text (perplexity); prompt, prompt_ids or messages (generate,
+steer). --map FIELD=COLUMN names other columns. OUT has a row for each, in the same order:
+{"row": 0, "result": …}, or {"row": 0, "error": …} for a refused one, and then exit status 1. Until
+OUT is complete, OUT.part and OUT.job are beside it, and the same command resumes after a crash.
+OUT.job stays, and says what OUT was made of. Repeat --url to share the rows among several servers.
+""",
+    )  # fmt: skip
     lines = "JSON lines (.jsonl, .jsonl.gz)"
     parser.add_argument("source", metavar="IN", help=f"{lines} or .parquet")
     parser.add_argument("target", metavar="OUT", help=lines)
@@ -90,7 +95,6 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
     add_steering_options(parser)
     add_probe_option(parser)
     add_output_options(parser, FileScores, grains=("job",))
-    parser.set_defaults(command=_score_file)
 
 
 def _score_file(_client: Client, arguments: argparse.Namespace) -> None:

@@ -17,8 +17,7 @@ from pydantic_core import from_json, to_json
 
 from logsteer._calls import ApiCall, Download
 from logsteer._endpoints import ENDPOINTS
-from logsteer.corpus.form import ITEM_FIELDS, Row, RowForm
-from logsteer.corpus.source import Chunk
+from logsteer.corpus.rows import ITEM_FIELDS, Chunk, Row, RowForm
 from logsteer.errors import (
     DIVISIBLE,
     AnswerError,

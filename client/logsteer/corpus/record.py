@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer.corpus.answers import RowCounts
-from logsteer.corpus.source import find_format
+from logsteer.corpus.rows import find_format
 from logsteer.errors import LogsteerError
 
 VERSION = 2

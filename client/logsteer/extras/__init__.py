@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from logsteer.schemas.views import VIEWS
+from logsteer.schemas.common import VIEWS
 
 
 def _load_later(module: str, name: str) -> Callable[..., Any]:

@@ -1,18 +1,29 @@
-"""The answer of `/activations` as numpy arrays: what `Client.activations` gives, and files of it.
+"""Activations as numpy arrays and files: what `Client.activations` and `Client.capture` give.
 
-The file is safetensors; `ActivationsAnswer` says what is in it. Axis letters: N rows of all items,
-T rows of one item, D width of an activation.
+A file is safetensors; `ActivationsAnswer` says what is in it. A capture writes a directory:
+
+    index.json                  what was asked for, of which model, and the shards that are whole
+    activations-00000.safetensors, …
+
+A shard is the file of one answer of `/activations`. An interrupted capture resumes after its index.
+
+Axis letters: N rows of all items, T rows of one item, D width of an activation.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, overload
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from logsteer.errors import AnswerError
+from logsteer._calls import build_call
+from logsteer._progress import CountingProgress
+from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
+from logsteer.extras.datasets import Source, check_counts, read_prompts
 from logsteer.extras.tensors import TensorFile, import_numpy
 from logsteer.schemas import ActivationsHeader
 
@@ -24,7 +35,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
-_DTYPES = ("F32", "I32")
+_FILE_DTYPES = ("F32", "I32")
 _FEATURES = ("feature_ids", "feature_activations")
 _SIDE = ("row_starts", "token_ids", "token_starts", "positions", *_FEATURES)
 """Tensors that are no activations."""
@@ -63,7 +74,7 @@ class Activations(Sequence[ActivationsOfItem]):
     def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:
         try:
             found = TensorFile(file)
-            tensors = {name: found.read(name, _DTYPES) for name in found.entries}
+            tensors = {name: found.read(name, _FILE_DTYPES) for name in found.entries}
             document = json.loads(found.metadata["answer"])
             self.answer = ActivationsHeader.model_validate(document)
             self._items: list[dict[str, Any]] = document["results"]
@@ -142,16 +153,17 @@ class Activations(Sequence[ActivationsOfItem]):
 
     def _list_norms(self) -> list[dict[str, Any]]:
         np = import_numpy()
-        norms = {
-            f"norm@{layer}": np.linalg.norm(rows, axis=1) for layer, rows in self.layers.items()
-        }
         found = []
         for item, one in enumerate(self):
-            first = int(self.row_starts[item])
-            for row in range(int(self.row_starts[item + 1]) - first):
-                place = None if one.positions is None else int(one.positions[row])
+            norms = {
+                f"norm@{layer}": np.linalg.norm(rows, axis=1).tolist()
+                for layer, rows in one.layers.items()
+            }
+            # A mean has no position.
+            places = [None] if one.positions is None else one.positions.tolist()
+            for row, place in enumerate(places):
                 token = None if place is None else int(one.token_ids[place])
-                sizes = {name: float(values[first + row]) for name, values in norms.items()}
+                sizes = {name: values[row] for name, values in norms.items()}
                 found.append({"item": item, "position": place, "token_id": token, **sizes})
         return found
 
@@ -166,3 +178,188 @@ def open_activations(path: str | Path) -> Activations:
     except ValueError as error:  # it is empty
         raise AnswerError(f"no file of /activations: {error}") from error
     return Activations(file)
+
+
+INDEX = "index.json"
+
+
+class _Shard(TypedDict):
+    """One file: its texts, their rows of a layer, and a digest of the texts."""
+
+    file: str
+    items: int
+    rows: int
+    texts_sha256: str
+
+
+class _Index(TypedDict):
+    """What `index.json` says: what was asked for of each text, and which files are whole."""
+
+    version: Literal[1]
+    asked: dict[str, Any]
+    shards: list[_Shard]
+    model: NotRequired[dict[str, str]]
+    """The model and the digest of its weights, once it has answered."""
+
+
+_INDEX = TypeAdapter(_Index)
+
+
+_Item: TypeAlias = str | dict[str, Any]
+"""A text, or a conversation as its item of the request."""
+
+
+class ActivationShards(Sequence[Activations]):
+    """The shards of a directory, each opened when it is needed; `contents` is what its index
+    file says.
+
+    Errors: OSError without an index, InvalidRequestError for one of another kind.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        path = self.directory / INDEX
+        try:
+            self.contents = _INDEX.validate_json(path.read_bytes())
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            detail = (
+                f"{path} is not an index of this version: {where or 'all of it'}: {fault['msg']}"
+            )
+            raise _refuse_directory(f"{detail}; name another directory") from error
+        self._files = [shard["file"] for shard in self.contents["shards"]]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, place: int) -> Activations: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Activations]: ...
+    def __getitem__(self, place: int | slice) -> Activations | list[Activations]:
+        if isinstance(place, slice):
+            return [open_activations(self.directory / name) for name in self._files[place]]
+        return open_activations(self.directory / self._files[place])
+
+    @property
+    def num_items(self) -> int:
+        """Texts of all shards."""
+        return sum(shard["items"] for shard in self.contents["shards"])
+
+    @property
+    def num_rows(self) -> int:
+        """Activations of a layer, of all texts."""
+        return sum(shard["rows"] for shard in self.contents["shards"])
+
+
+def capture_shards(
+    options: Mapping[str, Any],
+    source: Source,
+    directory: str | Path,
+    layers: Sequence[int] | None,
+    field: str,
+    batch_size: int,
+    progress: bool,
+) -> Generator[dict[str, Any], Activations, ActivationShards]:
+    """Yield the arguments of each call of `activations`, be sent its answer, return the shards.
+
+    A call that is answered by PayloadTooLargeError has it thrown in, and is made again with half
+    as many texts. The arguments are those of `Client.capture`.
+    """
+    check_counts(batch_size=batch_size)
+    texts: list[_Item] = [
+        row.prompt if row.messages is None else {"messages": row.row[field]}
+        for row in read_prompts(source, field)
+    ]
+    values = {**options, "layers": layers}
+    writer = _ShardWriter(Path(directory), _describe(values))
+    first = writer.count_done(texts)
+    with CountingProgress("capturing texts", len(texts), first, progress) as bar:
+        while first < len(texts):
+            batch = texts[first : first + batch_size]
+            try:
+                answer = yield {**values, "items": batch}
+            except PayloadTooLargeError:
+                if len(batch) == 1:
+                    raise
+                batch_size = len(batch) // 2
+                continue
+            writer.write(batch, answer)
+            first += len(batch)
+            bar.count(len(batch))
+    return ActivationShards(directory)
+
+
+def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked for of each text, as the request says it."""
+    body = build_call("activations", {**values, "items": ["any"]}, None).body
+    described: dict[str, Any] = json.loads(body or b"{}")
+    del described["items"]
+    return described
+
+
+class _ShardWriter:
+    """Writes shards, and the index once each is whole."""
+
+    def __init__(self, directory: Path, asked: dict[str, Any]) -> None:
+        self._directory = directory
+        self._index: _Index = {"version": 1, "asked": asked, "shards": []}
+        directory.mkdir(parents=True, exist_ok=True)
+        if (directory / INDEX).exists():
+            found = ActivationShards(directory).contents
+            if found["asked"] != asked:
+                raise _refuse_directory(
+                    f"{directory} has captures of {found['asked']}, and these are {asked}; name "
+                    "another directory"
+                )
+            self._index = found
+
+    def count_done(self, texts: Sequence[_Item]) -> int:
+        """Return how many texts are captured already. Errors: where they were others."""
+        done = 0
+        for shard in self._index["shards"]:
+            batch = texts[done : done + shard["items"]]
+            done += shard["items"]
+            if _digest(batch) != shard["texts_sha256"]:
+                raise _refuse_directory(
+                    f"{self._directory / shard['file']} is of other texts than the source has "
+                    "now; name another directory"
+                )
+        return done
+
+    def write(self, texts: Sequence[_Item], answer: Activations) -> None:
+        """Write the shard of these texts. Errors: where another model answered than before."""
+        model = {
+            "model": answer.answer.model,
+            "weights_digest": answer.answer.provenance.weights_digest,
+        }
+        if self._index.setdefault("model", model) != model:
+            raise _refuse_directory(
+                f"{self._directory} has captures of {self._index['model']}, and this answer is of "
+                f"{model}; name another directory"
+            )
+        shards = self._index["shards"]
+        name = f"activations-{len(shards):05d}.safetensors"
+        self._replace(name, answer.file)
+        shards.append({
+            "file": name,
+            "items": len(texts),
+            "rows": int(answer.row_starts[-1]),
+            "texts_sha256": _digest(texts),
+        })  # fmt: skip
+        self._replace(INDEX, json.dumps(self._index, indent=1).encode())
+
+    def _replace(self, name: str, content: Any) -> None:
+        """Write a file that is whole as soon as it has its name."""
+        new = self._directory / f"{name}.new"
+        new.write_bytes(content)
+        new.replace(self._directory / name)
+
+
+def _digest(texts: Sequence[_Item]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+
+
+def _refuse_directory(detail: str) -> InvalidRequestError:
+    return InvalidRequestError("invalid_request", detail, param="directory")

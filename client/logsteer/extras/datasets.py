@@ -1,4 +1,4 @@
-"""Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
+"""Prompts and texts from where they are stored: lists, files, and Hugging Face data sets.
 
 A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path that ends in
 `.jsonl` or `.json`, and every `Path`, is read as JSON lines, each an object or a text as a JSON
@@ -8,6 +8,7 @@ string. Further kinds are added by `register_dataset`.
 or a directory laid out like those; the split is `train` unless said, which most data sets have.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,68 @@ from typing import Annotated, Any, SupportsIndex, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.extras.json_files import read_json_lines
 from logsteer.schemas import Message
+
+
+def read_json_lines(lines: Iterable[bytes], name: str, form: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the value of each line that is not blank.
+
+    Where a line may be a text, a JSON string is that text, and the caller says which field of an
+    object stands for it. `name` is said in errors, and `form`: what to write in a line. Raises
+    LogsteerError for a line that is not JSON.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+        except RecursionError:
+            reason = "nested too deeply"
+        except ValueError as error:  # no UTF-8, or an integer of too many digits
+            reason = str(error)
+        else:
+            yield number, value
+            continue
+        raise LogsteerError(f"{name}, line {number}: no JSON: {reason}; write {form}")
+
+
+def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a steering object from itself, from its JSON, or from a file of that.
+
+    Raises LogsteerError where there is no JSON object, OSError where there is no file. The fields
+    are checked by the request that they go into.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    place, text = "steering", str(source)
+    if not text.lstrip().startswith("{"):
+        place, text = text, read_text(Path(text))
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise LogsteerError(f"{place}: no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise LogsteerError(f'{place}: no steering object such as {{"vectors": [{{"name": …}}]}}')
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; LogsteerError where it is not UTF-8 or empty."""
+    return decode_text(path.read_bytes(), str(path))
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Return the text of UTF-8 bytes; LogsteerError, with the name, for other bytes or none."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise LogsteerError(f"{name} is not UTF-8: {error}") from error
+    if not text:
+        raise LogsteerError(f"{name} is empty")
+    return text
+
 
 DEFAULT_SPLIT = "train"
 """The split of a name without one, wherever a name is read."""
@@ -265,3 +326,45 @@ def draw_prompts(
 
 def _refuse(detail: str) -> InvalidRequestError:
     return InvalidRequestError("invalid_request", detail, param="source")
+
+
+_CHUNK = 64 * 1024
+JOIN = "\n\n"
+"""What stands between two rows in the perplexity scripts of GPTQ, llama.cpp and ExLlamaV3."""
+
+
+class JoinedRows(Iterable[bytes]):
+    """UTF-8 of one column of a data set's rows, `join` between them, each time it is iterated.
+
+    `Client.perplexity_stream` takes it. Iterating raises InvalidRequestError for a row without that
+    text.
+    """
+
+    def __init__(self, source: Source, column: str, join: str = JOIN) -> None:
+        self._source = source
+        self._column = column
+        self._join = join
+        self._began = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._began and isinstance(self._source, Iterator):
+            raise _refuse("the source is an iterator, and cannot be read again; give a list of it")
+        self._began = True
+        chunk = b""
+        for number, row in enumerate(read_rows(self._source)):
+            chunk += self._encode(number, row)
+            if len(chunk) > _CHUNK:
+                yield chunk
+                chunk = b""
+        yield chunk
+
+    def _encode(self, number: int, row: str | Row) -> bytes:
+        text = read_row(row, number, self._column, "column")
+        piece = (self._join if number else "") + text
+        try:
+            return piece.encode()
+        except UnicodeEncodeError as error:
+            raise _refuse(
+                f"row {number} has a lone surrogate, {piece[error.start]!r}, which UTF-8 cannot "
+                "express; write the whole character"
+            ) from error

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.schemas import ContrastPair, Message, SweepAnswer, SweepPoint, VectorCard
-from logsteer.schemas.common import Float, Reply
-from logsteer.schemas.views import Plotted
+from logsteer.schemas import ContrastPair, Message, SweepAnswer, VectorCard
+from logsteer.schemas.common import Float, Plotted, Reply
 
 PLAIN_SCALES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
 """For a vector that nothing is recommended for."""
@@ -138,6 +137,9 @@ def _sum_up(scale: float, index: int, answers: Sequence[SweepAnswer]) -> DosePoi
     negative = [item.targets[1] for item in items]
     gaps = [_subtract(p.logprob, n.logprob) for p, n in zip(positive, negative, strict=True)]
     changes = [_subtract(p.change, n.change) for p, n in zip(positive, negative, strict=True)]
+    # The requests' means, each weighted by its pairs.
+    norms = [(point.relative_norm, len(point.items)) for point in points]
+    told = [norm * count for norm, count in norms if norm is not None]
     return DosePoint(
         scale=scale,
         preference=_average(gaps),
@@ -146,16 +148,8 @@ def _sum_up(scale: float, index: int, answers: Sequence[SweepAnswer]) -> DosePoi
         negative_change=_average([target.change for target in negative]),
         preferred=sum(gap is not None and gap > 0 for gap in gaps) / len(gaps),
         kl=_average([item.kl for item in items]),
-        relative_norm=_average_norm(points),
+        relative_norm=sum(told) / len(items) if told else None,
     )
-
-
-def _average_norm(points: Sequence[SweepPoint]) -> float | None:
-    """Return the requests' mean, each weighted by its pairs."""
-    counts = [len(point.items) for point in points]
-    norms = [point.relative_norm for point in points]
-    told = [(norm, count) for norm, count in zip(norms, counts, strict=True) if norm is not None]
-    return sum(norm * count for norm, count in told) / sum(counts) if told else None
 
 
 def _subtract(one: float | None, other: float | None) -> float | None:

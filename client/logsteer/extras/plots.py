@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DosePoint, DoseResponse
-from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
-from logsteer.extras.maps import LayerMap, map_lens, map_lens_answer, map_patch
+from logsteer.extras.labels import (
+    ItemLike,
+    LayerMap,
+    SweepLabels,
+    label_layers,
+    label_sweep,
+    map_lens,
+    map_lens_answer,
+    map_patch,
+)
 from logsteer.schemas import (
     LensAnswer,
     LensTarget,

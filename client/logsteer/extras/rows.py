@@ -41,6 +41,7 @@ from logsteer.schemas import (
     SteeringReceipt,
     SweepAnswer,
     SweepPoint,
+    TargetGradient,
     TargetScore,
     TextResult,
     TokenizeAnswer,
@@ -49,9 +50,9 @@ from logsteer.schemas import (
     VectorList,
     WindowScore,
 )
+from logsteer.schemas.chat import Encoded
 from logsteer.schemas.common import Float, ProbeReadings, RowColumns
 from logsteer.schemas.perplexity import TokenScores
-from logsteer.schemas.tokens import Encoded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -214,25 +215,23 @@ def _write_item(item: ItemScore) -> Iterator[FlatRow]:
         yield {"target": row.pop("target"), "choice_prob": share, "best": index == item.best, **row}
 
 
-def _write_item_tokens(item: ItemScore) -> Iterable[FlatRow] | None:
-    parts = [(target.target, _write_target_tokens(target)) for target in item.targets]
-    if all(rows is None for _, rows in parts):
-        return None
-    return ({"target": name, **row} for name, rows in parts for row in rows or ())
+def _of_each(
+    parts: str, write: _Write, head: Callable[[int, Any], FlatRow] = lambda _number, _part: {}
+) -> _Write:
+    """Return a writer of the rows of each part of an answer, all of which begin with its `head`.
 
+    It gives None where no part was asked for such rows.
+    """
 
-def _number(name: str, results: str, write: _Write) -> _Write:
-    """Return a writer of all results of an answer, whose rows tell which one they are of."""
-
-    def write_result(result: Any) -> Iterable[FlatRow] | None:
-        problem = getattr(result, "problem", None)
-        return [{"problem": problem.detail}] if problem else write(result)
+    def write_part(part: Any) -> Iterable[FlatRow] | None:
+        problem = getattr(part, "problem", None)
+        return [{"problem": problem.detail}] if problem else write(part)
 
     def write_all(answer: Any) -> Iterable[FlatRow] | None:
-        parts = list(map(write_result, getattr(answer, results)))
-        if parts and all(rows is None for rows in parts):
+        found = [(head(n, one), write_part(one)) for n, one in enumerate(getattr(answer, parts))]
+        if found and all(rows is None for _, rows in found):
             return None
-        return ({name: index, **row} for index, rows in enumerate(parts) for row in rows or ())
+        return ({**first, **row} for first, rows in found for row in rows or ())
 
     return write_all
 
@@ -274,8 +273,7 @@ def _write_completion(completion: Completion) -> FlatRow:
     return {**_pick(completion, names), **ends}
 
 
-def _write_completion_tokens(completion: Completion) -> Iterable[FlatRow]:
-    made = completion
+def _write_completion_tokens(made: Completion) -> Iterable[FlatRow]:
     return _write_tokens(made.tokens, made.token_ids, made.logprobs, made)
 
 
@@ -304,13 +302,13 @@ def _write_prompt_tokens(result: PromptCompletions) -> Iterator[FlatRow]:
 
 
 def _write_sweep(answer: SweepAnswer) -> Iterator[FlatRow]:
-    """Yield a row for each target and each text at each point; what is of the other is null."""
     plain = [answer.unsteered] if all(point.scale for point in answer.points) else []
     for point in [*plain, *answer.points]:
         yield from _write_point(point)
 
 
 def _write_point(point: SweepPoint) -> Iterator[FlatRow]:
+    """Yield a row for each target and each text; what is of the other is null."""
     layers = None if point.layers is None else label_layers(point.layers)
     where = {"layers": layers, "scale": point.scale, "relative_norm": point.relative_norm}
     none = dict.fromkeys(
@@ -368,10 +366,6 @@ def _write_nearest(answer: TrainAnswer) -> Iterator[FlatRow]:
             yield {"layer": layer, "nearest": one.name, "cosine": one.cosine}
 
 
-def _write_each(results: str, write: _Write) -> _Write:
-    return lambda answer: [row for one in getattr(answer, results) for row in write(one) or ()]
-
-
 def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
     for place, (number, token, span) in enumerate(
         zip(encoded.token_ids, encoded.tokens, encoded.offsets, strict=True)
@@ -380,27 +374,24 @@ def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
         yield {"place": place, "token": token, "token_id": number, "start": start, "end": end}
 
 
-def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
-    for target in item.targets:
-        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional",
-                 "baseline_logprob", "convergence_delta")  # fmt: skip
-        yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
+def _write_gradient(target: TargetGradient) -> Iterator[FlatRow]:
+    names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional",
+             "baseline_logprob", "convergence_delta")  # fmt: skip
+    yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
 
 
-def _write_lens_tokens(item: LensItem) -> Iterator[FlatRow]:
-    for target in item.targets:
-        for layer, found in target.layers.items():
-            where = {"target": target.target, "layer": int(layer)}
-            tops = found.top.tokens if found.top else None
-            rows = _write_tokens(target.tokens, target.token_ids, found.logprobs, found)
-            for place, row in enumerate(rows):
-                yield {**where, **row, **({"predicted": tops[place][0]} if tops else {})}
+def _write_lens_tokens(target: LensTarget) -> Iterator[FlatRow]:
+    for layer, found in target.layers.items():
+        where = {"target": target.target, "layer": int(layer)}
+        tops = found.top.tokens if found.top else None
+        rows = _write_tokens(target.tokens, target.token_ids, found.logprobs, found)
+        for place, row in enumerate(rows):
+            yield {**where, **row, **({"predicted": tops[place][0]} if tops else {})}
 
 
-def _write_lens_layers(item: LensItem) -> Iterator[FlatRow]:
-    for target in item.targets:
-        for layer, found in target.layers.items():
-            yield {"target": target.target, "layer": int(layer), "logprob": found.logprob}
+def _write_lens_layers(target: LensTarget) -> Iterator[FlatRow]:
+    for layer, found in target.layers.items():
+        yield {"target": target.target, "layer": int(layer), "logprob": found.logprob}
 
 
 def _write_patches(result: PatchResult) -> Iterator[FlatRow]:
@@ -412,29 +403,24 @@ def _write_patches(result: PatchResult) -> Iterator[FlatRow]:
             }  # fmt: skip
 
 
-def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
-    if all(target.norms is None for target in item.targets):
+def _write_norms(target: TargetGradient) -> Iterable[FlatRow] | None:
+    if target.norms is None:
         return None
-    rows = []
-    for target in item.targets:
-        norms = {f"norm@{layer}": values for layer, values in (target.norms or {}).items()}
-        for position, *values in zip(target.positions or [], *norms.values(), strict=True):
-            found = dict(zip(norms, values, strict=True))
-            rows.append({"target": target.target, "position": position, **found})
-    return rows
+    names = [f"norm@{layer}" for layer in target.norms]
+    return [
+        {"target": target.target, "position": position, **dict(zip(names, values, strict=True))}
+        for position, *values in zip(target.positions or [], *target.norms.values(), strict=True)
+    ]
 
 
-def _write_attributions(item: ItemGradients) -> Iterable[FlatRow] | None:
-    if all(target.attributions is None for target in item.targets):
+def _write_attributions(target: TargetGradient) -> Iterable[FlatRow] | None:
+    if target.attributions is None:
         return None
+    parts = zip(target.input_tokens or (), target.input_ids or (), target.attributions, strict=True)
     return [
         {"target": target.target, "position": position, "token": token, "token_id": number,
          "attribution": attribution}
-        for target in item.targets
-        for position, (token, number, attribution) in enumerate(zip(
-            target.input_tokens or (), target.input_ids or (), target.attributions or (),
-            strict=True,
-        ))
+        for position, (token, number, attribution) in enumerate(parts)
     ]  # fmt: skip
 
 
@@ -443,30 +429,32 @@ _MISSING = {
     "window": "ask with windows=True",
     "position": "ask with respect to layers",
 }
-_ITEM: Mapping[str, _Write] = {"target": _write_item, "token": _write_item_tokens}
+_ITEM: Mapping[str, _Write] = {
+    "target": _write_item,
+    "token": _of_each("targets", _write_target_tokens, lambda _, one: {"target": one.target}),
+}
 _TEXTS: Mapping[str, _Write] = {
     "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
 _GRADIENTS: Mapping[str, _Write] = {
-    "position": _write_norms, "token": _write_attributions, "target": _write_gradients,
-}  # fmt: skip
-
-
-_LENS: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
+    "position": _of_each("targets", _write_norms),
+    "token": _of_each("targets", _write_attributions),
+    "target": _of_each("targets", _write_gradient),
+}
+_LENS_TARGET: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
+_LENS = {grain: _of_each("targets", write) for grain, write in _LENS_TARGET.items()}
 _PATCH: Mapping[str, _Write] = {
     "patch": _write_patches,
     "run": lambda result: [_pick(result, ("clean", "corrupted", "truncated_tokens"))],
 }
 
 
-def _write_one(write: _Write) -> _Write:
-    """Return a writer of a single target of a lens."""
-    return lambda target: write(LensItem(targets=[target]))
-
-
 def _of_all(name: str, writers: Mapping[str, _Write]) -> Mapping[str, _Write]:
-    return {grain: _number(name, "results", write) for grain, write in writers.items()}
+    def number(place: int, _: Any) -> FlatRow:
+        return {name: place}
+
+    return {grain: _of_each("results", write, number) for grain, write in writers.items()}
 
 
 _WRITERS: Mapping[type, Mapping[str, _Write]] = {
@@ -487,25 +475,25 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
         "neighbour": _write_nearest,
     },
     SteeringReceipt: {"layer": _write_receipt},
-    VectorList: {"vector": _write_each("vectors", _write_card)},
-    DoseResponse: {"point": _write_each("points", _write_plain)},
+    VectorList: {"vector": _of_each("vectors", _write_card)},
+    DoseResponse: {"point": _of_each("points", _write_plain)},
     GradientAnswer: _of_all("item", _GRADIENTS),
     ItemGradients: _GRADIENTS,
     LensAnswer: _of_all("item", _LENS),
     LensItem: _LENS,
-    LensTarget: {grain: _write_one(write) for grain, write in _LENS.items()},
+    LensTarget: _LENS_TARGET,
     PatchAnswer: _of_all("pair", _PATCH),
     PatchResult: _PATCH,
     Encoded: {"token": _write_encoded},
     TokenizeAnswer: _of_all("text", {"token": _write_encoded}),
-    ModelList: {"model": _write_each("models", _write_model)},
+    ModelList: {"model": _of_each("models", _write_model)},
     ModelCard: {"model": _write_model},
-    SelftestAnswer: {"check": _write_each("checks", _write_plain)},
+    SelftestAnswer: {"check": _of_each("checks", _write_plain)},
     AdapterCard: {"adapter": _write_plain},
-    AdapterList: {"adapter": _write_each("adapters", _write_plain)},
+    AdapterList: {"adapter": _of_each("adapters", _write_plain)},
     OverrideCard: {"override": _write_plain},
-    OverrideList: {"override": _write_each("overrides", _write_plain)},
+    OverrideList: {"override": _of_each("overrides", _write_plain)},
     SaeCard: {"sae": _write_plain},
-    SaeList: {"sae": _write_each("saes", _write_plain)},
+    SaeList: {"sae": _of_each("saes", _write_plain)},
 }
 """Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

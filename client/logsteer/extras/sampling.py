@@ -1,26 +1,173 @@
-"""One run of `Client.sample`: which batches are sent, and what becomes of their answers.
-
-It does no input or output: `logsteer._sampling` sends the batches, in threads or in tasks.
-"""
+"""Samples of many prompts, with their rewards: what `Client.sample` gives, and how it gets them."""
 
 import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar, overload
 
-from pydantic import BaseModel, ConfigDict, with_config
+from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from logsteer._calls import read_request
-from logsteer._parameters import NOT_GIVEN
+from logsteer._calls import NOT_GIVEN, read_request
 from logsteer._progress import CountingProgress
 from logsteer.errors import DIVISIBLE, AnswerError, InvalidRequestError, LogsteerError
-from logsteer.extras.datasets import Row, Source, check_counts, draw_prompts, read_prompts
-from logsteer.extras.samples import SampleFailure, Samples
-from logsteer.schemas import GenerateRequest
+from logsteer.extras.datasets import (
+    PromptRow,
+    Row,
+    Source,
+    check_counts,
+    draw_prompts,
+    read_prompts,
+)
+from logsteer.extras.rows import load_pandas
+from logsteer.schemas import Completion, GenerateRequest, PromptCompletions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class DrawnPrompt(PromptCompletions):
+    """One drawn prompt with its continuations.
+
+    `rewards` and `reward_errors` have an entry for each continuation; they are None where no
+    reward was asked for, and where none has failed.
+    """
+
+    index: int
+    rewards: list[float | None] | None = None
+    reward_errors: list[str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation of one prompt; `index` is the prompt's place among those drawn.
+
+    `prompt_ids` is the prompt as the model read it. A `reward` that failed is None, and
+    `reward_error` says why.
+    """
+
+    index: int
+    source: PromptRow
+    completion: Completion
+    prompt_ids: list[int]
+    reward: float | None
+    reward_error: str | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Drawn prompts, by their places, that were not continued, and why."""
+
+    draws: range
+    error: LogsteerError
+
+    def __str__(self) -> str:
+        """Return both in one line."""
+        last = f" to {self.draws[-1]}" if len(self.draws) > 1 else ""
+        return f"draw {self.draws[0]}{last}: {self.error}"
+
+
+class Samples(Sequence[Sample]):
+    """Samples in the order of their prompts; `failures` says which prompts have none, and why.
+
+    `draws` are fields of `DrawnPrompt`, read when they are needed. Reading raises AnswerError
+    for anything else.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Mapping[str, Any]],
+        prompts: Sequence[PromptRow],
+        n: int,
+        failures: Sequence[SampleFailure] = (),
+        places: range | None = None,
+    ) -> None:
+        self._draws = draws
+        self._prompts = prompts
+        self._n = n
+        self.failures = list(failures)
+        self._places = range(len(draws) * n) if places is None else places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Sample]:
+        last, draw = -1, None
+        for place in self._places:
+            # Each is read once for all its samples.
+            if draw is None or place // self._n != last:
+                last = place // self._n
+                draw = self._read(last)
+            yield self._sample(draw, place % self._n)
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Samples": ...
+    def __getitem__(self, place: int | slice) -> "Sample | Samples":
+        found = self._places[place]
+        if isinstance(found, range):
+            return Samples(self._draws, self._prompts, self._n, self.failures, found)
+        return self._sample(self._read(found // self._n), found % self._n)
+
+    def _read(self, place: int) -> DrawnPrompt:
+        try:
+            return DrawnPrompt.model_validate(self._draws[place])
+        except ValidationError as error:
+            raise AnswerError(f"what the server sent is not a sample: {error}") from error
+
+    def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
+        return Sample(
+            draw.index,
+            self._prompts[draw.index],
+            draw.completions[number],
+            draw.prompt_ids,
+            None if draw.rewards is None else draw.rewards[number],
+            None if draw.reward_errors is None else draw.reward_errors[number],
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
+        return [_flatten(sample) for sample in self]
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return the records as a table. Errors: ImportError that says what to install."""
+        frame: pd.DataFrame = load_pandas().DataFrame(self.records())
+        return frame
+
+
+def _flatten(sample: Sample) -> dict[str, Any]:
+    completion = sample.completion
+    record: dict[str, Any] = {
+        "index": sample.index,
+        "prompt": sample.source.prompt,
+        "prompt_ids": sample.prompt_ids,
+        "prompt_length": sample.prompt_length,
+        "text": completion.text,
+        "reward": sample.reward,
+        "reward_error": sample.reward_error,
+        "logprob": completion.logprob,
+        "num_tokens": completion.num_tokens,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+    }
+    record |= completion.columns or {}
+    for name, aggregate in (completion.aggregates or {}).items():
+        record[f"{name}_mean"] = aggregate.mean
+    return {f"row_{name}": value for name, value in sample.source.row.items()} | record
+
 
 Reward: TypeAlias = Callable[[Row, str, str], float | Awaitable[float]]
 """A number for a row of the source, its prompt, and the text of one continuation; or what is
@@ -63,16 +210,12 @@ def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Aw
         return _blame(error)
 
 
-def known_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating] | None:
-    """Return the ratings where none is awaited, else None."""
-    known = [rating for rating in ratings if isinstance(rating, Rating)]
-    return known if len(known) == len(ratings) else None
-
-
-async def await_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
+async def await_ratings(ratings: list[Rating | Awaitable[Any]]) -> list[Rating]:
     """Return the ratings, all that is awaited for them at once."""
-    known = known_ratings(ratings)
-    return await asyncio.gather(*map(_await_rating, ratings)) if known is None else known
+    known = [rating for rating in ratings if isinstance(rating, Rating)]
+    if len(known) == len(ratings):
+        return known
+    return await asyncio.gather(*map(_await_rating, ratings))
 
 
 async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
@@ -124,32 +267,6 @@ class SampledBatch(BaseModel):
     results: list[_SampledPrompt]
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How a run draws and sends, as `Client.sample` describes it."""
-
-    field: str
-    count: int | None
-    with_replacement: bool
-    max_prompts_pool: int | None
-    reward: Reward | None
-    batch_size: int
-    concurrency: int
-    max_failures: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        optional = {"count": self.count, "max_prompts_pool": self.max_prompts_pool}
-        check_counts(
-            batch_size=self.batch_size,
-            concurrency=self.concurrency,
-            max_failures=self.max_failures,
-            **{name: value for name, value in optional.items() if value is not None},
-        )
-        if self.reward is not None:
-            check_reward(self.reward)
-
-
 class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
@@ -158,15 +275,36 @@ class SamplingRun:
     no further one is begun.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: Source, *options: Any) -> None:
-        self.options = SamplingOptions(*options)
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: Source,
+        field: str,
+        count: int | None,
+        with_replacement: bool,
+        max_prompts_pool: int | None,
+        reward: Reward | None,
+        batch_size: int,
+        concurrency: int,
+        max_failures: int,
+        progress: bool,
+    ) -> None:
+        optional = {"count": count, "max_prompts_pool": max_prompts_pool}
+        check_counts(
+            batch_size=batch_size,
+            concurrency=concurrency,
+            max_failures=max_failures,
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+        if reward is not None:
+            check_reward(reward)
+        self.concurrency = concurrency
+        self._reward, self._max_failures = reward, max_failures
         given = {name: value for name, value in values.items() if value is not NOT_GIVEN}
         self._seed: int = 0 if given.get("seed") is None else given["seed"]
         self._values = {**given, "seed": self._seed}
-        pool = read_prompts(source, self.options.field, self.options.max_prompts_pool)
-        self._prompts = draw_prompts(
-            pool, self.options.count, self.options.with_replacement, self._seed
-        )
+        pool = read_prompts(source, field, max_prompts_pool)
+        self._prompts = draw_prompts(pool, count, with_replacement, self._seed)
         self._field = "prompts" if pool[0].messages is None else "messages"
         if any((row.messages is None) != (self._field == "prompts") for row in pool):
             detail = "the source has texts and conversations; sample them one after the other"
@@ -177,24 +315,24 @@ class SamplingRun:
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
         self._answered_by: tuple[str, str] | None = None
-        self._batches = self._cut_batches()
+        draws = range(len(self._prompts))
+        self._batches = (draws[at : at + batch_size] for at in draws[::batch_size])
         self._halves: list[range] = []
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        wanted = self.options.progress
-        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, wanted)
+        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where all were drawn, or too many failed."""
-        if self._failed_in_a_row >= self.options.max_failures:
+        if self._failed_in_a_row >= self._max_failures:
             return None
         return self._halves.pop() if self._halves else next(self._batches, None)
 
@@ -225,10 +363,10 @@ class SamplingRun:
                 f"another model than before has answered: {answered_by}, not {self._answered_by}",
                 request_id=answer.id,
             )
-        if self.options.reward is None:
+        if self._reward is None:
             return []
         return [
-            call_reward(self.options.reward, drawn.row, drawn.prompt, completion["text"])
+            call_reward(self._reward, drawn.row, drawn.prompt, completion["text"])
             for drawn, result in zip(
                 self._prompts[batch.start : batch.stop], answer.results, strict=True
             )
@@ -248,7 +386,7 @@ class SamplingRun:
                     self._reward_errors += filter(None, errors)
             self._draws[index] = draw
         self._failed_in_a_row = 0
-        self._bar.advance(len(batch))
+        self._bar.count(len(batch))
 
     def fail(self, batch: range, error: LogsteerError) -> None:
         """Note why these draws failed; halve them where a part may have been refused."""
@@ -274,19 +412,76 @@ class SamplingRun:
             warnings.warn(
                 f"{lost} of {len(self._prompts)} draws have no samples (see `failures`): "
                 f"{self._failures[0]}",
-                stacklevel=5,
+                stacklevel=4,
             )
         if self._reward_errors:
             warnings.warn(
                 f"{len(self._reward_errors)} rewards failed (see `reward_error`): "
                 f"{self._reward_errors[0]}",
-                stacklevel=5,
+                stacklevel=4,
             )
         draws = [self._draws[index] for index in sorted(self._draws)]
         return Samples(draws, self._prompts, self._n, self._failures)
 
-    def _cut_batches(self) -> Iterator[range]:
-        """Yield neighbouring draws, `batch_size` at most."""
-        end = len(self._prompts)
-        for start in range(0, end, self.options.batch_size):
-            yield range(start, min(start + self.options.batch_size, end))
+
+T = TypeVar("T")
+_Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
+
+
+def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> None:
+    """Send the batches of a run from threads; see `sample_in_tasks`."""
+    pool = ThreadPoolExecutor(run.concurrency, "logsteer-sample")
+
+    async def draw(**values: Any) -> SampledBatch:
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(ask, **values))
+
+    try:
+        run_anywhere(sample_in_tasks(run, draw))
+    finally:
+        # Whoever interrupts does not wait for what is under way.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, in a thread where an event loop runs already, as in a notebook.
+
+    Errors: those of the coroutine.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "logsteer-loop") as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> None:
+    """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
+    under_way: dict[asyncio.Task[_Rated], range] = {}
+
+    async def work(batch: range) -> _Rated:
+        answer = await ask(**run.arguments(batch))
+        return answer, await await_ratings(run.rate(batch, answer))
+
+    def begin() -> None:
+        while len(under_way) < run.concurrency and (batch := run.next_batch()):
+            under_way[asyncio.create_task(work(batch))] = batch
+
+    with run:
+        try:
+            begin()
+            while under_way:
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    batch = under_way.pop(task)
+                    try:
+                        answer, ratings = task.result()
+                    except LogsteerError as error:
+                        run.fail(batch, error)
+                    else:
+                        run.keep(batch, answer, ratings)
+                begin()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)

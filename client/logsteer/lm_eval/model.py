@@ -9,11 +9,14 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
-# The registry loads the harness's own models only while it is empty: they go first.
 import lm_eval.models  # noqa: F401
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -22,30 +25,237 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from logsteer._calls import ApiCall
+from logsteer._calls import ApiCall, checked
 from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
-from logsteer.lm_eval.batches import (
-    Ids,
-    Scores,
-    Tokenized,
-    Tokens,
-    cut_slices,
-    make_batches,
-    run_concurrently,
-)
-from logsteer.lm_eval.settings import (
-    check_adapter,
-    find_adapter,
-    find_card,
-    read_batch_size,
-    read_max_length,
-    read_steering,
-    render_chat,
-)
-from logsteer.schemas import BosPolicy, SteeringLike
+from logsteer.extras.datasets import load_steering
+from logsteer.schemas import AdapterCard, BosPolicy, ModelCard, Steering, SteeringLike, UsedAdapter
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
+from logsteer.schemas.steering import RECOMMENDED
+
+Ids: TypeAlias = list[int]
+_Batched = TypeVar("_Batched")
+S = TypeVar("S")
+
+TOKENS_PER_REQUEST = 131_072
+IN_FLIGHT = 4
+DEFAULT_BATCH_SIZE = 1024
+
+
+# The full schemas of the answers would cost more than the rest of the client's work; fields that
+# are not named here are skipped.
+class Score(BaseModel):
+    """What is read of one target's score; `logprob` is None where it is not finite."""
+
+    logprob: float | None
+    is_greedy: bool
+
+
+class Item(BaseModel):
+    """One item of `/logprob`."""
+
+    targets: list[Score]
+
+
+class Scores(BaseModel):
+    """The answer of `/logprob`."""
+
+    results: list[Item]
+    adapter: UsedAdapter | None = None
+
+
+class Tokens(BaseModel):
+    """One text of `/tokenize`."""
+
+    token_ids: Ids
+
+
+class Tokenized(BaseModel):
+    """The answer of `/tokenize`."""
+
+    results: list[Tokens]
+
+
+@dataclass
+class ScoreBatch:
+    """Items of one `/logprob` request; `places[k]`: where target k's score belongs."""
+
+    items: list[dict[str, Any]] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
+    """Put pairs of context and target into requests; place k is pair k.
+
+    Equal contexts share an item, so that the server reads them once, and equal pairs a target. A
+    pair whose target is empty is in no batch.
+    """
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for place, (context, target) in enumerate(pairs):
+        if target:
+            groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
+    batches: list[ScoreBatch] = []
+    for context_key, targets in groups.items():
+        item: dict[str, Any] | None = None
+        for target_key, places in targets.items():
+            more = len(context_key) + len(target_key)
+            if not batches or batches[-1].num_tokens + more > TOKENS_PER_REQUEST:
+                batches.append(ScoreBatch())
+                item = None
+            if item is None:
+                item = {"context_ids": context_key, "target_ids": []}
+                batches[-1].items.append(item)
+            item["target_ids"].append(target_key)
+            batches[-1].places.append(places)
+            batches[-1].num_tokens += more
+    return batches
+
+
+def cut_slices(
+    values: Iterable[_Batched], count: int, weigh: Callable[[_Batched], int]
+) -> list[list[_Batched]]:
+    """Cut values into lists of at most `count`, each of one value or within a request's tokens."""
+    slices: list[list[_Batched]] = []
+    weight = 0
+    for value in values:
+        more = weigh(value)
+        if not slices or len(slices[-1]) >= count or weight + more > TOKENS_PER_REQUEST:
+            slices.append([])
+            weight = 0
+        slices[-1].append(value)
+        weight += more
+    return slices
+
+
+def run_concurrently(
+    work: Callable[[_Batched], S], batches: Sequence[_Batched]
+) -> Iterator[tuple[_Batched, S]]:
+    """Yield each batch with what `work` makes of it, in order; a few run at any time."""
+    if len(batches) == 1:
+        yield batches[0], work(batches[0])
+        return
+    # Threads, as the caller may be a notebook, whose event loop runs already.
+    pool = ThreadPoolExecutor(IN_FLIGHT)
+    try:
+        yield from zip(batches, pool.map(work, batches), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def render_chat(
+    info: TokenizerInfo, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+) -> str:
+    """Write a conversation as text, up to the assistant's next turn or the end of its last one.
+
+    Needs jinja2. Raises LogsteerError without a chat template, or where it refuses.
+    """
+    # The template comes from the server: it must not reach the caller's Python.
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if info.chat_template is None:
+        raise LogsteerError("this model has no chat template: leave --apply_chat_template out")
+
+    def refuse(message: Any) -> NoReturn:
+        raise TemplateError(str(message))
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": refuse, "strftime_now": datetime.now().strftime}
+    tokens = {"bos_token": info.bos_token or "", "eos_token": info.eos_token or ""}
+    try:
+        text: str = environment.from_string(info.chat_template).render(
+            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
+        )
+    except TemplateError as error:
+        raise LogsteerError(f"the chat template refuses these messages: {error}") from error
+    return text if add_generation_prompt else _cut_after(text, messages[-1]["content"])
+
+
+def _cut_after(text: str, turn: str) -> str:
+    """Return the text up to the end of its last turn, which is to be continued."""
+    start = text.rfind(turn.strip())
+    if start < 0:
+        raise LogsteerError("the chat template changes the last message: it cannot be continued")
+    # Some templates strip a turn's white space.
+    own = turn.lstrip() if text.startswith(turn.lstrip(), start) else turn.strip()
+    return text[: start + len(own)]
+
+
+def find_card(client: Client, model: str | None) -> ModelCard:
+    """Return the card of a model; of the only one where none is named. Errors: LogsteerError."""
+    if model is not None:
+        return client.model(model)
+    cards = client.models().models
+    if len(cards) != 1:
+        names = ", ".join(card.id for card in cards) or "none"
+        raise LogsteerError(f"give model: {client.base_url} has {names}")
+    return cards[0]
+
+
+def read_batch_size(given: int | str) -> int:
+    """Return the sequences in one request; the default for "auto" and 1. Errors: ValueError."""
+    if str(given) == "1" or str(given).startswith("auto"):
+        return DEFAULT_BATCH_SIZE
+    if not str(given).isdecimal() or int(given) == 0:
+        raise ValueError(f"batch_size is {given!r}; give a number of sequences, or auto")
+    return int(given)
+
+
+def read_max_length(given: int | None, card: ModelCard) -> int:
+    """Return how many tokens are read at once.
+
+    Errors: LogsteerError before the model answers; ValueError.
+    """
+    limit = card.context_length
+    if limit is None:
+        raise LogsteerError(
+            f"model {card.id} is {card.state}: {card.detail}; wait until it answers"
+        )
+    if given is not None and not 2 <= given <= limit:
+        raise ValueError(f"max_length is {given}; model {card.id} reads 2 to {limit} tokens")
+    return given or limit
+
+
+def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
+    """Return a steering object as JSON has it, its vectors by content, as they are recommended.
+
+    So a run has one steering, whatever becomes of the vectors' names meanwhile. A string is JSON,
+    a file of that, or vectors as in "mood:4@3".
+
+    Errors: LogsteerError for an invalid steering object, and for an unknown vector.
+    """
+    is_file = isinstance(given, Path) or (isinstance(given, str) and Path(given).exists())
+    if is_file or str(given).lstrip().startswith("{") or str(given).endswith(".json"):
+        given = load_steering(given)  # type: ignore[arg-type]
+    steering = checked(Steering, given).model_copy(deep=True)
+    for vector in steering.vectors:
+        if vector.name is not None:
+            card = client.vectors.get(vector.name)
+            advice = card.about.recommendation
+            vector.sha256, vector.name = card.sha256, None
+            vector.scale = vector.choose_scale(advice.scales if advice else ())
+            if vector.layers == RECOMMENDED:
+                vector.layers = None if advice is None else [advice.layer]
+    return steering.model_dump(mode="json", exclude_none=True)
+
+
+def check_adapter(asked: AdapterCard | None, used: UsedAdapter | None) -> None:
+    """Check that an answer is under the adapter asked for. Errors: LogsteerError."""
+    # Requests name an adapter, and a name may be given another content while a run lasts.
+    if asked is not None and (used is None or used.sha256 != asked.sha256):
+        found = "none" if used is None else f"one of content {used.sha256[:12]}"
+        raise LogsteerError(
+            f"adapter {asked.name} was {asked.sha256[:12]} when the run began, and an answer was "
+            f"computed under {found}: keep the name as it is, and begin again"
+        )
+
+
+# The registry loads the harness's own models only while it is empty: they go first.
+
 
 _log = logging.getLogger(__name__)
 
@@ -106,11 +316,11 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         self._batch_size = read_batch_size(batch_size)
         self._max_length = read_max_length(max_length, self._card)
         self._steering = None if steering is None else read_steering(self._client, steering)
-        self._adapter = None if adapter is None else find_adapter(self._client, adapter)
+        # As it is now: a name may be given another content.
+        self._adapter = None if adapter is None else self._client.adapters.get(adapter)
         self._bos = _BOS_POLICIES[add_bos_token]
         self._max_gen_toks = max_gen_toks
         self._prefix_token_id = prefix_token_id
-        self._info: TokenizerInfo | None = None
 
     @property
     def max_length(self) -> int:
@@ -140,23 +350,23 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         if self._steering is not None:
             changes["steering"] = self._steering
         if self._adapter is not None:
-            changes["adapter"] = self._adapter.model_dump()
+            changes["adapter"] = self._adapter.model_dump(include={"name", "sha256"})
         return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the model's chat template, for the harness's record of the run."""
-        return self._tokenizer_info().chat_template if chat_template else None
+        return self._tokenizer_info.chat_template if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Write a conversation as text; LogsteerError where the model has no chat template."""
-        return render_chat(self._tokenizer_info(), chat_history, add_generation_prompt)
+        return render_chat(self._tokenizer_info, chat_history, add_generation_prompt)
 
     @property
     def eot_token_id(self) -> int:
         """The end-of-sequence token; LogsteerError where the tokenizer has none."""
-        eos = self._tokenizer_info().eos_token
+        eos = self._tokenizer_info.eos_token
         if eos is None:
             raise LogsteerError("the tokenizer has no EOS token: give prefix_token_id")
         return self.tok_encode(eos, add_special_tokens=False)[0]
@@ -182,14 +392,15 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         """Score each continuation: its log-probability, and whether it is the greedy one."""
         pairs: list[Pair] = [request.args for request in requests]
 
+        batches = cut_slices(
+            pairs, self._batch_size, lambda pair: sum(map(len, pair)) // _CHARS_PER_TOKEN
+        )
+
         # Encoded where they are scored: so the server cuts texts while its engine is at work.
         def score(batch: list[Pair]) -> list[Scored]:
             return self._score(self._encode_pairs(batch))
 
-        def weigh(pair: Pair) -> int:
-            return (len(pair[0]) + len(pair[1])) // _CHARS_PER_TOKEN
-
-        return self._run(score, cut_slices(pairs, self._batch_size, weigh), pairs, disable_tqdm)
+        return self._run(score, batches, pairs, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -267,10 +478,9 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **_: Any
     ) -> list[Scored]:
-        def weigh(request: Encoded) -> int:
-            return len(request[1]) + len(request[2])
-
-        batches = cut_slices(requests, self._batch_size, weigh)
+        batches = cut_slices(
+            requests, self._batch_size, lambda request: len(request[1]) + len(request[2])
+        )
         return self._run(self._score, batches, [request[0] for request in requests], disable_tqdm)
 
     def _run(
@@ -293,7 +503,9 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
 
     def _encode_pairs(self, pairs: Sequence[Pair]) -> list[Encoded]:
         """Encode as `TemplateLM.loglikelihood` and `_encode_pair` do, many pairs at once."""
-        moved = [_move_space(context, target) for context, target in pairs]
+        moved = [
+            (bare := context.rstrip(), context[len(bare) :] + target) for context, target in pairs
+        ]
         alone = self._tokenize((target for context, target in pairs if not context), "never")
         joint = self._tokenize(
             (
@@ -363,10 +575,10 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             warning_once(_log, f"a continuation without a token is certain, as {text!r:.200}")
         return context, target
 
+    @cached_property
     def _tokenizer_info(self) -> TokenizerInfo:
-        if self._info is None:
-            self._info = self._client._ask("tokenizer_info", model=self._card.id)
-        return self._info
+        found: TokenizerInfo = self._client._ask("tokenizer_info", model=self._card.id)
+        return found
 
     def _post(self, name: str, fields: Mapping[str, Any], schema: type[A]) -> A:
         endpoint = ENDPOINTS[name]
@@ -379,11 +591,6 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         body = json.dumps(fields, separators=(",", ":")).encode()
         answer: A = self._client._answer(ApiCall(endpoint.method, endpoint.path, schema, body))
         return answer
-
-
-def _move_space(context: str, target: str) -> tuple[str, str]:
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + target
 
 
 def main() -> None:

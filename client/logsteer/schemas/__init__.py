@@ -4,19 +4,14 @@ The server validates with these, the client parses with them, and `openapi.json`
 from them: they are the only place where the contract is written down.
 """
 
-from logsteer.schemas.activations import (
-    ActivationItem,
-    ActivationRead,
-    ActivationsAnswer,
-    ActivationsHeader,
-    ActivationsRequest,
-    AllPositions,
-    ItemActivations,
-)
-from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
 from logsteer.schemas.chat import (
     ChatFields,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    Encoded,
     Message,
+    TokenizeAnswer,
+    TokenizeRequest,
     Tool,
     ToolCall,
     list_conversations,
@@ -36,6 +31,8 @@ from logsteer.schemas.common import (
     Precision,
     ProbeRead,
     ProbeReadings,
+    Problem,
+    ProblemCode,
     Provenance,
     RequestOptions,
     RowOptions,
@@ -44,22 +41,22 @@ from logsteer.schemas.common import (
     TopAlternatives,
     Usage,
 )
-from logsteer.schemas.gradient import (
-    Attribution,
-    GradientAnswer,
-    GradientRequest,
-    GradientVariable,
-    ItemGradients,
-    TargetGradient,
-)
 from logsteer.schemas.interventions import (
     ActivationFields,
+    AdapterCard,
+    AdapterList,
     AppliedInterventions,
     AppliedParameters,
+    DeletedAdapter,
+    DeletedOverride,
     InterventionFields,
+    OverrideCard,
+    OverrideList,
     ParameterFields,
+    ParameterOverride,
+    UsedAdapter,
+    UsedOverride,
 )
-from logsteer.schemas.lens import LensAnswer, LensItem, LensRequest, LensRows, LensTarget
 from logsteer.schemas.logprob import (
     Boundary,
     BoundaryFinding,
@@ -78,25 +75,15 @@ from logsteer.schemas.operations import (
     ModelCard,
     ModelList,
     ModelState,
+    PromiseName,
     Readiness,
     ReloadAnswer,
     ReplicaCard,
+    SelftestAnswer,
+    SelftestCheck,
+    SelftestRequest,
     Startup,
-)
-from logsteer.schemas.overrides import (
-    DeletedOverride,
-    OverrideCard,
-    OverrideList,
-    ParameterOverride,
-    UsedOverride,
-)
-from logsteer.schemas.patch import (
-    PatchAnswer,
-    PatchDirection,
-    PatchMetric,
-    PatchPair,
-    PatchRequest,
-    PatchResult,
+    Verdict,
 )
 from logsteer.schemas.perplexity import (
     Divergence,
@@ -112,14 +99,31 @@ from logsteer.schemas.perplexity import (
     WindowOptions,
     WindowScore,
 )
-from logsteer.schemas.problem import Problem, ProblemCode
-from logsteer.schemas.saes import DeletedSae, SaeCard, SaeList
-from logsteer.schemas.selftest import (
-    PromiseName,
-    SelftestAnswer,
-    SelftestCheck,
-    SelftestRequest,
-    Verdict,
+from logsteer.schemas.readings import (
+    ActivationItem,
+    ActivationRead,
+    ActivationsAnswer,
+    ActivationsHeader,
+    ActivationsRequest,
+    AllPositions,
+    Attribution,
+    GradientAnswer,
+    GradientRequest,
+    GradientVariable,
+    ItemActivations,
+    ItemGradients,
+    LensAnswer,
+    LensItem,
+    LensRequest,
+    LensRows,
+    LensTarget,
+    PatchAnswer,
+    PatchDirection,
+    PatchMetric,
+    PatchPair,
+    PatchRequest,
+    PatchResult,
+    TargetGradient,
 )
 from logsteer.schemas.steer import (
     Completion,
@@ -153,21 +157,17 @@ from logsteer.schemas.steering import (
     UsedVector,
     VectorReference,
 )
-from logsteer.schemas.tokens import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    Encoded,
-    TokenizeAnswer,
-    TokenizeRequest,
-)
 from logsteer.schemas.vectors import (
     CombineRequest,
     ContentFormat,
     ContrastPair,
+    DeletedSae,
     DeletedVector,
     LayerQuality,
     PairLike,
     Recommendation,
+    SaeCard,
+    SaeList,
     SimilarVector,
     SimilarVectors,
     TrainAnswer,

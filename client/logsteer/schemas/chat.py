@@ -1,15 +1,23 @@
-"""Conversations, and what a model's chat template is given besides them.
+"""Conversations, what a model's chat template is given besides them, and `POST /tokenize`.
 
 Wherever text is taken, a conversation is taken: `messages`, one or a list of them.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, WrapValidator, model_validator
 
-from logsteer.schemas.common import Request, name_refusal
+from logsteer.schemas.common import (
+    BosPolicy,
+    OneForm,
+    Reply,
+    Request,
+    Tabled,
+    TokenId,
+    name_refusal,
+)
 
 CHAT_FIELDS = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt", "tools")
 _ECHOED = (
@@ -188,3 +196,66 @@ def _count_conversations(value: Any) -> int:
     if isinstance(value, BaseModel):
         return sum(_count_conversations(part) for _, part in value)
     return 0
+
+
+class TokenizeRequest(ChatFields, OneForm):
+    """Texts to encode, or conversations; or, in the form of vLLM's server, one `prompt`."""
+
+    forms: ClassVar[tuple[str, ...]] = ("texts", "messages", "prompt")
+
+    model: str | None = None
+    texts: list[str] | None = Field(
+        default=None, min_length=1, description="Texts to cut into tokens."
+    )
+    bos: BosPolicy = "auto"
+    prompt: str | None = None
+    add_special_tokens: bool = Field(
+        default=True, description="For `prompt`: as bos auto or never."
+    )
+    messages: Conversations | None = Field(default=None, description=CONVERSATIONS)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it asks in the form of vLLM's server: for one prompt, or one conversation."""
+        messages = self.messages
+        return self.texts is None and (messages is None or not isinstance(messages[0], list))
+
+
+class Encoded(Tabled):
+    """One text's tokens; offsets are [start, end) in characters, null for an added BOS."""
+
+    token_ids: list[int]
+    tokens: list[str]
+    offsets: list[tuple[int, int] | None]
+
+
+class TokenizeAnswer(Tabled):
+    """One result per text, in the order given."""
+
+    model: str
+    results: list[Encoded]
+    tokens: list[int] | None = Field(
+        default=None, description="The ids of `prompt`, or of one conversation."
+    )
+    count: int | None = Field(default=None, description="How many they are.")
+    max_model_len: int | None = None
+
+
+class DetokenizeRequest(OneForm):
+    """Sequences of token ids to decode; or, in the form of vLLM's server, one of `tokens`."""
+
+    forms: ClassVar[tuple[str, ...]] = ("token_ids", "tokens")
+
+    model: str | None = None
+    token_ids: list[list[TokenId]] | None = Field(
+        default=None, min_length=1, description="Sequences of token ids."
+    )
+    tokens: list[TokenId] | None = None
+
+
+class DetokenizeAnswer(Reply):
+    """One text per sequence, in the order given; special tokens are written out."""
+
+    model: str
+    texts: list[str]
+    prompt: str | None = Field(default=None, description="The text of `tokens`.")

@@ -1,10 +1,14 @@
-"""What several endpoints share: options of a request, and what every answer carries."""
+"""What several endpoints share: options of a request, what every answer carries, error documents.
+
+Errors are problem details (RFC 9457) with the fields that a program decides by.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from reprlib import Repr
 from shutil import get_terminal_size
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -82,9 +86,17 @@ class Request(BaseModel):
         return schema
 
 
+T = TypeVar("T")
 V = TypeVar("V")
 _SHORT = Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 64, 64
+
+
+def check_distinct(entries: list[T]) -> list[T]:
+    """Refuse a list that has an entry twice. Errors: ValueError."""
+    if len(set(entries)) != len(entries):
+        raise ValueError(f"an entry is there twice: {entries}; name each once")
+    return entries
 
 
 class ByLayer(dict[str, V]):
@@ -144,6 +156,20 @@ def name_refusal(reasons: Mapping[str, str]) -> PydanticCustomError:
     """Return an error for fields that are not taken; its context names the first as `param`."""
     text = " ".join(f"{name}: {reason}." for name, reason in reasons.items())
     return PydanticCustomError(REFUSAL, "{text}", {"text": text, "param": next(iter(reasons))})
+
+
+class OneForm(Request):
+    """A message that says a thing in exactly one of several fields."""
+
+    forms: ClassVar[tuple[str, ...]] = ()
+    """Those fields."""
+
+    @model_validator(mode="after")
+    def _is_one_form(self) -> Self:
+        given = [name for name in self.forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(self.forms)}; got {given or 'none'}")
+        return self
 
 
 class SequenceOptions(Request):
@@ -231,14 +257,10 @@ class PrecisionOption(Request):
     )
 
 
-def _distinct(columns: list[Column]) -> list[Column]:
-    if len(set(columns)) != len(columns):
-        raise ValueError(f"columns has an entry twice: {columns}; name each column once")
-    return columns
-
-
-Columns = Annotated[list[Column], Field(min_length=1), AfterValidator(_distinct)]
+Columns = Annotated[list[Column], Field(min_length=1), AfterValidator(check_distinct)]
 """Columns to read from each scored row, each once."""
+Layers = Annotated[list[Index], Field(min_length=1), AfterValidator(check_distinct)]
+"""Layers, 0-based, each once."""
 
 
 class RowOptions(RequestOptions, PrecisionOption):
@@ -290,6 +312,13 @@ class RowColumns(Reply):
     probes: list[ProbeReadings] | None = Field(
         default=None, description="One entry for each layer of each probe, in their order."
     )
+
+
+class DeletedName(Reply):
+    """The name that is gone, and the content that it pointed to."""
+
+    name: str
+    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class TopAlternatives(Reply):
@@ -386,3 +415,96 @@ class Answer(Reply):
     def _headline(self) -> Mapping[str, Any]:
         own = super()._headline()
         return {name: value for name, value in own.items() if name not in Answer.model_fields}
+
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+VIEWS: dict[Literal["html", "table", "plot"], Callable[..., Any]] = {}
+"""What an answer is given to, to be drawn as HTML, laid out as a table, or plotted."""
+
+
+class TableViews:
+    """What notebooks draw, and what is a table of pandas where one is wanted."""
+
+    def _repr_html_(self) -> str:
+        html: str = VIEWS["html"](self)
+        return html
+
+    def to_pandas(self, per: str | None = None) -> "pd.DataFrame":
+        """Return the rows of this answer: a row a token, target, window or point, as `per` says.
+
+        None is the usual one of its kind. Raises ImportError that says what to install, and
+        LogsteerError, which names what there is, for rows that the answer has not.
+        """
+        return VIEWS["table"](self, per)
+
+
+class Tabled(Reply, TableViews):
+    """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
+
+
+class Plotted(Tabled):
+    """One that matplotlib draws, too."""
+
+    def plot(self, path: str | Path | None = None, **options: Any) -> "Figure":
+        """Draw this answer, write the picture to `path` where given, and return the figure.
+
+        `options` are those of `logsteer.plot_sweep` for a sweep; others take none. Raises
+        LogsteerError without matplotlib, and where there is nothing to draw.
+        """
+        figure: Figure = VIEWS["plot"](self, path, **options)
+        return figure
+
+
+ProblemCode = Literal[
+    "invalid_request",
+    "context_too_long",
+    "boundary_empty",
+    "unsupported_by_engine",
+    "invalid_vector",
+    "invalid_adapter",
+    "invalid_sae",
+    "non_finite",
+    "unauthorized",
+    "forbidden",
+    "not_found",
+    "unknown_model",
+    "unknown_vector",
+    "unknown_override",
+    "unknown_adapter",
+    "unknown_sae",
+    "method_not_allowed",
+    "exists",
+    "payload_too_large",
+    "overloaded",
+    "rate_limited",
+    "model_loading",
+    "engine_restarting",
+    "out_of_memory",
+    "deadline_exceeded",
+    "internal",
+]
+
+
+class Problem(Reply):
+    """One error. `detail` says what was wrong and what to do about it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: ProblemCode
+    param: str | None = None
+    retryable: bool
+    request_id: str
+
+
+class ItemResult(Reply):
+    """The result of one of a request's items; where it has a problem, it has nothing else."""
+
+    problem: Problem | None = Field(
+        default=None,
+        description="Why this item has no result, in a request with `on_error: report`.",
+    )

@@ -13,17 +13,17 @@ from logsteer.schemas.common import (
     Columns,
     Float,
     ItemOptions,
+    ItemResult,
     Reply,
     Request,
     RowColumns,
     RowOptions,
+    Tabled,
     TokenId,
     TopAlternatives,
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
-from logsteer.schemas.problem import ItemResult
-from logsteer.schemas.views import Tabled
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -90,15 +90,11 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
     )
 
     @model_validator(mode="after")
-    def _ids_have_no_spaces(self) -> "LogprobRequest":
+    def _options_go_together(self) -> "LogprobRequest":
         if self.space != "as_given" and any(item.target_ids is not None for item in self.items):
             raise ValueError(
                 f"space: {self.space} needs text targets; use as_given with target_ids"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _arrays_go_together(self) -> "LogprobRequest":
         if self.vocabulary and (self.space != "as_given" or self.probes is not None):
             raise ValueError("vocabulary goes with space: as_given, and without probes")
         if self.probes is not None and not self.per_token:

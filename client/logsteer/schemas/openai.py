@@ -249,10 +249,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
             raise name_refusal({"response_format": "tool_choice forces another form; send one"})
         if self.ignore_eos and (shapes or forced):
             raise name_refusal({"ignore_eos": "a reply of a given form ends where that does"})
-        return self
-
-    @model_validator(mode="after")
-    def _alternatives_stand_beside_log_probabilities(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise name_refusal({"top_logprobs": "goes with logprobs: true; send both"})
         return self

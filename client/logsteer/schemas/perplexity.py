@@ -15,7 +15,10 @@ from logsteer.schemas.common import (
     Count,
     Float,
     ItemOptions,
+    ItemResult,
     NamedRefusals,
+    OneForm,
+    Plotted,
     PrecisionOption,
     Provenance,
     Reply,
@@ -26,11 +29,8 @@ from logsteer.schemas.common import (
     Usage,
     name_refusal,
 )
-from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
-from logsteer.schemas.overrides import ParameterOverride
-from logsteer.schemas.problem import ItemResult
+from logsteer.schemas.interventions import ActivationFields, AppliedInterventions, ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
-from logsteer.schemas.views import Plotted
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
 DEFAULT_ROWS = 100
@@ -65,10 +65,6 @@ class WindowOptions(RequestOptions):
                 "leave it out"
             )
             raise name_refusal({"on_overflow": reason})
-        return self
-
-    @model_validator(mode="after")
-    def _numbers_belong_to_the_protocol(self) -> "WindowOptions":
         if self.stride is not None and self.protocol not in ("sliding", "exl3"):
             reason = f"it belongs to protocols sliding and exl3, not to {self.protocol}; "
             raise name_refusal({"stride": reason + "leave it out"})
@@ -85,8 +81,12 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields, ChatFields):
+class PerplexityRequest(
+    WindowOptions, RowOptions, ItemOptions, ActivationFields, ChatFields, OneForm
+):
     """Texts to score, or conversations as their template writes them."""
+
+    forms: ClassVar[tuple[str, ...]] = ("texts", "messages")
 
     texts: list[str | list[TokenId]] | None = Field(
         default=None,
@@ -107,21 +107,11 @@ class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields
     )
 
     @model_validator(mode="after")
-    def _columns_are_listed(self) -> "PerplexityRequest":
+    def _options_fit(self) -> "PerplexityRequest":
         if "columns" in self.model_fields_set and not self.tokens:
             raise ValueError("columns are listed with each token; send tokens: true as well")
         if self.probes is not None and not self.tokens:
             raise ValueError("probes are listed with each token; send tokens: true as well")
-        return self
-
-    @model_validator(mode="after")
-    def _one_form(self) -> "PerplexityRequest":
-        if (self.texts is None) == (self.messages is None):
-            raise ValueError("give texts, or else messages")
-        return self
-
-    @model_validator(mode="after")
-    def _exl3_takes_one_text(self) -> "PerplexityRequest":
         if self.protocol == "exl3" and len(self.texts or ()) > 1:
             reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
             raise name_refusal({"texts": reason + "newlines, or send them one by one"})

@@ -1,7 +1,7 @@
 """`POST /steer` and `/generate`: continuations. `POST /sweep`: what steering does by its scale."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -17,12 +17,16 @@ from logsteer.schemas.common import (
     Float,
     Index,
     ItemOptions,
+    ItemResult,
     NamedRefusals,
+    OneForm,
+    Plotted,
     PrecisionOption,
     Provenance,
     Reply,
     RequestOptions,
     RowColumns,
+    Tabled,
     TokenId,
     Window,
 )
@@ -34,18 +38,23 @@ from logsteer.schemas.interventions import (
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
-from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
-from logsteer.schemas.views import Plotted, Tabled
 
 MAX_SWEEP = 256
 
 
 class PromptRequest(
-    RequestOptions, ItemOptions, PrecisionOption, ActivationFields, ChatFields, NamedRefusals
+    RequestOptions,
+    ItemOptions,
+    PrecisionOption,
+    ActivationFields,
+    ChatFields,
+    NamedRefusals,
+    OneForm,
 ):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
+    forms: ClassVar[tuple[str, ...]] = ("prompts", "prompt_ids", "messages")
     refused: ClassVar[dict[str, str]] = {
         "policy": "tokens are drawn by temperature, top_p, top_k and min_p, and the policy columns "
         "refer to those; leave it out"
@@ -86,15 +95,6 @@ class PromptRequest(
         description="Columns of each generated token, read from the logits that it was drawn from, "
         "under the policy that drew it. Null: none.",
     )
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        forms = [n for n in ("prompts", "prompt_ids", "messages") if getattr(self, n) is not None]
-        if len(forms) != 1:
-            raise ValueError(
-                f"give exactly one of prompts, prompt_ids, messages; got {forms or 'none'}"
-            )
-        return self
 
 
 class SteerRequest(PromptRequest):

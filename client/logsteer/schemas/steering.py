@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -22,13 +22,15 @@ from logsteer.schemas.common import (
     Count,
     Float,
     Index,
+    OneForm,
     ProbeRead,
     Reply,
     Request,
+    Tabled,
     TokenId,
+    check_distinct,
     check_hook,
 )
-from logsteer.schemas.views import Tabled
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -113,9 +115,7 @@ def _read_layers(data: Any) -> list[int] | Recommended | None:
         raise ValueError(f'give a list of layers such as [3], or "{RECOMMENDED}"')
     if wrong := [one for one in data if type(one) is not int or not 0 <= one <= MAX_COUNT]:
         raise ValueError(f"{wrong[0]!r:.40} is not a layer: they are counted from 0")
-    if len(set(data)) != len(data):
-        raise ValueError(f"an entry is there twice: {data}; name each layer once")
-    return data
+    return check_distinct(data)
 
 
 def _spell_layers(data: Any) -> Any:
@@ -143,8 +143,10 @@ class ClampBounds(Request):
 HOOK = "Which activation of the layer; resid_post is the residual stream that leaves block L."
 
 
-class VectorReference(Request):
+class VectorReference(OneForm):
     """A vector, stored or given, and which activations it is used at."""
+
+    forms: ClassVar[tuple[str, ...]] = ("name", "sha256", "data", "sae")
 
     name: VectorName | None = None
     sha256: Sha256 | None = None
@@ -179,10 +181,7 @@ class VectorReference(Request):
     )
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        given = [n for n in ("name", "sha256", "data", "sae") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of name, sha256, data, sae; got {given or 'none'}")
+    def _names_a_feature(self) -> Self:
         if (self.sae is None) != (self.feature is None):
             raise ValueError("sae and feature go together: name the autoencoder and its feature")
         return self
@@ -245,13 +244,15 @@ class SlicePositions(Request):
         return self
 
 
-class PositionRule(Request):
+class PositionRule(OneForm):
     """Tokens by place or by content, as exactly one of these says, with P the prompt's length.
 
     `slices`: input tokens by position; of the prompt `token_ids`: the tokens of these ids, `after`:
     the rest behind this text's first place, `last`: as many at its end; `every`: of the
     completion the first token and every n-th after it.
     """
+
+    forms: ClassVar[tuple[str, ...]] = ("slices", "token_ids", "after", "last", "every")
 
     slices: list[Annotated[Slice, Field(strict=False)]] | None = Field(
         default=None, min_length=1, max_length=64
@@ -262,11 +263,7 @@ class PositionRule(Request):
     every: Count | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "PositionRule":
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            known = ", ".join(type(self).model_fields)
-            raise ValueError(f"give exactly one of {known}; got {given or 'none'}")
+    def _slices_have_content(self) -> Self:
         if self.slices is not None:
             SlicePositions(slices=self.slices)
         return self
@@ -274,7 +271,7 @@ class PositionRule(Request):
     @property
     def kind(self) -> str:
         """The name of the field that is given."""
-        return next(n for n in type(self).model_fields if getattr(self, n) is not None)
+        return next(n for n in self.forms if getattr(self, n) is not None)
 
 
 def _choose_form(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""`/vectors`: steering vectors that the server keeps, how they are made, and what is known of them.
+"""`/vectors` and `/saes`: what the server keeps to steer and read by, how it is made and uploaded.
 
 Layer L with hook resid_post is the residual stream that leaves block L, 0-based.
 """
@@ -6,21 +6,24 @@ Layer L with hook resid_post is the residual stream that leaves block L, 0-based
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, TextOrTurns
 from logsteer.schemas.common import (
     Answer,
     BosPolicy,
     ByLayer,
+    DeletedName,
     Float,
     Index,
+    Layers,
+    Plotted,
     Reply,
     Request,
+    Tabled,
     name_refusal,
 )
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
-from logsteer.schemas.views import Plotted, Tabled
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
@@ -173,11 +176,8 @@ class VectorList(Tabled):
     max_bytes: int = Field(description="What they may come to.")
 
 
-class DeletedVector(Reply):
+class DeletedVector(DeletedName):
     """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ContrastPair(Request):
@@ -234,28 +234,18 @@ class TrainRequest(ChatFields):
         "token that the assistant says in a conversation's last turn, before what the "
         "template closes the turn with, as contrastive activation addition reads it.",
     )
-    layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
+    layers: Layers | None = Field(default=None, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")
-    def _method_can_whiten(self) -> "TrainRequest":
+    def _can_be_trained(self) -> "TrainRequest":
         if self.whiten and self.method in ("mean_difference", "lda"):
             raise ValueError(
                 f"whiten is for pca and logistic, method is {self.method}; lda is what whitening "
                 "makes of the difference of the means"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _layers_are_distinct(self) -> "TrainRequest":
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_contrast(self) -> "TrainRequest":
         for index, pair in enumerate(self.pairs):
             if pair.positive == pair.negative:
                 raise name_refusal({f"pairs[{index}]": "positive and negative are the same"})
@@ -309,3 +299,110 @@ class CombineRequest(Request):
     vectors: list[WeightedVector] = Field(min_length=1, max_length=64)
     orthogonal_to: list[VectorName] = Field(default=[], max_length=64)
     overwrite: bool = Field(default=False, description=OVERWRITE)
+
+
+class SaeQuery(BaseModel):
+    """What SAELens' files may leave open, and whether an upload replaces another."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layer: Index | None = Field(
+        default=None,
+        description="The block whose activation is read, where the hook in the configuration names "
+        "none, or another.",
+    )
+    activation_scale: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="SAELens' norm_scaling_factor, where normalize_activations is "
+        "expected_average_only_in; 1 where it was folded in.",
+    )
+    overwrite: bool = Field(default=False, description=OVERWRITE)
+
+
+class SaeCard(Tabled):
+    """One stored sparse autoencoder."""
+
+    name: str
+    sha256: str = Field(description="Content address: SHA-256 of its configuration and weights.")
+    architecture: str
+    hook: str
+    layer: int = Field(description="Its activations are those of this layer's hook.")
+    width: int = Field(description="Numbers of an activation.")
+    features: int
+    k: int | None = Field(default=None, description="Features of a token at most, of topk alone.")
+    model_hint: str | None = Field(
+        default=None, description="What its configuration says of its model."
+    )
+    labels: int = Field(description="Features that have a label.")
+    bytes: int
+    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
+
+
+class SaeList(Tabled):
+    """Every stored sparse autoencoder, by name."""
+
+    saes: list[SaeCard]
+    damaged: list[str] = Field(
+        default=[],
+        description="Names whose card or content is not as it was written: PUT them again, or "
+        "DELETE them.",
+    )
+    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
+    max_bytes: int = Field(description="What they may come to.")
+
+
+class DeletedSae(DeletedName):
+    """The name that is gone, and the content that it pointed to."""
+
+
+class ModelQuery(BaseModel):
+    """The model that an upload is checked against."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(
+        default=None, description="Id of a resident model; may be left out where there is only one."
+    )
+
+
+class StoreQuery(ModelQuery):
+    """The model that an upload is checked against, and whether it replaces another."""
+
+    overwrite: bool = Field(default=False, description=OVERWRITE)
+
+
+class WaitQuery(BaseModel):
+    """How long an answer may wait for its change."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=3600,
+        description="Wait at most this many seconds for the change, which continues after.",
+    )
+
+
+class UploadQuery(BaseModel):
+    """The format of an uploaded vector, and whether it replaces another."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: VectorFormat | None = Field(
+        default=None, description="Of the file; left out: what it looks like."
+    )
+    overwrite: bool = Field(default=False, description=OVERWRITE)
+
+
+class ContentQuery(BaseModel):
+    """The format of a downloaded vector."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: ContentFormat = Field(
+        default="safetensors",
+        description="Of the file. The SHA-256 of the safetensors file is the vector's own.",
+    )

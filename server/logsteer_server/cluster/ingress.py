@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelCard, ReloadAnswer
-from logsteer.schemas.queries import WaitQuery
+from logsteer.schemas.vectors import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import OPENAI_PATHS, add_handlers

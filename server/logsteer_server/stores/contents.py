@@ -17,7 +17,7 @@ from pathlib import Path
 from cachetools import LRUCache
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.problem import ProblemCode
+from logsteer.schemas.common import ProblemCode
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import Adapter, Direction

@@ -36,7 +36,7 @@ from pydantic import ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
-from logsteer.schemas.problem import ProblemCode
+from logsteer.schemas.common import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.selftest import SelftestRequest
+from logsteer.schemas.operations import SelftestRequest
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings

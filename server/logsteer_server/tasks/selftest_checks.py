@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from logsteer.schemas.selftest import PromiseName
+from logsteer.schemas.operations import PromiseName
 from logsteer_server.contract.jobs import GenerateOutput, Job, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.stores.layer_vectors import RESID_POST

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas.selftest import PromiseName, SelftestRequest, Verdict
+from logsteer.schemas.operations import PromiseName, SelftestRequest, Verdict
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     CaptureJob,

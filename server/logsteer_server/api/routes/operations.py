@@ -18,7 +18,7 @@ from logsteer.schemas import (
     Startup,
 )
 from logsteer.schemas.openai import TokenizerInfo
-from logsteer.schemas.queries import WaitQuery
+from logsteer.schemas.vectors import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.dependencies import (
     ChangesDep,

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import Query, Request, Response
 
 from logsteer.schemas import AdapterCard, OverrideCard, SaeCard
-from logsteer.schemas.saes import SaeQuery
 from logsteer.schemas.steering import VectorName
+from logsteer.schemas.vectors import SaeQuery
 from logsteer_server.api.dependencies import (
     ModelsDep,
     SettingsDep,
