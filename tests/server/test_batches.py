@@ -118,7 +118,7 @@ class TestJobs:
         "change",
         [
             {"columns": ("logprob",)}, {"top": 1}, {"policy": Policy()}, {"double": False},
-            {"salt": "ann"}, {"export": "file"}, {"reference": "file"},
+            {"cache_namespace": "ann"}, {"export": "file"}, {"reference": "file"},
             {"plan": SteeringPlan((Site(2, "resid_post", np.ones(4, dtype=np.float32)),))},
             {"override": Override(Direction("file", "a" * 64), 1e-3)},
             {"adapter": Adapter("file", "a" * 64)},

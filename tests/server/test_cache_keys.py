@@ -41,7 +41,7 @@ VARIED_JOBS = {
     "reads_end": replace(JOB, reads_end=True),
     "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
     "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
-    "salt": replace(JOB, salt="ann"),
+    "cache_namespace": replace(JOB, cache_namespace="ann"),
 }
 UNCACHED = {"export": "file", "reference": "file"}
 

@@ -64,7 +64,7 @@ class TestBlocks:
             replace(score(1, 5), **fields)  # type: ignore[arg-type]
             for fields in (
                 {},
-                {"salt": "key"},
+                {"cache_namespace": "key"},
                 {"adapter": Adapter("path", "sha")},
                 {"adapter": Adapter("path", "other")},
                 {"override": Override(Direction("path", "sha"), 0.5)},

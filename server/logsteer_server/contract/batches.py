@@ -154,7 +154,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             plan=like.plan,
             override=like.override,
             adapter=like.adapter,
-            salt=like.salt,
+            cache_namespace=like.cache_namespace,
         )
 
     def _gather(self, indices: Indices) -> "ScoreJobs":
@@ -192,7 +192,16 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     scored = [job for job in jobs if type(job) is ScoreJob]
     kinds = {
         (
-            *(j.columns, j.top, j.export, j.reference, j.policy, j.double, j.reads_end, j.salt),
+            *(
+                j.columns,
+                j.top,
+                j.export,
+                j.reference,
+                j.policy,
+                j.double,
+                j.reads_end,
+                j.cache_namespace,
+            ),
             *(id(j.plan), id(j.override), id(j.adapter)),
         )
         for j in scored

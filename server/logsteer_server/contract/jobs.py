@@ -63,14 +63,14 @@ class Routing:
     """How the calls of one caller are queued, whose cached work they may see, and where they run.
 
     Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
-    ones pass. Results and prefixes are shared among jobs of the same `salt` alone. `request_id` is
-    what the log calls the request by whose call it is. `replica` runs them while it takes jobs;
-    otherwise, and with None, whichever the queue chooses.
+    ones pass. Results and prefixes are shared within a `cache_namespace` alone. `request_id` is
+    what the log calls the request. `replica` runs them while it takes jobs; otherwise, and with
+    None, whichever the queue chooses.
     """
 
     tenant: str = ""
     priority: Priority = "interactive"
-    salt: str = ""
+    cache_namespace: str = ""
     request_id: str = ""
     replica: int | None = None
 
@@ -85,7 +85,7 @@ class Job:
     """A piece of work for an engine. Its class says what is to be done with the T tokens.
 
     With `plan` the activations are steered and read; with `override` or `adapter` the parameters
-    are others. What is kept of one job serves others of the same `salt` alone.
+    are others. What is kept of one job serves others of the same `cache_namespace` alone.
     """
 
     tokens: Ids
@@ -93,7 +93,7 @@ class Job:
     plan: SteeringPlan | None = None
     override: Override | None = None
     adapter: Adapter | None = None
-    salt: str = ""
+    cache_namespace: str = ""
 
     @property
     def prompt_len(self) -> int:
@@ -136,7 +136,7 @@ class Job:
         return bool(self.delta or (self.plan and self.plan.sites))
 
     @property
-    def plan_salt(self) -> tuple[int, str] | None:
+    def plan_namespace(self) -> tuple[int, str] | None:
         """The first position whose keys and values the plan changes, and what names the change.
 
         Keys and values of earlier tokens are those of the model as it was loaded: a token's depend
@@ -264,7 +264,7 @@ class ScoreJob(Job):
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of the salt and all that the scores depend on; None for a job with a file, or
+        """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, or
         one whose readings are kept.
 
         Lengths stand before what they measure, so two different jobs never give the same bytes.
@@ -284,8 +284,8 @@ class ScoreJob(Job):
             return None
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
-        salted = (self.salt,) if self.salt else ()
-        changes = (override, adapter, self.reads_end, *salted)
+        named = (self.cache_namespace,) if self.cache_namespace else ()
+        changes = (override, adapter, self.reads_end, *named)
         return repr((self.columns, astuple(self.policy), self.double, *changes)).encode()
 
     def digest(

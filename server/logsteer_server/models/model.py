@@ -168,8 +168,8 @@ class ResidentModel:
     ) -> PreparedJobs:
         """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
         jobs = pack_jobs(jobs)
-        if routing is not None and routing.salt:
-            jobs = change_all(jobs, partial(replace, salt=routing.salt))
+        if routing is not None and routing.cache_namespace:
+            jobs = change_all(jobs, partial(replace, cache_namespace=routing.cache_namespace))
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs, sum_expected(jobs))
         found = await self._results.find(self._find_scope(), jobs)

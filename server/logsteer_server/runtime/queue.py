@@ -160,7 +160,7 @@ class CallQueue:
 def hash_blocks(job: Job) -> list[int]:
     """Return for each whole block of a job's tokens what it and all before it are known by.
 
-    Jobs that change the model in other ways, or whose salt is another, have nothing in common.
+    Jobs that change the model in other ways, or of another cache namespace, have nothing in common.
     """
     tokens = np.ascontiguousarray(job.tokens, dtype=np.int32).tobytes()
     size = 4 * BLOCK
@@ -168,8 +168,8 @@ def hash_blocks(job: Job) -> list[int]:
         return []
     adapter = job.adapter and job.adapter.sha256
     override = job.override and job.override.identity
-    before = hash((job.salt, adapter, override))
-    first, plan = job.plan_salt or (len(tokens), "")
+    before = hash((job.cache_namespace, adapter, override))
+    first, plan = job.plan_namespace or (len(tokens), "")
     found = []
     for start in range(0, len(tokens) - size + 1, size):
         is_steered = first < start // 4 + BLOCK

@@ -176,7 +176,7 @@ def read_end(job: GenerateJob, token_ids: Sequence[int]) -> ScoreJob:
         plan=job.plan,
         override=job.override,
         adapter=job.adapter,
-        salt=job.salt,
+        cache_namespace=job.cache_namespace,
     )
 
 

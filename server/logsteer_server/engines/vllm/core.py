@@ -40,7 +40,7 @@ from logsteer_server.engines.vllm.config import (
     context_length,
     engine_args,
 )
-from logsteer_server.engines.vllm.extra_args import SALT, SCORE
+from logsteer_server.engines.vllm.extra_args import PLAN_NAMESPACE, SCORE
 from logsteer_server.engines.vllm.steps import StepQueue
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
@@ -145,8 +145,8 @@ class VllmCore:
         if job.json_schema is not None:
             params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
-        if job.salt:
-            prompt["cache_salt"] = job.salt
+        if job.cache_namespace:
+            prompt["cache_salt"] = job.cache_namespace
         output_id = str(next(self._serial))
         try:
             request_id: str = self._front.add_request(
@@ -285,9 +285,9 @@ def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[A
     """
     keys, next_mm = NAME_BLOCK(request, start, end, start_mm)
     params = request.sampling_params
-    first, plan = ((params and params.extra_args) or {}).get(SALT, (end, ""))
+    first, plan = ((params and params.extra_args) or {}).get(PLAN_NAMESPACE, (end, ""))
     if start <= first < end:
-        keys = (*(keys or ()), (SALT, plan))
+        keys = (*(keys or ()), (PLAN_NAMESPACE, plan))
     return keys, next_mm
 
 

@@ -11,7 +11,7 @@ SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
 """How a request is steered: slots, each with its positions; the length of its prompt."""
-SALT = "logsteer_salt"
+PLAN_NAMESPACE = "logsteer_plan"
 """From where on a request's keys and values are those of its plan, and what names that plan."""
 READ = "logsteer_read"
 """What a request's probes read: slot, `ReadRequest`."""
@@ -50,7 +50,7 @@ def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:
     if plan.sites:
         where = [part.positions for part in plan.parts]
         found[STEER] = (tuple(zip(slots, where, strict=True)), job.prompt_len)
-        found[SALT] = job.plan_salt
+        found[PLAN_NAMESPACE] = job.plan_namespace
     if plan.probes:
         found[READ] = (slots[0], ReadRequest.of(plan, job.prompt_len))
     return found

@@ -128,11 +128,11 @@ class PrefillRequests:
         self._vllm = vllm
         self._slots = slots
 
-    def _schedule(
-        self, running: RunningJob, extra_args: dict[str, Any], salt: str, use_cache: bool
-    ) -> str:
-        tokens = running.job.tokens.tolist()
-        return self._vllm.schedule(tokens, extra_args, running.lora_request, salt, use_cache)
+    def _schedule(self, running: RunningJob, extra_args: dict[str, Any], use_cache: bool) -> str:
+        job = running.job
+        return self._vllm.schedule(
+            job.tokens.tolist(), extra_args, running.lora_request, job.cache_namespace, use_cache
+        )
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
         """Read the results of the requests that have ended."""
@@ -164,7 +164,7 @@ class ScoreRequests(PrefillRequests):
         job: ScoreJob = running.job
         rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
         extra_args = running.slot.extra_args | rows
-        return self._schedule(running, extra_args, job.salt, running.may_read_cache)
+        return self._schedule(running, extra_args, running.may_read_cache)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult | None:
         spec = RowSpec.of(running.job, self._eos_ids)
@@ -200,8 +200,7 @@ class CaptureRequests(PrefillRequests):
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM's scheduler, to be read whole; return its request's id."""
-        salt = running.job.salt  # what is read here may be read again from the cache
-        return self._schedule(running, running.slot.extra_args, salt, use_cache=False)
+        return self._schedule(running, running.slot.extra_args, use_cache=False)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
         return CaptureOutput(self._slots.read_capture(running.slot, running.job))

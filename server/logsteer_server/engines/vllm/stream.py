@@ -285,8 +285,8 @@ def _generate(
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     job = ScoreJob(ids[:-1], ids[1:])
     spec = RowSpec.of(job, ())
-    salt = "stream probe"  # what a probe leaves in the prefix cache is for nobody
-    wanted = vllm.schedule(ids[:-1].tolist(), describe_rows(job, spec), None, salt, use_cache=False)
+    own = "stream probe"  # what a probe leaves in the prefix cache is for nobody
+    wanted = vllm.schedule(ids[:-1].tolist(), describe_rows(job, spec), None, own, use_cache=False)
     while True:
         for output in vllm.step():
             if output.request_id == wanted and output.finished:
