@@ -72,6 +72,14 @@ def test_tokens_that_are_read_again_count_once() -> None:
     assert sequence.take() is None
 
 
+def test_a_token_after_the_end_has_not_passed() -> None:
+    sequence = SequenceReadings(request(1, HIGH))
+    sequence.add(0, values(0.9, 0.1, 0.8))
+    assert [sequence.passed_before(end) for end in (3, 2)] == [(2,), (1,)]
+    sequence.add(3, values(0.1))
+    assert sequence.passed_before(3) == (2,)
+
+
 def test_the_prompts_last_token_decides_for_what_follows() -> None:
     for last, passed in ((0.9, 4), (0.1, 0)):
         sequence = SequenceReadings(request(3, OF_PROMPT))

@@ -161,6 +161,20 @@ def test_the_example_of_the_recorder() -> None:
     assert recorder.count("a", 9) == (4,)
 
 
+def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
+    recorder, sums = TraceRecorder(), TraceSums(4, 2, torch.empty(0))
+    entries = [sums.take() for _ in range(2)]
+    for name, entry in zip("ab", entries, strict=True):
+        recorder.begin(name, entry, [(2, Positions("all"))], prompt_len=4, num_cached=0)
+    for at, ratios in ((0, [0.5, 0.25]), (1, [2.0, 4.0])):
+        found = recorder.find(["a", "b"], np.arange(3), np.array([at, at]))
+        sums.keep(found.entries_t)
+        sums.add(1, found.entries_t, torch.tensor([ratios]))
+    assert [recorder.is_beyond("a", end) for end in (1, 2)] == [True, False]
+    assert (recorder.count("a", 1), recorder.count("b", 2)) == ((1,), (2,))
+    assert sums.fetch(entries, before=entries[:1])[:, 1].tolist() == [[1, 0.5], [2, 4.25]]
+
+
 def test_entries_are_empty_when_they_are_given_out_again() -> None:
     sums = TraceSums(3, 2, torch.empty(0))
     first = [sums.take() for _ in range(3)]
