@@ -83,6 +83,7 @@ class AdapterSlots:
                 self._loaded[number] = self._load(adapter, number)
             except UnfitAdapterError:
                 self._pool.forget(number)
+                self._pool.release(number)
                 raise
         return self._loaded[number]
 
