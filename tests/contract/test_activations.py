@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"read": "first"}, "invalid_request", "each"),
     ({"items": [{"token_ids": [VOCAB_SIZE]}]}, "invalid_request", "vocabulary ends at"),
     ({"items": [{"token_ids": []}]}, "invalid_request", "must not be empty"),
-    ({"items": [{}]}, "invalid_request", "exactly one of token_ids and messages"),
+    ({"items": [{}]}, "invalid_request", "exactly one of token_ids, messages"),
     ({"items": [""], "bos": "never"}, "invalid_request", "has no token"),
     ({"items": ["cat " * 4000]}, "context_too_long", "shorten"),
     ({"cache": False}, "invalid_request", "none are kept"),

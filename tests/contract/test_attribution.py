@@ -144,7 +144,7 @@ def test_gradient_times_input_is_of_the_steered_model(tlens_client: Client) -> N
 @pytest.mark.parametrize(
     ("fields", "code", "reason"),
     [
-        ({}, "invalid_request", "exactly one of wrt and attribution"),
+        ({}, "invalid_request", "exactly one of wrt, attribution"),
         ({"wrt": {"layers": [1]}, "attribution": "integrated"}, "invalid_request", "exactly one"),
         ({"attribution": "gradient_x_input", "steps": 3}, "invalid_request", "steps and baseline"),
         ({"attribution": "integrated", "baseline": 10**6}, "invalid_request", "the vocabulary"),

@@ -198,7 +198,7 @@ def refused(response: httpx.Response, status: int, code: str, reason: str) -> No
 
 
 GRADIENTS: list[tuple[dict[str, Any], int, str, str]] = [
-    ({"wrt": {}}, 422, "invalid_request", "exactly one of layers and override"),
+    ({"wrt": {}}, 422, "invalid_request", "exactly one of layers, override"),
     ({"wrt": {"layers": [1], "override": "drawn"}}, 422, "invalid_request", "exactly one"),
     ({"wrt": {"override": "drawn", "hook": "attn_out"}}, 422, "invalid_request", "go with layers"),
     ({"wrt": {"layers": [1, 1]}}, 422, "invalid_request", "twice"),

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from logsteer.errors import APIError
-from logsteer.schemas import Steering, common, openai, queries
+from logsteer.schemas import Steering, common, openai, vectors
 from logsteer.schemas.steering import FLOAT32_MAX, ClampBounds
 from logsteer_server.contract.jobs import Output
 from logsteer_server.contract.plan import SteeringTrace
@@ -27,8 +27,8 @@ def list_requests(owner: type[BaseModel] = common.Request) -> Iterator[type[Base
         yield from list_requests(model)
 
 
-REQUESTS = [*dict.fromkeys(list_requests()), queries.ModelQuery, queries.UploadQuery,
-            queries.ContentQuery, openai.CompletionRequest]  # fmt: skip
+REQUESTS = [*dict.fromkeys(list_requests()), vectors.ModelQuery, vectors.UploadQuery,
+            vectors.ContentQuery, openai.CompletionRequest]  # fmt: skip
 
 
 def find_numbers(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -247,7 +247,7 @@ def test_features_of_tokens_are_those_of_their_activations(
 @pytest.mark.parametrize(
     ("body", "code", "reason"),
     [
-        ({"layers": [1]}, "invalid_request", "exactly one of layers and sae"),
+        ({"layers": [1]}, "invalid_request", "exactly one of layers, sae"),
         ({"hook": "resid_post"}, "invalid_request", "hook goes with layers"),
         ({"read": "mean"}, "invalid_request", "features are of tokens"),
         ({"sae": None, "layers": [1], "top": 3}, "invalid_request", "top goes with sae"),
