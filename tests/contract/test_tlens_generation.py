@@ -83,7 +83,7 @@ def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:
 
 
 def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
-    from logsteer_server.engines.tlens.generation import GrowingText
+    from logsteer_server.engines.continuation import GrowingText
 
     backend = tokenizer.backend_tokenizer
     said = " naïve 😀 — ok\n  日本語, then… again 👩‍🚀!"
@@ -105,7 +105,7 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
 
 
 def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> None:
-    from logsteer_server.engines.tlens.generation import GrowingText
+    from logsteer_server.engines.continuation import GrowingText
 
     pieces = ["<unk>", "▁a", "▁b", "c", "<0xC3>", "<0xA9>"]
     model = models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")

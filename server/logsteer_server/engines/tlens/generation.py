@@ -7,8 +7,7 @@ row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import numpy as np
@@ -22,7 +21,7 @@ from logsteer_server.contract.jobs import (
     JobResult,
 )
 from logsteer_server.contract.plan import ParameterDelta
-from logsteer_server.engines.readings import DrawnValues
+from logsteer_server.engines.continuation import Continuation
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -37,138 +36,39 @@ from logsteer_server.engines.tlens.queue import (
     accept_row,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
-from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
-from logsteer_server.numerics.rows import RowSpec
+from logsteer_server.numerics.drawing import RowSampler
 
-CONTEXT_TOKENS = 8
-"""Tokens of the prompt that are decoded with the first new ones, for the spaces between them."""
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_RUNNING_DELTAS = 2
 """Parameter deltas that continuations run under at once, each with a copy of parameters."""
-LONGEST_CHARACTER = 4
-"""Bytes of a character, and so the tokens that one may take; more that give none are no text."""
-
-
-class GrowingText:
-    """Text that grows by tokens; what comes out of it never has to be taken back.
-
-    A token's text depends on the one before it (a leading space) and may be part of a character.
-    So each new piece is what decoding adds to tokens whose text is already out, and it waits until
-    its last character is whole. Special tokens are left out.
-    """
-
-    def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], include_stop: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(prompt[-CONTEXT_TOKENS:])
-        self._begin = 0
-        self._done = len(self._ids)
-        self._stop = stop
-        self._include_stop = include_stop
-        # A stop string may begin in one token and end in a later one.
-        self._held = max(map(len, stop), default=1) - 1
-        self._text = ""
-        self._out = 0
-
-    def add(self, token: int) -> bool:
-        """Take a token in, and return whether a stop string ends the text here."""
-        self._ids.append(token)
-        piece = self._decode_piece()
-        waits = not piece or piece.endswith(INCOMPLETE)
-        if waits and len(self._ids) - self._done <= LONGEST_CHARACTER:
-            return False
-        self._begin, self._done = self._done, len(self._ids)
-        return self._extend(piece)
-
-    def end(self) -> bool:
-        """Take in what is left of a character that no token completed, and return as `add` does."""
-        piece = self._decode_piece()
-        self._begin = self._done = len(self._ids)
-        return self._extend(piece)
-
-    def _decode_piece(self) -> str:
-        """Return what the tokens add whose text is not out to the text before them."""
-        before = self._decode(self._ids[self._begin : self._done])
-        return self._decode(self._ids[self._begin :])[len(before) :]
-
-    def _extend(self, piece: str) -> bool:
-        searched = max(0, len(self._text) - self._held)
-        self._text += piece
-        found = [
-            (at, at + len(stop) if self._include_stop else at)
-            for stop in self._stop
-            if (at := self._text.find(stop, searched)) >= 0
-        ]
-        if found:
-            _, end = min(found)
-            self._text = self._text[:end]
-        return bool(found)
-
-    def take(self, is_last: bool) -> str:
-        """Return the text that is new and certain; all that is left where it is the last."""
-        end = len(self._text) if is_last else max(self._out, len(self._text) - self._held)
-        piece = self._text[self._out : end]
-        self._out = end
-        return piece
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRow(Entry):
-    """One job's row of a batch: its tokens so far, and those that no output has had yet."""
+    """One job's row of a batch."""
 
-    text: GrowingText
-    spec: RowSpec
-    values: DrawnValues
-    num_tokens: int = 0
-    ids: list[int] = field(default_factory=list)
+    continuation: Continuation
 
     @classmethod
     def start(
         cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: CausalModel
     ) -> "GenerationRow":
         """Return the row of a job that has no token yet."""
-        prompt = job.tokens.tolist()
-        text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
-        spec = spec_of_draw(job, model.eos_ids)
-        return cls(job_id, job, steered, text=text, spec=spec, values=DrawnValues(spec))
+        continuation = Continuation(job, model.eos_ids, model.tokenizer)
+        return cls(job_id, job, steered, continuation=continuation)
 
-    def add(self, token: int, values_1W: np.ndarray, eos_ids: tuple[int, ...]) -> str | None:
-        """Take a token in, with what was read with it.
-
-        Returns why the row ends with it: `stop` or `length`; None where it goes on.
-        """
-        self.num_tokens += 1
-        self.ids.append(token)
-        self.values.add(values_1W)
-        if token in eos_ids and not self.job.ignore_eos:
-            self.text.end()
-            return "stop"
-        if self.text.add(token):
-            return "stop"
-        if self.num_tokens < self.job.max_tokens:
-            return None
-        return "stop" if self.text.end() else "length"
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and those drawn."""
+        return len(self.job.tokens) + self.continuation.num_tokens
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
         """Return all tokens that no output has had yet; with a reason, the last output."""
-        trace = None
-        if finish_reason and self.steered:
-            # The last token was sampled and never read.
-            trace = self.steered.trace(len(self.job.tokens) + self.num_tokens - 1)
-        output = GenerateOutput(
-            np.array(self.ids, dtype=np.int32),
-            self.text.take(finish_reason is not None),
-            finish_reason=finish_reason,
-            trace=trace,
-            readings=self.steered.take_readings() if self.steered else None,
-            **self.values.take(len(self.ids)),
-        )
-        self.ids = []
-        return output
+        if not self.steered:
+            return self.continuation.take(finish_reason)
+        # The last token was sampled and never read.
+        trace = self.steered.trace(self.length - 1) if finish_reason else None
+        readings = self.steered.take_readings()
+        return self.continuation.take(finish_reason, trace=trace, readings=readings)
 
 
 class RunningBatch:
@@ -231,7 +131,7 @@ class RunningBatch:
             if not finite_B[b]:
                 ended[b] = "broken"
                 continue
-            reason = row.add(int(ids_B[b]), values_BW[b : b + 1], self._model.eos_ids)
+            reason = row.continuation.add(int(ids_B[b]), values_BW[b : b + 1])
             if reason:
                 ended[b] = reason
             elif row.job.stream:
@@ -247,7 +147,7 @@ class RunningBatch:
     def _end(self, row: GenerationRow, why: str) -> tuple[int, JobResult]:
         if why != "broken":
             return row.conclude(row.take(why))
-        found = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
+        found = f"after {row.length} tokens the logits are not finite"
         return row.job_id, describe_non_finite(row.job, found)
 
     def _read(self) -> Tensor:
@@ -279,7 +179,8 @@ class RunningBatch:
         Returns the tokens [B], whether their logits were finite [B], and what was read with them
         [B, W].
         """
-        drawn = self._sampler.draw(logits_BV, np.array([row.num_tokens for row in self.rows]))
+        drawn_B = np.array([row.continuation.num_tokens for row in self.rows])
+        drawn = self._sampler.draw(logits_BV, drawn_B)
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
         values_BW = drawn.values_RW
         first_B2 = torch.stack([drawn.ids_R, drawn.finite_R], dim=-1).to(values_BW.dtype)
@@ -303,7 +204,7 @@ class RunningBatch:
         both = [*self.rows, *other.rows]
         if any(row.alone for row in both) or len(both) > limits.max_batch_rows:
             return False
-        lengths = [len(row.job.tokens) + row.num_tokens for row in both]
+        lengths = [row.length for row in both]
         return len(both) * max(lengths) <= max(2 * sum(lengths), limits.max_batch_tokens)
 
     @torch.inference_mode()
@@ -341,8 +242,8 @@ class RunningBatch:
     def _set_rows(self) -> None:
         """Steer and sample the rows that there are now."""
         self._steering = BatchSteering([row.steered for row in self.rows])
-        specs, seeds = [row.spec for row in self.rows], [row.job.seed for row in self.rows]
-        self._sampler = RowSampler(specs, seeds)
+        specs = [row.continuation.spec for row in self.rows]
+        self._sampler = RowSampler(specs, [row.job.seed for row in self.rows])
 
 
 class GenerateQueue(JobQueue[GenerationRow]):

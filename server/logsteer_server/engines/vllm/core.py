@@ -1,15 +1,14 @@
 """vLLM as the engine's process uses it: the one module that steps, feeds and asks vLLM's engine.
 
-The scheduler is stepped here and not by vLLM's front end, which costs more than the work on a short
-text: it copies the sampling parameters of every request deeply and makes Python objects of every
-token. `internals` lists what is relied on. The module imports vLLM, so it is imported
+The scheduler is fed and stepped here and not by vLLM's front end, which costs more than the work on
+a short text: it copies the sampling parameters of every request deeply and makes Python objects of
+every token. `internals` lists what is relied on. The module imports vLLM, so it is imported
 after `config.set_environment`.
 """
 
 import gc
 import itertools
 import os
-import time
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -24,10 +23,11 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
@@ -68,14 +68,12 @@ class VllmCore:
         clear_new_blocks()
         kv_cache_utils.generate_block_hash_extra_keys = name_block
         executor = Executor.get_class(self.config)
-        self._front = LLMEngine(self.config, executor, log_stats=False)
-        self.engine_core = self._front.engine_core.engine_core
+        core = self.engine_core = EngineCore(self.config, executor, log_stats=False)
+        self.tokenizer = cached_tokenizer_from_config(self.config.model_config)
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-        manager = self.engine_core.scheduler.kv_cache_manager
-        PrefixHitLimit(manager)
-        self.freed_prefixes = FreedPrefixes(manager)
-        self.preemptions = PreemptionCount(self.engine_core.scheduler)
-        core = self.engine_core
+        PrefixHitLimit(core.scheduler.kv_cache_manager)
+        self.freed_prefixes = FreedPrefixes(core.scheduler.kv_cache_manager)
+        self.preemptions = PreemptionCount(core.scheduler)
         depth = self.config.max_concurrent_batches
         self.steps = StepQueue(core.scheduler, core.model_executor, depth)
         self._serial = itertools.count()
@@ -103,19 +101,7 @@ class VllmCore:
         may_hit = first_row >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
-        request_id = str(next(self._serial))
-        self.engine_core.add_request(
-            Request(
-                request_id,
-                tokens,
-                params,
-                None,
-                cache_salt=cache_salt or None,
-                lora_request=adapter,
-                block_hasher=self.engine_core.request_block_hasher,
-            )
-        )
-        return request_id
+        return self._add(tokens, params, adapter, cache_salt)
 
     def generate(
         self,
@@ -124,37 +110,50 @@ class VllmCore:
         adapter: LoRARequest | None,
         eos_ids: Sequence[int],
         use_cache: bool,
-    ) -> tuple[str, str]:
-        """Hand a job that generates to vLLM; return the ids of its request and of its outputs.
+    ) -> str:
+        """Hand a job that generates to the scheduler; return its request's id.
 
-        vLLM ends it at one of `eos_ids` unless the job ignores them, and at no token beside them.
+        It ends at one of `eos_ids` unless the job ignores them; stop strings are not looked for.
         Errors: ValueError for what vLLM does not take, such as a JSON Schema.
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
             temperature=0.0,
-            stop=list(job.stop),
-            include_stop_str_in_output=job.include_stop,
             ignore_eos=True,
             stop_token_ids=[] if job.ignore_eos else list(eos_ids),
             logprobs=job.top if job.logprobs else None,
-            output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
             extra_args=extra_args,
             skip_reading_prefix_cache=not use_cache,
         )
         if job.json_schema is not None:
             params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
-        prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
-        if job.cache_namespace:
-            prompt["cache_salt"] = job.cache_namespace
-        output_id = str(next(self._serial))
-        try:
-            request_id: str = self._front.add_request(
-                output_id, prompt, params, lora_request=adapter
-            )
-        except VLLMValidationError as error:
-            raise ValueError(str(error)) from error
-        return request_id, output_id
+            config = self.config
+            try:
+                params.verify(
+                    config.model_config, None, config.structured_outputs_config, self.tokenizer
+                )
+            except VLLMValidationError as error:
+                raise ValueError(str(error)) from error
+        return self._add(job.tokens.tolist(), params, adapter, job.cache_namespace)
+
+    def _add(
+        self, tokens: Sequence[int], params: SamplingParams, adapter: LoRARequest | None, salt: str
+    ) -> str:
+        core, request_id = self.engine_core, str(next(self._serial))
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            None,
+            cache_salt=salt or None,
+            lora_request=adapter,
+            block_hasher=core.request_block_hasher,
+        )
+        if request.use_structured_output:
+            core.structured_output_manager.grammar_init(request)
+        core.add_request(request)
+        return request_id
 
     def step(self) -> list[Any]:
         """Begin the steps that may be under way; return an `EngineCoreOutput` a request of one.
@@ -191,22 +190,9 @@ class VllmCore:
         running, waiting = self.engine_core.scheduler.get_request_counts()
         return int(running), int(waiting)
 
-    def process(self, outputs: Sequence[Any]) -> list[Any]:
-        """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""
-        processed = self._front.output_processor.process_outputs(
-            list(outputs), engine_core_timestamp=time.monotonic()
-        )
-        self._front.engine_core.abort_requests(processed.reqs_to_abort)
-        found: list[Any] = processed.request_outputs
-        return found
-
     def abort(self, request_id: str) -> None:
-        """Abort a request of `schedule`."""
+        """Abort a request."""
         self.engine_core.abort_requests([request_id])
-
-    def abort_generation(self, request_id: str) -> None:
-        """Abort a request of `generate`."""
-        self._front.abort_request([request_id], internal=True)
 
     def load_adapter(self, name: str, slot: int, path: str) -> tuple[LoRARequest, set[str]]:
         """Put the adapter of a file into a slot, in place of what that held.

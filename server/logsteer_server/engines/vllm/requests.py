@@ -1,8 +1,4 @@
-"""How each kind of job runs as requests of vLLM's: those that read a prompt, and continuations.
-
-What was read with sampled tokens is taken from the engine's arrays before vLLM's output processor
-sees them, which would make a Python object of each number.
-"""
+"""How each kind of job runs as requests of vLLM's: those that read a prompt, and continuations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +20,11 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Readings, SteeringPlan
-from logsteer_server.engines.readings import DrawnValues
+from logsteer_server.engines.continuation import Continuation
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
 from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
-from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
 
 if TYPE_CHECKING:
@@ -207,12 +202,10 @@ class CaptureRequests(PrefillRequests):
 
 
 @dataclass(slots=True, eq=False)
-class _Sample:
-    """A request that generates, and what was read with its tokens and not given out yet."""
+class _Reply:
+    """What was drawn for a request that generates, and not given out yet."""
 
-    running: RunningJob
-    output_id: str
-    values: DrawnValues
+    continuation: Continuation
     cached_tokens: int = 0
 
 
@@ -223,14 +216,13 @@ class GenerationRequests:
         self._vllm = vllm
         self._slots = slots
         self._eos_ids = eos_ids
-        self._samples: dict[str, _Sample] = {}
-        self._by_output_id: dict[str, _Sample] = {}
+        self._replies: dict[str, _Reply] = {}
         self._started: list[int] = []
 
     @property
     def is_running(self) -> bool:
         """Whether a job has begun or waits to."""
-        return bool(self._samples)
+        return bool(self._replies)
 
     def take_started(self) -> list[int]:
         """Return the ids of jobs whose prompts have been read since the last call."""
@@ -243,55 +235,58 @@ class GenerationRequests:
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM and return its request's id."""
-        spec = spec_of_draw(running.job, self._eos_ids)
-        extra_args = running.slot.extra_args | describe_draw(running.job, spec)
-        request_id, output_id = self._vllm.generate(
+        reply = _Reply(Continuation(running.job, self._eos_ids, self._vllm.tokenizer))
+        extra_args = running.slot.extra_args | describe_draw(running.job, reply.continuation.spec)
+        request_id = self._vllm.generate(
             running.job, extra_args, running.lora_request, self._eos_ids, running.may_read_cache
         )
-        sample = _Sample(running, output_id, DrawnValues(spec))
-        self._samples[request_id] = self._by_output_id[output_id] = sample
+        self._replies[request_id] = reply
         return request_id
 
     def cancel(self, request_id: str) -> None:
         """Abort a request."""
-        del self._by_output_id[self._samples.pop(request_id).output_id]
-        self._vllm.abort_generation(request_id)
+        del self._replies[request_id]
+        self._vllm.abort(request_id)
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
-        """Make pieces of text of what a step of vLLM put out; end what is not finite."""
-        ended: list[Collected] = []
-        healthy = []
+        """Make results of the requests that have ended, and pieces of those that are streamed."""
+        collected: list[Collected] = []
         for running, output in outputs:
+            reply = self._replies[running.request_id]
             if output.num_nans_in_logits:
                 self.cancel(running.request_id)
                 found = "after the tokens so far the logits are not finite"
-                ended.append((running, describe_non_finite(running.job, found)))
+                collected.append((running, describe_non_finite(running.job, found)))
                 continue
-            healthy.append(output)
-            sample = self._samples[running.request_id]
             if output.prefill_stats is not None:
-                sample.cached_tokens = output.prefill_stats.num_cached_tokens
+                reply.cached_tokens = output.prefill_stats.num_cached_tokens
                 self._started.append(running.job_id)
-            if output.new_logprobs is not None:
-                sample.values.add(output.new_logprobs.logprobs)
-                output.new_logprobs = None
-        processed = self._vllm.process(healthy)
-        return ended + [self._make_piece(output) for output in processed]
+            reason = self._add(reply, output)
+            if reason or output.finished or running.job.stream:
+                collected.append((running, self._take(running, reply, output, reason)))
+        return collected
 
-    def _make_piece(self, output: Any) -> Collected:
-        sample = self._by_output_id[output.request_id]
-        completion = output.outputs[0]
-        sample.running.num_generated += len(completion.token_ids)
+    def _add(self, reply: _Reply, output: Any) -> str | None:
+        """Take in the tokens of a step; return why the reply ends with them, or None."""
+        logprobs = output.new_logprobs
+        values_NW = None if logprobs is None else logprobs.logprobs
+        for n, token in enumerate(output.new_token_ids):
+            values_1W = None if values_NW is None else values_NW[n : n + 1]
+            if reason := reply.continuation.add(token, values_1W):
+                return reason
+        return None
+
+    def _take(
+        self, running: RunningJob, reply: _Reply, output: Any, reason: str | None
+    ) -> JobResult:
+        """Return a piece of a reply; with a reason, the last one."""
         if output.finished:
-            del self._by_output_id[sample.output_id], self._samples[sample.running.request_id]
-        if completion.finish_reason == "error":
-            detail = "vLLM made no grammar of this form; simplify its JSON Schema"
-            return sample.running, JobFailure("invalid_request", detail)
-        piece = GenerateOutput(
-            np.array(completion.token_ids, dtype=np.int32),
-            completion.text,
-            finish_reason=(completion.finish_reason or "stop") if output.finished else None,
-            cached_tokens=sample.cached_tokens,
-            **sample.values.take(len(completion.token_ids)),
-        )
-        return sample.running, piece
+            del self._replies[running.request_id]
+            if str(output.finish_reason) == "error":
+                detail = "vLLM made no grammar of this form; simplify its JSON Schema"
+                return JobFailure("invalid_request", detail)
+            reason = reason or str(output.finish_reason)
+        elif reason:  # a stop string, for which vLLM does not look
+            self.cancel(running.request_id)
+        running.num_generated = reply.continuation.num_tokens
+        return reply.continuation.take(reason, cached_tokens=reply.cached_tokens)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
-from logsteer_server.engines.readings import DrawnValues
+from logsteer_server.engines.continuation import DrawnValues
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
@@ -273,13 +273,10 @@ def _generate(
     drawn, values = list[int](), DrawnValues(spec)
     vllm.generate(job, describe_draw(job, spec), None, (), use_cache=False)
     while len(drawn) < DECODED:
-        outputs = vllm.step()
-        for output in outputs:
+        for output in vllm.step():
             drawn += output.new_token_ids
             values.add(output.new_logprobs.logprobs)
-            output.new_logprobs = None
-        vllm.process(outputs)
-    return np.array(drawn, np.int32), values.take(DECODED)["logprobs"]
+    return np.array(drawn, np.int32), values.take()["logprobs"]
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
