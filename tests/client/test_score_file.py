@@ -26,7 +26,7 @@ from logsteer.corpus.answers import read_answer
 from logsteer.corpus.job import FleetServer
 from logsteer.errors import AnswerError
 
-from .corpus_server import BAD, CorpusServer, answer, encode, serve_corpus, value_of
+from .corpus_server import BAD, RESULTS, CorpusServer, answer, encode, serve_corpus, value_of
 from .score_file_cases import interrupt, read_rows, score, texts, write_rows
 from .scripted import problem
 
@@ -116,7 +116,7 @@ def test_rows_that_are_invalid_have_an_error_and_the_others_their_result(tmp_pat
     ]
     errors = [row["error"] for row in rows[1::2]]
     assert [error["code"] for error in errors] == ["invalid_request"] * 6 + ["context_too_long"]
-    assert "text is 7, no text" in errors[1]["detail"]
+    assert "text must be a text" in errors[1]["detail"]
     assert (scores.rows, scores.failed) == (14, 7)
     assert len(server.asked) < 8, "those that are no item are not sent"
 
@@ -269,6 +269,30 @@ def test_the_command_tells_what_was_done(corpus: Path, tmp_path: Path, capsys: O
     other = str(tmp_path / "other.jsonl")
     argv = ["score-file", str(corpus), other, "--endpoint", "perplexity"]
     assert main([*argv, "--url", "http://127.0.0.1:9", "--patience-s", "0.2"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "result", "told"),
+    [
+        ("logprob", {}, "2 targets were asked for, got 0"),
+        ("logprob", {"targets": [{"logprob": -1.0}]}, "2 targets were asked for, got 1"),
+        ("logprob", {"targets": None}, "2 targets were asked for, got 0"),
+        ("logprob", None, "no object"),
+        ("perplexity", {"sum_logprob": -1.0}, "no number sum_squared_logprob"),
+        ("generate", {"completions": []}, "1 completions were asked for, got 0"),
+    ],
+)
+def test_a_result_without_what_was_asked_for_is_a_failed_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, result: Any, told: str
+) -> None:
+    monkeypatch.setitem(RESULTS, f"/{endpoint}", lambda *_: result)
+    item = {"context": "a", "targets": [" b", " c"], "text": "a", "prompt": "a"}
+    source, target = write_rows(tmp_path / "in.jsonl", [item]), tmp_path / "out.jsonl"
+    with serve_corpus() as url:
+        argv = ["score-file", str(source), str(target), "--endpoint", endpoint, "--url", url]
+        assert main(argv) == 1
+    (row,) = read_rows(target)
+    assert row["error"]["code"] == "internal" and told in row["error"]["detail"]
 
 
 @pytest.mark.parametrize(

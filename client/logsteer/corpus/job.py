@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -162,14 +161,17 @@ class FileJob:
         """
         if self._strict and scored.first_error is not None:
             raise LogsteerError(_describe_failure(*scored.first_error))
-        if scored.identity is not None:
-            self.check_identity(scored.identity)
-        self.record.write(scored.lines)
-        self._bytes += len(scored.lines)
+        known = self.record.identity
+        if known is None:
+            self.record.identity = scored.identity
+        elif scored.identity not in (None, known):
+            told = describe_difference(known, scored.identity)
+            raise LogsteerError(f"{told}: continue with that one, or --restart")
+        lines = scored.lines
+        self.record.write(lines)
+        self._bytes += len(lines)
         self._digest.update(b"\n".join(scored.chunk.rows) + b"\n")
-        self.tally.add(scored.tally)
-        for text in scored.texts:
-            self.tally.add_text(text)
+        self.tally.add(scored)
         failed = f"  {self.tally.failed:,} failed" if self.tally.failed else ""
         rate = self.tally.tokens / max(1e-3, self.seconds)
         note = f"{self.tally.rows:,} rows  {rate:,.0f} tokens/s{failed}"
@@ -179,16 +181,6 @@ class FileJob:
             raise LogsteerError(
                 f"{self.tally.failed_at_end} rows in a row have failed, and the job ends here "
                 f"(max_failures); the last: {_describe_failure(*scored.first_error)}"
-            )
-
-    def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Make sure that one model answers all rows. Errors: LogsteerError for another."""
-        known = self.record.identity
-        if known is None:
-            self.record.identity = dict(identity)
-        elif known != identity:
-            raise LogsteerError(
-                f"{describe_difference(known, identity)}: continue with that one, or --restart"
             )
 
     def commit(self, *, wait: bool = True, is_whole: bool = False) -> None:
@@ -425,35 +417,24 @@ def score_file(
     """
     limits = limits or JobLimits()
     form = RowForm(endpoint, options or {}, model, fields or {}, id_column, targets)
-    urls = [base_url] if base_url is None or isinstance(base_url, str) else list(base_url)
-    settings = {"api_key": api_key, "timeout": timeout, "max_retries": 0}
-    clients = [partial(_connect, url, priority, transport, **settings) for url in urls]
-    switches = {"strict": strict, "restart": restart, "progress": progress}
-    make_job = partial(FileJob, form, source, target, limits, **switches)
-    return run_anywhere(_run(make_job, clients, limits))
+    urls = [base_url] if base_url is None or isinstance(base_url, str) else base_url
 
+    def connect(url: str | None) -> FleetServer:
+        own = None if transport is None else transport(url or "")
+        client = AsyncClient(url, api_key=api_key, timeout=timeout, max_retries=0, transport=own)
+        client._http.headers["X-Priority"] = priority
+        return FleetServer(client, limits.concurrency)
 
-def _connect(
-    url: str | None,
-    priority: str,
-    transport: Callable[[str], httpx.AsyncBaseTransport] | None,
-    **settings: Any,
-) -> AsyncClient:
-    own = None if transport is None else transport(url or "")
-    client = AsyncClient(url, transport=own, **settings)
-    client._http.headers["X-Priority"] = priority
-    return client
+    async def run() -> FileScores:
+        async with AsyncExitStack() as stack:
+            servers = [connect(url) for url in urls]
+            for server in servers:
+                stack.push_async_callback(server.client.aclose)
+            fleet = Fleet(servers, limits.patience_s)
+            with FileJob(
+                form, source, target, limits, strict=strict, restart=restart, progress=progress
+            ) as job:
+                await run_chunks(job, fleet.ask, lambda: fleet.limit)
+                return job.finish(retries=fleet.retries)
 
-
-async def _run(
-    make_job: Callable[[], FileJob],
-    clients: Sequence[Callable[[], AsyncClient]],
-    limits: JobLimits,
-) -> FileScores:
-    async with AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(connect()) for connect in clients]
-        servers = [FleetServer(client, limits.concurrency) for client in opened]
-        fleet = Fleet(servers, limits.patience_s)
-        with make_job() as job:
-            await run_chunks(job, fleet.ask, lambda: fleet.limit)
-            return job.finish(retries=fleet.retries)
+    return run_anywhere(run())

@@ -57,7 +57,7 @@ class JobRecord:
         self.path = target.with_name(f"{target.name}.job")
         self.header = {"score-file": VERSION, **header}
         self.last = Record()
-        self.identity: dict[str, Any] | None = None
+        self.identity: Mapping[str, Any] | None = None
         self.is_placed = False
         self.done: dict[str, Any] | None = None
         if not restart and not self.path.exists():
