@@ -197,7 +197,7 @@ BLOCKING = {
 }
 """File that awaits -> the file that is written from it, which blocks."""
 _WITHOUT_ASYNC = {
-    "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes", "anext": "next",
+    "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes",
     "aread": "read", "async_chunks": "chunks", "asyncio": "time",
     "sample_in_tasks": "sample_in_threads", "_async_caller": "_sync_caller",
     "_async_methods": "_sync_methods",

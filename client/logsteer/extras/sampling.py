@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -321,14 +321,7 @@ class SamplingRun:
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
-
-    def __enter__(self) -> Self:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
+        self.bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where all were drawn, or too many failed."""
@@ -386,7 +379,7 @@ class SamplingRun:
                     self._reward_errors += filter(None, errors)
             self._draws[index] = draw
         self._failed_in_a_row = 0
-        self._bar.count(len(batch))
+        self.bar.count(len(batch))
 
     def fail(self, batch: range, error: LogsteerError) -> None:
         """Note why these draws failed; halve them where a part may have been refused."""
@@ -467,7 +460,7 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
         while len(under_way) < run.concurrency and (batch := run.next_batch()):
             under_way[asyncio.create_task(work(batch))] = batch
 
-    with run:
+    with run.bar:
         try:
             begin()
             while under_way:
