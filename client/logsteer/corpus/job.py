@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -91,31 +91,20 @@ class FileJob:
         self.form, self.limits = form, limits
         self.target = Path(target)
         check_target(self.target)
-        self.source = RowSource(Path(source), form.columns)
-        header = {
-            "input": {"bytes": self.source.file_bytes, "format": self.source.format},
-            "output": find_format(self.target),
-            "model": form.model,
-            **form.describe(),
-        }
         self._strict = strict
         self._began = self._committed_at = time.monotonic()
-        self._before = 0.0
         self._digest: Any = None
-        self._bytes = 0
-        self._thread = ThreadPoolExecutor(1, "logsteer-commit")
         self._commit: Future[None] = Future()
         self._commit.set_result(None)
-        try:
-            self.record = JobRecord(self.target, header, restart)
-        except BaseException:
-            self.source.close()
-            raise
-        self._bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
-
-    def __enter__(self) -> Self:
-        """Begin where the last commit ended."""
-        try:
+        with ExitStack() as opened:
+            self.source = opened.enter_context(closing(RowSource(Path(source), form.columns)))
+            header = {
+                "input": {"bytes": self.source.file_bytes, "format": self.source.format},
+                "output": find_format(self.target),
+                "model": form.model,
+                **form.describe(),
+            }
+            self.record = opened.enter_context(closing(JobRecord(self.target, header, restart)))
             last = self.record.last
             self._before, self._bytes = last.seconds, last.bytes
             self.tally = deepcopy(last.tally)
@@ -123,25 +112,18 @@ class FileJob:
             self.resumed = last.rows
             if not self.is_done:
                 self._pass_finished()
-            self._bar.__enter__()
-        except BaseException:
-            self.close()
-            raise
+            self._thread = opened.enter_context(ThreadPoolExecutor(1, "logsteer-commit"))
+            bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
+            self._bar = opened.enter_context(bar)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
-        try:
+        with self._opened:
             if not self.is_done and not self.record.last.is_whole:
                 self.commit()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._thread.shutdown()
-        self.record.close()
-        self.source.close()
 
     @property
     def is_done(self) -> bool:

@@ -195,8 +195,8 @@ class Rating(NamedTuple):
     error: str | None = None
 
 
-def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
-    """Return the rating of one text, or what is awaited for its reward.
+async def rate(reward: Reward, row: Row, prompt: str, text: str) -> Rating:
+    """Return the rating of one text.
 
     An exception of the function, and a value that is not finite, are that text's alone.
     """
@@ -204,38 +204,13 @@ def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Aw
         value = reward(row, prompt, text)
         # Most are numbers, and asking whether one can be awaited takes longer than all else here.
         if not isinstance(value, float | int) and inspect.isawaitable(value):
-            return value
-        return _judge(value)
+            value = await value
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward is {number}")
     except Exception as error:
-        return _blame(error)
-
-
-async def await_ratings(ratings: list[Rating | Awaitable[Any]]) -> list[Rating]:
-    """Return the ratings, all that is awaited for them at once."""
-    known = [rating for rating in ratings if isinstance(rating, Rating)]
-    if len(known) == len(ratings):
-        return known
-    return await asyncio.gather(*map(_await_rating, ratings))
-
-
-async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
-    if isinstance(rating, Rating):
-        return rating
-    try:
-        return _judge(await rating)
-    except Exception as error:
-        return _blame(error)
-
-
-def _judge(value: Any) -> Rating:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}")
+        return Rating(None, f"{type(error).__name__}: {error}")
     return Rating(number)
-
-
-def _blame(error: Exception) -> Rating:
-    return Rating(None, f"{type(error).__name__}: {error}")
 
 
 _keep_all = with_config(ConfigDict(extra="allow"))
@@ -336,8 +311,8 @@ class SamplingRun:
         seed = self._seed + batch.start * self._n
         return {**self._values, "prompts": None, self._field: given, "seed": seed}
 
-    def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
-        """Return the rating of each continuation, or what is awaited for it; none if not asked for.
+    async def rate(self, batch: range, answer: SampledBatch) -> list[Rating]:
+        """Return the rating of each continuation; none if not asked for.
 
         Raises AnswerError where there are not `n` continuations for each draw, and for those of
         another model than before.
@@ -358,13 +333,13 @@ class SamplingRun:
             )
         if self._reward is None:
             return []
-        return [
-            call_reward(self._reward, drawn.row, drawn.prompt, completion["text"])
+        return await asyncio.gather(*(
+            rate(self._reward, drawn.row, drawn.prompt, completion["text"])
             for drawn, result in zip(
                 self._prompts[batch.start : batch.stop], answer.results, strict=True
             )
             for completion in result["completions"]
-        ]
+        ))  # fmt: skip
 
     def keep(self, batch: range, answer: SampledBatch, ratings: Sequence[Rating]) -> None:
         """Keep the answer for these draws."""
@@ -454,7 +429,7 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
 
     async def work(batch: range) -> _Rated:
         answer = await ask(**run.arguments(batch))
-        return answer, await await_ratings(run.rate(batch, answer))
+        return answer, await run.rate(batch, answer)
 
     def begin() -> None:
         while len(under_way) < run.concurrency and (batch := run.next_batch()):

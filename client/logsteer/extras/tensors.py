@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,9 @@ class TensorFile:
         self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH].tobytes(), "little")
         try:
             header = json.loads(self._data[_LENGTH : self._start].tobytes())
-        except (ValueError, RecursionError) as error:
+            self.metadata: dict[str, Any] = dict(header.pop("__metadata__", {}))
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise ValueError("it is not a safetensors file") from error
-        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
-        if not isinstance(metadata, dict):
-            raise ValueError("it is not a safetensors file")
-        self.metadata: dict[str, Any] = metadata
         self.entries: dict[str, Any] = header
 
     def read(self, name: str, dtypes: Sequence[str], *index: Any) -> Any:
@@ -66,9 +64,8 @@ class TensorFile:
         if dtype not in dtypes:
             raise ValueError(f"it has {name} in type {dtype}; {', '.join(dtypes)} are read")
         size = math.prod(shape) * int(_DTYPES[dtype][-1])
-        if min(shape, default=0) < 0 or not self._start <= first <= end <= len(self._data):
-            raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
-        if end - first != size:
+        is_inside = self._start <= first <= end <= len(self._data)
+        if min(shape, default=0) < 0 or not is_inside or end - first != size:
             raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
         found = self._data[first:end].view(_DTYPES[dtype]).reshape(shape)
         try:
@@ -125,26 +122,26 @@ def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
     sources come back as they are. Errors: InvalidRequestError for a file that cannot be converted;
     ImportError without torch; OSError.
     """
+    file: Any
     if isinstance(source, bytes):
-        data, beginning = source, source[:4]
-    elif isinstance(source, str | PathLike):
-        if form != TORCH and not Path(source).is_file():
-            return source, form  # a pipe can be read once only
-        with Path(source).open("rb") as file:
-            beginning = file.read(4)
-            data = beginning + file.read() if _is_torch(beginning, form) else b""
+        file = io.BytesIO(source)
+    elif isinstance(source, str | PathLike) and (form == TORCH or Path(source).is_file()):
+        # Anything else, as a pipe, can be read once only.
+        file = Path(source).open("rb")  # noqa: SIM115  # closed below
     elif callable(getattr(source, "seek", None)) and source.seekable():
-        place = source.tell()
-        beginning = source.read(4)
-        source.seek(place)
-        data = source.read() if _is_torch(beginning, form) else b""
+        file = nullcontext(source)
     elif form == TORCH:
         raise _refuse("give a path, an open file or bytes: what torch saved is converted first")
     else:
         return source, form
-    if not _is_torch(beginning, form):
-        return source, form
-    return convert_torch(data), "safetensors"
+    with file as opened:
+        place = opened.tell()
+        beginning = opened.read(4)
+        opened.seek(place)
+        is_torch = form not in ("safetensors", "gguf") and beginning.startswith(_TORCH_BEGINNINGS)
+        if not is_torch and form != TORCH:
+            return source, form
+        return convert_torch(opened.read()), "safetensors"
 
 
 def convert_torch(data: bytes) -> bytes:
@@ -186,12 +183,6 @@ def convert_torch(data: bytes) -> bytes:
         return render_tensors(arrays)
     except OverflowError as error:
         raise _refuse(str(error)) from error
-
-
-def _is_torch(beginning: bytes, form: Any) -> bool:
-    return form == TORCH or (
-        form not in ("safetensors", "gguf") and beginning.startswith(_TORCH_BEGINNINGS)
-    )
 
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:
