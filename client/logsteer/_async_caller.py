@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from logsteer._calls import ApiCall, as_list, build_call, build_file_call
 from logsteer._events import EventParser
-from logsteer._exchange import Exchange, Terms, is_event_stream
+from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
 from logsteer.errors import APIError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
@@ -35,7 +35,7 @@ class AsyncCaller:
     """Sends calls by `httpx.AsyncClient`."""
 
     _http: httpx.AsyncClient
-    _terms: Terms
+    _settings: ClientSettings
     _model: str | None
 
     async def _ask(self, endpoint: str, /, **values: Any) -> Any:
@@ -46,7 +46,7 @@ class AsyncCaller:
 
     async def _run(self, call: ApiCall[A]) -> AsyncGenerator[A, None]:
         """Yield what a call is answered with, tried again where that may help; raise its errors."""
-        exchange = Exchange(call, self._terms)
+        exchange = Exchange(call, self._settings)
         while True:
             try:
                 async with aclosing(self._attempt(call, exchange)) as answers:
@@ -59,7 +59,12 @@ class AsyncCaller:
 
     async def _attempt(self, call: ApiCall[A], exchange: Exchange[A]) -> AsyncGenerator[A, None]:
         try:
-            response = await self._http.send(exchange.build(), stream=bool(call.events))
+            content = call.body if call.upload is None else call.upload.async_chunks()
+            request = self._http.build_request(
+                call.method, call.path, content=content, params=dict(call.params) or None,
+                headers=exchange.write_headers(),
+            )  # fmt: skip
+            response = await self._http.send(request, stream=bool(call.events))
         finally:
             # An error keeps its request, and with it what was being sent.
             if call.upload is not None:

@@ -178,7 +178,8 @@ class ApiCall(Generic[A_co]):
     answer: type[A_co] | None = None
     body: bytes | None = None
     upload: UploadBody | None = None
-    upload_type: str = "text/plain; charset=utf-8"
+    media_type: str = "application/json"
+    """Of the body or the upload."""
     file_type: str | None = None
     params: Mapping[str, str | list[str]] = field(default_factory=dict)
     events: Mapping[str, type[A_co]] = field(default_factory=dict)
@@ -233,7 +234,7 @@ def build_call(
         body = to_json(checked(endpoint.request, fields))
     elif endpoint.query is not None:
         params = _build_query(endpoint.query, fields)
-    upload, upload_type = _open_upload(endpoint, source)
+    upload, media_type = _open_upload(endpoint, source)
     answer = Download if endpoint.file_type else endpoint.answer
     return ApiCall(
         endpoint.method,
@@ -241,7 +242,7 @@ def build_call(
         None if events else answer,
         body,
         upload,
-        upload_type,
+        media_type,
         endpoint.file_type.format(**params) if endpoint.file_type else None,
         params,
         endpoint.events if events else {},
@@ -397,16 +398,20 @@ def _measure(objects: Mapping[str, str]) -> int:
 def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, str]:
     """Return what is sent, and its media type."""
     if endpoint.upload is None:
-        return None, ""
+        return None, "application/json"
     if endpoint.upload == "text":
         return UploadBody(source), "text/plain; charset=utf-8"
     if endpoint.upload == "form":
-        form = _read_directory(endpoint.name, Path(source))
+        form = Form(list_files(endpoint.name, Path(source)))
         return UploadBody(form), form.content_type
     return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 
-def _read_directory(name: str, directory: Path) -> Form:
+def list_files(name: str, directory: Path) -> dict[str, Path]:
+    """Return the files of a directory that an endpoint takes as a form, by part.
+
+    Errors: InvalidRequestError where one is missing.
+    """
     maker, required, further = FORMS[name]
     files = {part: directory / file for part, file in required.items()}
     missing = [path.name for path in files.values() if not path.is_file()]
@@ -417,4 +422,4 @@ def _read_directory(name: str, directory: Path) -> Form:
         )
         raise InvalidRequestError("invalid_request", detail, param="directory")
     there = {part: directory / file for part, file in further.items()}
-    return Form(files | {part: path for part, path in there.items() if path.is_file()})
+    return files | {part: path for part, path in there.items() if path.is_file()}

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 from logsteer import _arrays
 from logsteer._calls import ApiCall
 from logsteer._events import ServerSentEvent
-from logsteer._upload import UploadBody
 from logsteer._version import __version__
 from logsteer.errors import (
     AnswerError,
@@ -76,18 +75,6 @@ class RetryPolicy:
         return longest * (1 - 0.5 * self.jitter())
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a client brings to each of its exchanges."""
-
-    build: Callable[..., httpx.Request]
-    chunks: Callable[[UploadBody], Any]
-    base_url: str
-    encoding: Encoding
-    policy: RetryPolicy
-    clock: Callable[[], float] = time.time
-
-
 class Exchange(Generic[A]):
     """The course of one call: what is sent, what is tried again, and what the answer says.
 
@@ -96,29 +83,24 @@ class Exchange(Generic[A]):
     all attempts.
     """
 
-    def __init__(self, call: ApiCall[A], terms: Terms) -> None:
-        self._call, self._terms = call, terms
+    def __init__(self, call: ApiCall[A], settings: "ClientSettings") -> None:
+        self._call, self._settings = call, settings
         self._request_id = uuid.uuid4().hex
         self._attempt = 0
         self._has_begun = False
 
-    def build(self) -> httpx.Request:
-        """Return the request to send."""
-        call, terms = self._call, self._terms
-        accept = _ACCEPT[terms.encoding]
+    def write_headers(self) -> dict[str, str]:
+        """Return the headers of the next attempt's request."""
+        call = self._call
+        accept = _ACCEPT[self._settings.encoding]
         if call.events:
             accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
         elif call.file_type is not None:
             accept = f"{call.file_type}, application/problem+json"
         headers = {"X-Request-Id": self._request_id, "Accept": accept, **_describe_trace()}
-        content: Any = call.body
-        if call.body is not None:
-            headers["Content-Type"] = "application/json"
-        elif call.upload is not None:
-            headers["Content-Type"] = call.upload_type
-            content = terms.chunks(call.upload)
-        params = dict(call.params) or None
-        return terms.build(call.method, call.path, content=content, params=params, headers=headers)
+        if call.body is not None or call.upload is not None:
+            headers["Content-Type"] = call.media_type
+        return headers
 
     def choose_pause(self, failure: httpx.HTTPError | APIError) -> float:
         """Return the seconds to wait before the next attempt; raise where there is none."""
@@ -126,12 +108,12 @@ class Exchange(Generic[A]):
         if isinstance(failure, APIError):
             error, passing, retry_after = failure, failure.retryable, failure.retry_after
         else:
-            error = _transport_error(failure, self._terms.base_url, self._request_id)
+            error = _transport_error(failure, self._settings.base_url, self._request_id)
             passing, retry_after = isinstance(failure, _PASSING_FAILURES), None
         upload = self._call.upload
         passing = passing and self._call.retry_safe and not self._has_begun
         passing = passing and (upload is None or upload.can_restart)
-        seconds = self._terms.policy.pause(self._attempt, retry_after) if passing else None
+        seconds = self._settings.policy.pause(self._attempt, retry_after) if passing else None
         if seconds is None:
             raise error from (None if error is failure else failure)
         self._attempt += 1
@@ -141,7 +123,7 @@ class Exchange(Generic[A]):
         """Raise for a response that is not an answer; it has been read unless it streams."""
         answers = response.is_success or response.status_code in self._call.answer_statuses
         if not answers or _media_type(response) == "application/problem+json":
-            raise _refusal(response, self._terms, self._request_id)
+            raise _refusal(response, self._request_id)
         expected = _EVENT_STREAM if self._call.events else self._call.file_type
         if expected is not None and (found := _media_type(response)) != expected:
             raise AnswerError(
@@ -201,7 +183,7 @@ def _describe_trace() -> dict[str, str]:
     return headers
 
 
-def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIError:
+def _refusal(response: httpx.Response, request_id: str) -> APIError:
     document = _problem_document(response.content)
     status = response.status_code
     if not isinstance(document.get("detail"), str):
@@ -216,7 +198,7 @@ def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIErro
     return problem_error(
         # The status that was sent decides, whatever a proxy or the document makes of it.
         {**document, "status": status},
-        retry_after=_retry_after(response.headers.get("Retry-After"), terms.clock()),
+        retry_after=_retry_after(response.headers.get("Retry-After"), time.time()),
         request_id=request_id,
     )
 
@@ -315,15 +297,9 @@ class ClientSettings:
         self.http: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeout}
         self.transport = _choose_transport(uds)
         self.model = model or os.environ.get("LOGSTEER_MODEL") or None
-        self._encoding = encoding
-        self._max_retries = max_retries
-
-    def terms(
-        self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
-    ) -> Terms:
-        """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
-        policy = RetryPolicy(self._max_retries)
-        return Terms(build, chunks, self.http["base_url"], self._encoding, policy)
+        self.base_url = url
+        self.encoding = encoding
+        self.policy = RetryPolicy(max_retries)
 
 
 def _read_address(url: str) -> tuple[str, str | None]:

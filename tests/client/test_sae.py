@@ -233,7 +233,7 @@ def test_autoencoders_that_are_refused(
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogsteerError, match=r"no cfg\.json: give the directory"):
+    with pytest.raises(LogsteerError, match=r"no cfg\.json and .*: give the directory"):
         read_feature(tmp_path / "none", FEATURE)
     weights = save(tmp_path) / "sae_weights.safetensors"
     whole = weights.read_bytes()
