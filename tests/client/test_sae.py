@@ -247,13 +247,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         weights.write_bytes(content)
         with pytest.raises(LogsteerError, match=reason):
             read_feature(tmp_path, FEATURE)
-    weights.unlink()
-    with pytest.raises(LogsteerError, match="no sae_weights"):
-        read_feature(tmp_path, FEATURE)
     for text, reason in (("{", "no JSON"), ("[]", "no JSON object")):
         (tmp_path / "cfg.json").write_text(text)
         with pytest.raises(LogsteerError, match=reason):
             read_feature(tmp_path, FEATURE)
+    weights.unlink()
+    with pytest.raises(LogsteerError, match="has no sae_weights"):
+        read_feature(tmp_path, FEATURE)
 
 
 class SizedServer:
