@@ -195,23 +195,6 @@ def test_a_missing_file_is_told_before_anything_is_sent(
     assert server.requests == []
 
 
-def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory: Path) -> None:
-    server = answer(GONE)
-    assert call(server, lambda client: client.adapters.delete("lora")).sha256 == "ab" * 32
-    assert (server.requests[0].method, server.requests[0].url.path) == ("DELETE", "/adapters/lora")
-    server = Script(httpx.ReadError("broken"))
-    with pytest.raises(TransportError, match="broken"):
-        call(server, lambda client: client.adapters.delete("lora"))
-    assert len(server.requests) == 1
-    for use in (
-        lambda client: client.adapters.delete(""),
-        lambda client: client.adapters.put("", directory),
-    ):
-        with pytest.raises(InvalidRequestError, match="name is empty"):
-            call(server, use)
-    assert len(server.requests) == 1
-
-
 ITEMS = [{"context": "a", "targets": ["b"]}]
 SCORES = logprob_answer([target("b", -1.0)])
 

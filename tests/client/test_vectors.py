@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from logsteer import AnswerError, InvalidRequestError, NotFoundError
+from logsteer import AnswerError, InvalidRequestError, NotFoundError, TransportError
 from logsteer.extras.tensors import convert_upload
 
 from .documents import ANSWER
@@ -62,26 +62,6 @@ def file_answer(data: bytes, kind: str = "application/vnd.safetensors") -> Scrip
     return Script(httpx.Response(200, content=data, headers={"Content-Type": kind}))
 
 
-def test_cards(call: Caller) -> None:
-    server = answer(LIST)
-    found = call(server, lambda client: client.vectors.list())
-    assert [card.name for card in found.vectors] == ["happy"]
-    server = answer(CARD)
-    card = call(server, lambda client: client.vectors.get("happy"))
-    assert (card.layers, card.norms["7"]) == ([1, 2, 3, 7], 7.0)
-    assert server.requests[0].url.path == "/vectors/happy"
-
-
-def test_a_name_is_quoted_and_not_empty(call: Caller) -> None:
-    server = Script(problem("invalid_request", 422))
-    with pytest.raises(InvalidRequestError):
-        call(server, lambda client: client.vectors.get("../x"))
-    assert server.requests[0].url.raw_path == b"/vectors/..%2Fx"
-    with pytest.raises(InvalidRequestError, match="name is empty"):
-        call(server, lambda client: client.vectors.delete(""))
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize("kind", ["bytes", "path", "file", "pieces"])
 def test_a_file_is_put(call: Caller, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "v.gguf"
@@ -127,48 +107,10 @@ def test_a_page_is_no_file(call: Caller) -> None:
 
 
 def test_a_vector_is_deleted_once(call: Caller, pauses: list[float]) -> None:
-    server = answer(GONE)
-    assert call(server, lambda client: client.vectors.delete("happy")).name == "happy"
-    assert server.requests[0].method == "DELETE"
     server = Script(httpx.ReadError("broken"))
-    with pytest.raises(Exception, match="broken"):
+    with pytest.raises(TransportError, match="broken"):
         call(server, lambda client: client.vectors.delete("happy"))
     assert len(server.requests) == 1
-
-
-def test_training(call: Caller) -> None:
-    server = answer(TRAINED)
-    options: Any = {"method": "pca", "read": "mean", "layers": (2, 3), "bos": "never"}
-    trained = call(
-        server,
-        lambda client: client.vectors.train("happy", [tuple(PAIR.values())], **options),
-        model="demo",
-    )
-    assert trained.vector.about.quality["2"].auc == trained.vector.about.quality[2].auc == 0.875
-    assert trained.usage.prompt_tokens == 3
-    assert json.loads(server.bodies[0]) == {
-        "model": "demo",
-        "name": "happy",
-        "pairs": [PAIR],
-        "method": "pca",
-        "read": "mean",
-        "layers": [2, 3],
-        "bos": "never",
-    }
-    with pytest.raises(InvalidRequestError, match="are the same"):
-        same = {"positive": "a", "negative": "a"}
-        call(server, lambda client: client.vectors.train("happy", [same]))
-    assert len(server.requests) == 1
-
-
-def test_combining(call: Caller) -> None:
-    server = answer(CARD)
-    call(server, lambda client: client.vectors.combine("c", {"a": 1, "b": -0.5}, ["d"]))
-    assert server.requests[0].url.path == "/vectors/c/combine"
-    assert json.loads(server.bodies[0]) == {
-        "vectors": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": -0.5}],
-        "orthogonal_to": ["d"],
-    }
 
 
 def test_list_and_show(capsys: Output) -> None:
