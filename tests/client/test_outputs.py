@@ -104,26 +104,6 @@ def test_a_selftest_has_a_row_a_check(capsys: Output) -> None:
     assert [row["verdict"] for row in rows] == ["passed", "passed", "failed", "not_run"]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["models", "--json", "--format", "csv"],
-        ["models", "--output", "rows"],
-        ["models", "--format", "xml"],
-        ["models", "--plot", "a.png"],
-        ["score", "a", "b", "--per", "token"],
-        ["score", "a", "b", "--per", "window", "--format", "csv"],
-        ["score", "a", "b", "--plot", "a.png"],
-    ],
-)
-def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
-    server = answer(MODELS)
-    with pytest.raises(SystemExit) as caught:
-        run(server, *argv)
-    assert caught.value.code == 2
-    assert "See logsteer" in capsys.readouterr().err and server.requests == []
-
-
 def test_what_is_missing_is_told_before_anything_is_asked_for(capsys: Output) -> None:
     server = answer(MODELS)
     assert run(server, "models", "--output", "none/rows.csv") == 1

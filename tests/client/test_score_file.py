@@ -295,16 +295,6 @@ def test_a_result_without_what_was_asked_for_is_a_failed_row(
     assert row["error"]["code"] == "internal" and told in row["error"]["detail"]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [["--map", "text"], ["--options", "[1]"], ["--endpoint", "tokenize"]],
-)
-def test_wrong_usage_of_the_command(corpus: Path, argv: list[str], capsys: Output) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["score-file", str(corpus), "out.jsonl", *argv])
-    assert caught.value.code == 2
-
-
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
 def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: str) -> None:
     import pyarrow
