@@ -223,7 +223,7 @@ def build_call(
     Raises InvalidRequestError, and OSError for a file that cannot be read.
     """
     endpoint = ENDPOINTS[name]
-    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
+    given = dict(values)
     path = _fill_path(endpoint.path, given)
     source = given.pop(SOURCES[endpoint.upload]) if endpoint.upload else None
     fields = _complete(endpoint, given, default_model)
@@ -268,8 +268,7 @@ def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:
     """Return the message that these arguments make, as `build_call` does: checked, not sent."""
     endpoint = ENDPOINTS[name]
     assert endpoint.request is not None, "asked of endpoints with a request"
-    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
-    return checked(endpoint.request, _complete(endpoint, given, None))
+    return checked(endpoint.request, _complete(endpoint, values, None))
 
 
 def fits_query(name: str, values: Mapping[str, Any]) -> bool:
@@ -324,7 +323,8 @@ def _complete(
     endpoint: Endpoint, given: Mapping[str, Any], default_model: str | None
 ) -> dict[str, Any]:
     """Return the fields of the request: what was given, as plain lists, and the client's model."""
-    fields = {name: _plain(value) for name, value in given.items()}
+    told = {name: value for name, value in given.items() if value is not NOT_GIVEN}
+    fields = {name: _plain(value) for name, value in told.items()}
     for parameter in list_parameters(endpoint):
         value = fields.get(parameter.name)
         if parameter.name in endpoint.optional and value is None:

@@ -7,7 +7,6 @@ awaits: the files of `BLOCKING` are written from their twins by unasync, which t
 `await` away.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -321,9 +320,7 @@ def render_all() -> dict[Path, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the files, or with --check compare them; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m logsteer._generator")
-    parser.add_argument("--check", action="store_true", help="fail where the files differ")
-    check = parser.parse_args(argv).check
+    check = "--check" in (sys.argv if argv is None else argv)
     made = render_all()
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if check and stale:

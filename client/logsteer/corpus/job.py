@@ -6,7 +6,8 @@ share the rows.
 """
 
 import asyncio
-import random
+import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from logsteer._calls import ApiCall, Download
+from logsteer._exchange import RetryPolicy
 from logsteer._progress import CountingProgress
 from logsteer.async_client import AsyncClient
 from logsteer.corpus.answers import (
@@ -244,8 +246,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
 
 
 LONGEST_PAUSE_S = 60.0
-FIRST_PAUSE_S = 0.5
-LONGEST_OWN_PAUSE_S = 8.0
+_PAUSES = RetryPolicy(max_retries=sys.maxsize, longest_wait=math.inf)
 MAX_TIMEOUTS = 3
 """Timeouts of one request after which it counts as too much for the time."""
 
@@ -275,11 +276,8 @@ class FleetServer:
         now = time.monotonic()
         if now < self.free_at:
             return
-        pause = getattr(error, "retry_after", None)
-        if pause is None:
-            longest = min(FIRST_PAUSE_S * 2.0**self._failures, LONGEST_OWN_PAUSE_S)
-            pause = longest * (1 - 0.5 * random.random())  # noqa: S311
-        self.free_at = now + min(pause, LONGEST_PAUSE_S)
+        pause = _PAUSES.pause(self._failures, getattr(error, "retry_after", None))
+        self.free_at = now + min(pause or 0.0, LONGEST_PAUSE_S)
         self._failures += 1
         if isinstance(error, OverloadedError):
             self.limit, self._answers = max(1, self.limit // 2), 0

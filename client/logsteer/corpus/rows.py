@@ -64,7 +64,7 @@ class RowSource:
 
     A row of JSON lines is a line that is not blank, as it stands; one of Parquet is an object of
     the columns that are `wanted`, those of them that the file has, written as JSON. `size` is the
-    file's in bytes, and rows for Parquet; `place` is how far of that was read.
+    file's in bytes, and rows for Parquet.
     """
 
     def __init__(self, path: Path, wanted: Sequence[str]) -> None:
@@ -74,18 +74,12 @@ class RowSource:
         self._raw: BinaryIO = path.open("rb")
         self.file_bytes = path.stat().st_size
         self.size = self.file_bytes
-        self._rows_read = 0
         try:
             is_parquet = self.format == "parquet"
             self._rows = self._read_parquet() if is_parquet else self._read_lines()
         except BaseException:
             self._raw.close()
             raise
-
-    @property
-    def place(self) -> int:
-        """How far was read."""
-        return self._rows_read if self.format == "parquet" else self._raw.tell()
 
     def close(self) -> None:
         """Close the file."""
@@ -107,8 +101,9 @@ class RowSource:
         size = 0
         for row in self._rows:
             if rows and (len(rows) == max_rows or size + len(row) > max_bytes):
-                yield Chunk(first, rows, self.place)
-                first, rows, size = first + len(rows), [], 0
+                end = first + len(rows)
+                yield Chunk(first, rows, end if self.format == "parquet" else self._raw.tell())
+                first, rows, size = end, [], 0
             rows.append(row)
             size += len(row)
         if rows:
@@ -147,13 +142,11 @@ class RowSource:
             raise LogsteerError(f"{self.path} is not a Parquet file: {error}") from error
         self.size = file.metadata.num_rows
         columns = [name for name in self._wanted if name in file.schema_arrow.names]
-        return self._decode(file, columns)
-
-    def _decode(self, file: Any, columns: Sequence[str]) -> Iterator[bytes]:
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-            for row in batch.to_pylist() if columns else [{}] * batch.num_rows:
-                self._rows_read += 1
-                yield to_json(row)
+        return (
+            to_json(row)
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
+            for row in (batch.to_pylist() if columns else [{}] * batch.num_rows)
+        )
 
 
 Row: TypeAlias = dict[str, Any]

@@ -117,14 +117,6 @@ def load_pandas() -> Any:
     return pandas
 
 
-def name_columns(logprobs: Sequence[Float] | None, found: RowColumns) -> dict[str, Sequence[Any]]:
-    """Return what was read from the row of each token, by names such as `rank`."""
-    columns: dict[str, Sequence[Any]] = {"logprob": logprobs} if logprobs else {}
-    if found.ranks is not None:
-        columns["rank"] = found.ranks
-    return columns | dict(found.columns or {})
-
-
 def place_readings(
     probes: Sequence[ProbeReadings] | None, places: Sequence[int]
 ) -> dict[str, dict[int, Float]]:
@@ -175,7 +167,9 @@ def _write_tokens(
     """
     columns: dict[str, Sequence[Any]] = {"token": tokens} if tokens is not None else {}
     columns |= {"token_id": token_ids} if token_ids is not None else {}
-    columns |= name_columns(logprobs, found)
+    columns |= {"logprob": logprobs} if logprobs else {}
+    columns |= {"rank": found.ranks} if found.ranks is not None else {}
+    columns |= found.columns or {}
     count = max(map(len, columns.values()), default=0)
     numbers = {place: n for n, place in enumerate(positions or range(count))}
     readings = place_readings(found.probes, list(numbers))

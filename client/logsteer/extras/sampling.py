@@ -226,10 +226,6 @@ class _SampledPrompt(TypedDict):
     completions: list[_SampledText]
 
 
-class _Weights(BaseModel):
-    weights_digest: str
-
-
 class SampledBatch(BaseModel):
     """What sampling needs of a `GenerateAnswer`; the rest of its results stays as it came.
 
@@ -238,7 +234,7 @@ class SampledBatch(BaseModel):
 
     id: str
     model: str
-    provenance: _Weights
+    provenance: dict[str, Any]
     results: list[_SampledPrompt]
 
 
@@ -289,7 +285,7 @@ class SamplingRun:
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
-        self._answered_by: tuple[str, str] | None = None
+        self._answered_by: tuple[str, str | None] | None = None
         draws = range(len(self._prompts))
         self._batches = (draws[at : at + batch_size] for at in draws[::batch_size])
         self._halves: list[range] = []
@@ -324,7 +320,7 @@ class SamplingRun:
                 "of the server",
                 request_id=answer.id,
             )
-        answered_by = answer.model, answer.provenance.weights_digest
+        answered_by = answer.model, answer.provenance.get("weights_digest")
         self._answered_by = self._answered_by or answered_by
         if answered_by != self._answered_by:
             raise AnswerError(
