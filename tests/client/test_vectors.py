@@ -167,6 +167,8 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
         ("", "is empty"),
         (json.dumps(PAIR) + "\nno json", "line 2"),
         ("1", "line 1"),
+        ("[1]", "entry 1: no"),
+        ("[", "no JSON list"),
         ("[]", "no pairs"),
         ("\n", "no pairs"),
     ):
