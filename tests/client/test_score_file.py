@@ -314,25 +314,24 @@ def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: s
     assert gzip.decompress(target.read_bytes()) == plain.read_bytes()
 
 
-def test_results_are_not_written_as_parquet(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(LogsteerError, match=r"name a \.jsonl"):
-        score(corpus, tmp_path / "out.parquet", CorpusServer())
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "target", "told"),
     [
-        ("in.txt", b"{}", "does not say what it holds"),
-        ("in.jsonl.gz", b"no gzip", "cannot be unpacked"),
-        ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "cannot be unpacked"),
-        ("in.parquet", b"no parquet", "not a Parquet"),
+        ("in.txt", b"{}", "out.jsonl", "does not say what it holds"),
+        ("in.jsonl.gz", b"no gzip", "out.jsonl", "cannot be unpacked"),
+        ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "out.jsonl", "cannot be unpacked"),
+        ("in.parquet", b"no parquet", "out.jsonl", "not a Parquet"),
+        ("in.jsonl", b"{}", "out.parquet", r"name a \.jsonl"),
+        ("in.jsonl", b"{}", "none/out.jsonl", "there is no directory"),
     ],
-    ids=["no name", "no gzip", "cut", "no parquet"],
+    ids=["no name", "no gzip", "cut", "no parquet", "to parquet", "no directory"],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_files_that_cannot_be_read_or_written(
+    tmp_path: Path, name: str, content: bytes, target: str, told: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LogsteerError, match=told):
-        score(tmp_path / name, tmp_path / "out.jsonl", CorpusServer())
+        score(tmp_path / name, tmp_path / target, CorpusServer())
 
 
 def test_what_is_missing_for_parquet_is_named(
