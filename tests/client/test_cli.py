@@ -403,6 +403,13 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     assert err.count("\n") == 2 and ("--cast" not in argv or "only with --override" in err)
 
 
+def test_every_column_is_too_wide_for_a_terminal_unless_some_are_named(capsys: Output) -> None:
+    argv, reply, *_ = COMMANDS["diagnostics"]
+    server = answer(reply)
+    assert run(server, *argv[:3]) == 0
+    assert "'ad'" not in capsys.readouterr().out and "columns" not in server.sent
+
+
 def test_selftest_shows_each_check_and_fails_where_one_does(capsys: Output) -> None:
     server = Script(event_stream(events(*SELFTEST_EVENTS)))
     assert run(server, "selftest", "demo", "--against", "other") == 1
@@ -477,30 +484,58 @@ def contains(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def test_a_refusal_is_one_line_on_stderr(capsys: Output) -> None:
-    server = Script(problem("unknown_model", 404, detail="no model x;\nthere is: demo"))
-    assert run(server, "models", "--json") == 1
+SWEPT = ["sweep", "--vector", "mood", "--scales=1", "--item", "I am", " glad", " sad"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "reply", "status", "told"),
+    [
+        (["models", "--json"], problem("unknown_model", 404, detail="no model x;\nthere is: demo"),
+         1, "error: unknown_model: no model x; there is: demo (request from-server)\n"),
+        (["models"], problem("invalid_request", 422), 1, "invalid_request"),
+        (["models"], problem("internal", 500), 1, "internal"),
+        (["models"], problem("unauthorized", 401), 1, "unauthorized"),
+        (["models"], problem("overloaded", 429), 3, "overloaded"),
+        (["models"], problem("model_loading", 503), 3, "model_loading"),
+        (["models"], problem("deadline_exceeded", 504), 3, "deadline_exceeded"),
+        (["models"], httpx.ReadTimeout("slow"), 3, "did not answer"),
+        (["models", "--base-url", "http://h:1"], httpx.ConnectError("refused"), 3,
+         "error: no server answers at http://h:1 (refused)"),
+        (["models", "--base-url", "localhost:1"], None, 1, "needs the form http://host:port"),
+        (["models", "reload"], problem("invalid_request", 422, detail="nothing changed: line 3"), 1,
+         "nothing changed: line 3"),
+        (["models", "--output", "none/rows.csv"], None, 1, "there is no directory"),
+        (["perplexity", "none"], None, 1, "error: No such file or directory: none\n"),
+        (["steer", "I", "--vector", "mood"], problem("unknown_vector", 404), 1, "unknown_vector"),
+        (SWEPT, httpx.Response(200, json=SWEEP), 1, "texts: a fault of the server (request r)"),
+        ([*SWEPT, "--text", "text", "--plot", "x.doc"], None, 1, ".png, .svg or .pdf"),
+        ([*SWEPT, "--text", "text", "--plot", "none/x.png"], None, 1, "there is no directory"),
+        (["perplexity", "text", "--plot", "s.txt"], None, 1, ".png, .svg or .pdf"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_one_line_on_stderr_and_a_status(
+    capsys: Output, pauses: list[float], argv: list[str], reply: Any, status: int, told: str
+) -> None:
+    server = Script(reply)
+    assert run(server, *argv) == status
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "error: unknown_model: no model x; there is: demo (request from-server)\n"
+    assert (out, err.count("\n"), bool(server.requests)) == ("", 1, reply is not None)
+    assert err.startswith("error: ") and told in err
 
 
-def test_no_server_is_told(capsys: Output, pauses: list[float]) -> None:
-    assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 3
-    err = capsys.readouterr().err
-    assert err.startswith("error: no server answers at http://h:1 (refused)")
-    assert "logsteer serve MODEL" in err and err.count("\n") == 1
-
-
-def test_a_file_that_is_not_there_is_told(capsys: Output, tmp_path: Path) -> None:
-    path = tmp_path / "none"
-    assert run(answer(PERPLEXITY), "perplexity", str(path)) == 1
-    assert capsys.readouterr().err == f"error: No such file or directory: {path}\n"
-
-
-def test_a_wrong_address_is_told(capsys: Output) -> None:
-    assert run(answer(MODELS), "models", "--base-url", "localhost:1") == 1
-    assert "needs the form http://host:port" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "reply", "path", "start"),
+    [
+        (["perplexity", "text", "--json"], event_stream(PERPLEXITY_EVENTS), "p.svg", b"<?xml"),
+        ([*SWEPT, "--text", "text"], httpx.Response(200, json=SWEEP), "p.png", b"\x89PNG"),
+    ],
+)
+def test_an_answer_is_drawn_to_a_file(
+    capsys: Output, argv: list[str], reply: Any, path: str, start: bytes
+) -> None:
+    assert run(Script(reply), *argv, "--plot", path) == 0
+    assert Path(path).read_bytes().startswith(start)
+    assert ("plot: p.png" in capsys.readouterr().out) == ("--json" not in argv)
 
 
 def test_settings_before_or_after_the_command(capsys: Output) -> None:
@@ -574,9 +609,3 @@ def test_a_replacement_that_failed_is_exit_status_1(capsys: Output) -> None:
     out, err = capsys.readouterr()
     assert json.loads(out)["failed"] == {"other": "no such directory"}
     assert err == "error: other: no such directory\n"
-
-
-def test_a_configuration_that_cannot_be_used_is_told(capsys: Output) -> None:
-    server = Script(problem("invalid_request", 422, detail="nothing was changed: line 3"))
-    assert run(server, "models", "reload") == 1
-    assert "nothing was changed: line 3" in capsys.readouterr().err

@@ -178,13 +178,6 @@ def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
     assert err.startswith("error: out_of_memory")
 
 
-def test_a_refusal_before_the_stream_prints_no_prompt(capsys: Output) -> None:
-    server = Script(problem("unknown_vector", 404))
-    assert run(server, "steer", "I", "--vector", "mood") == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "unknown_vector" in err
-
-
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("söme text")
@@ -230,22 +223,3 @@ def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
 
 def two_items(point: dict[str, Any]) -> dict[str, Any]:
     return {**point, "items": point["items"] * 2}
-
-
-def test_a_sweep_of_something_else_is_no_answer(capsys: Output) -> None:
-    assert run(answer(SWEEP), "sweep", "--vector", "mood", "--scales=1", *ITEM) == 1
-    err = capsys.readouterr().err
-    assert "1 texts" in err and "fault of the server" in err and "(request r)" in err
-
-
-def test_a_sweep_is_drawn(capsys: Output, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.png"
-    argv = ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--text", __file__, "--plot"]
-    assert run(answer(SWEEP), *argv, str(path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert f"plot: {path}" in capsys.readouterr().out.replace("\n", "")
-    server = answer(SWEEP)
-    for wrong, reason in (("x.doc", ".png, .svg or .pdf"), ("none/x.png", "no directory")):
-        assert run(server, *argv, str(tmp_path / wrong)) == 1
-        assert reason in capsys.readouterr().err
-    assert server.requests == []
