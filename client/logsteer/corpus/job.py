@@ -168,11 +168,12 @@ class FileJob:
             )
 
     def commit(self, *, wait: bool = True, is_whole: bool = False) -> None:
-        """Have what was written on the disk; without `wait` in a thread, once the last one ended.
+        """Have what was written on the disk; without `wait` in a thread, every `commit_s`.
 
         Errors: OSError, of the last commit too: none may follow one that failed.
         """
-        if not wait and not self._commit.done():
+        is_due = time.monotonic() - self._committed_at > self.limits.commit_s
+        if not wait and not (is_due and self._commit.done()):
             return
         self._commit.result()
         record = Record(
@@ -183,10 +184,6 @@ class FileJob:
         self._committed_at = time.monotonic()
         if wait:
             self._commit.result()
-
-    def is_due(self) -> bool:
-        """Return whether what was written is to be committed."""
-        return time.monotonic() - self._committed_at > self.limits.commit_s
 
     @property
     def seconds(self) -> float:
@@ -237,8 +234,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
                 return
             job.write(await begun[0])
             begun.popleft()
-            if job.is_due():
-                job.commit(wait=False)
+            job.commit(wait=False)
     finally:
         for task in begun:
             task.cancel()
