@@ -337,7 +337,7 @@ def test_files_that_cannot_be_read_or_written(
 def test_what_is_missing_for_parquet_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     packed = tmp_path / "in.parquet"
     packed.touch()
     with pytest.raises(LogsteerError, match=r"pip install \"logsteer\[tables\]\""):

@@ -168,7 +168,7 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
         (json.dumps(PAIR) + "\nno json", "line 2"),
         ("1", "line 1"),
         ("[1]", "entry 1: no"),
-        ("[", "no JSON list"),
+        ("[", "no JSON"),
         ("[]", "no pairs"),
         ("\n", "no pairs"),
     ):

@@ -18,7 +18,7 @@ from logsteer._calls import Parameter, list_parameters
 from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import load_steering, read_json_lines
+from logsteer.extras.datasets import load_steering, parse_json, read_json_lines
 from logsteer.extras.rows import list_grains
 from logsteer.schemas import PositionName, ProbeRead, steering
 from logsteer.schemas.steering import Operation, Unit, parse_vector
@@ -157,12 +157,7 @@ def read_entries(name: str, form: str) -> Iterator[tuple[str, Any]]:
     """
     place, data = read_input(name)
     if data.lstrip().startswith(b"["):
-        try:
-            entries = list(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise LogsteerError(f"{place}: no JSON list: {reason}") from error
-        for number, entry in enumerate(entries, 1):
+        for number, entry in enumerate(parse_json(data, place), 1):
             yield f"{place}, entry {number}", entry
         return
     for number, entry in read_json_lines(BytesIO(data), place, form):

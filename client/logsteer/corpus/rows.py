@@ -19,6 +19,7 @@ from pydantic_core import from_json, to_json
 
 from logsteer._calls import checked, read_request
 from logsteer.errors import InvalidRequestError, LogsteerError
+from logsteer.extras import import_package
 from logsteer.schemas import LogprobItem, Message
 from logsteer.schemas.common import OneForm, TokenId
 
@@ -131,14 +132,11 @@ class RowSource:
             raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
 
     def _read_parquet(self) -> Iterator[bytes]:
-        try:
-            import pyarrow as arrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise LogsteerError('Parquet needs pyarrow: pip install "logsteer[tables]"') from error
+        missing = LogsteerError('Parquet needs pyarrow: pip install "logsteer[tables]"')
+        parquet = import_package("pyarrow.parquet", missing)
         try:
             file = parquet.ParquetFile(self._raw, pre_buffer=False)
-        except arrow.ArrowInvalid as error:
+        except ValueError as error:  # ArrowInvalid is one
             raise LogsteerError(f"{self.path} is not a Parquet file: {error}") from error
         self.size = file.metadata.num_rows
         columns = [name for name in self._wanted if name in file.schema_arrow.names]

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from logsteer._pairs import LogProbs
 from logsteer.errors import LogsteerError
+from logsteer.extras import import_package
 from logsteer.extras.dose_response import DoseResponse
 from logsteer.extras.labels import label_layers
 from logsteer.schemas import (
@@ -110,11 +111,8 @@ def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
 
 def load_pandas() -> Any:
     """Return the module pandas; ImportError that says what to install where it is missing."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError('tables need pandas: pip install "logsteer[tables]"') from error
-    return pandas
+    missing = 'tables need pandas: pip install "logsteer[tables]"'
+    return import_package("pandas", ImportError(missing))
 
 
 def place_readings(

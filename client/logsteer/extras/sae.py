@@ -28,6 +28,7 @@ from typing import Any
 
 from logsteer._calls import list_files
 from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import parse_json
 from logsteer.extras.tensors import FLOATS, TensorFile, import_numpy, render_tensors
 from logsteer.schemas import ModelCard, VectorCard, VectorReadout
 from logsteer.schemas.common import Reply
@@ -159,10 +160,7 @@ class SaeConfig:
 
         Raises LogsteerError.
         """
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise LogsteerError(f"{place}: no JSON: {error}") from error
+        document = parse_json(content, str(place))
         if not isinstance(document, dict):
             raise LogsteerError(f"{place}: no JSON object")
         return cls(document, place)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer.errors import InvalidRequestError
+from logsteer.extras import import_package
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -97,11 +98,7 @@ def render_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str] | Non
 
 def import_numpy() -> Any:
     """Return the module numpy; ImportError that says what to install where it is missing."""
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ImportError("tensors are numpy arrays: pip install numpy") from error
-    return np
+    return import_package("numpy", ImportError("tensors are numpy arrays: pip install numpy"))
 
 
 # ------------------------------------------------------------------ torch.save
@@ -150,13 +147,13 @@ def convert_torch(data: bytes) -> bytes:
     It is a dictionary of layer, or name of a hook, -> tensor; or a vector of steering-vectors.
     Errors: InvalidRequestError that says what to save instead; ImportError without torch.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
+    torch = import_package(
+        "torch",
+        ImportError(
             "a file of torch is converted on this machine, which takes torch: pip install torch; "
             "or save the vector as safetensors"
-        ) from error
+        ),
+    )
     known: Any = (SavedVector, "steering_vectors.steering_vector.SteeringVector")
     try:
         with torch.serialization.safe_globals([known]):
