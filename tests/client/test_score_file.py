@@ -277,7 +277,7 @@ def test_the_command_tells_what_was_done(corpus: Path, tmp_path: Path, capsys: O
         ("logprob", {}, "2 targets were asked for, got 0"),
         ("logprob", {"targets": [{"logprob": -1.0}]}, "2 targets were asked for, got 1"),
         ("logprob", {"targets": None}, "2 targets were asked for, got 0"),
-        ("logprob", None, "no object"),
+        ("logprob", None, "not an object"),
         ("perplexity", {"sum_logprob": -1.0}, "no number sum_squared_logprob"),
         ("generate", {"completions": []}, "1 completions were asked for, got 0"),
     ],

@@ -221,7 +221,7 @@ def check_result(form: RowForm, item: Row, result: Any) -> None:
     Errors: what the server says is wrong with the row; AnswerError for a result that lacks a part.
     """
     if not isinstance(result, dict):
-        raise AnswerError("the result is no object: a fault of the server")
+        raise AnswerError("the result is not an object: a fault of the server")
     if isinstance(result.get("problem"), dict):
         raise problem_error(result["problem"])
     parts = form.kind.parts
