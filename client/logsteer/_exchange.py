@@ -103,7 +103,7 @@ class Exchange(Generic[A]):
         return headers
 
     def choose_pause(self, failure: httpx.HTTPError | APIError) -> float:
-        """Return the seconds to wait before the next attempt; raise the error where none follows."""
+        """Return the seconds until the next attempt; raise the error where none follows."""
         error: LogsteerError
         if isinstance(failure, APIError):
             error, passing, retry_after = failure, failure.retryable, failure.retry_after
