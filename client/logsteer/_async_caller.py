@@ -8,8 +8,8 @@ do what takes more than one call or reads the answer.
 # What an endpoint is answered with is of the type that the table of endpoints has for it.
 
 from asyncio import sleep
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -17,11 +17,11 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer._calls import ApiCall, as_list, build_call, build_file_call
-from logsteer._events import EventParser, ServerSentEvent
-from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
+from logsteer._events import EventParser
+from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer.errors import PayloadTooLargeError
-from logsteer.extras.activations import Activations, ActivationShards, capture_shards
+from logsteer.errors import APIError, PayloadTooLargeError
+from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
 from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_tasks
 from logsteer.schemas import ItemScore, SpacePolicy
 
@@ -35,7 +35,7 @@ class AsyncCaller:
     """Sends calls by `httpx.AsyncClient`."""
 
     _http: httpx.AsyncClient
-    _terms: Terms
+    _settings: ClientSettings
     _model: str | None
 
     async def _ask(self, endpoint: str, /, **values: Any) -> Any:
@@ -45,42 +45,46 @@ class AsyncCaller:
         return self._run(build_call(endpoint, values, self._model, events=True))
 
     async def _run(self, call: ApiCall[A]) -> AsyncGenerator[A, None]:
-        """Carry out the exchange of a call: yield what it delivers, raise what it raises."""
-        steps = exchange(call, self._terms)
-        response: httpx.Response | None = None
-        events: AsyncIterator[ServerSentEvent] | None = None
-        reply: Any = None
+        """Yield what a call is answered with, tried again where that may help; raise its errors."""
+        exchange = Exchange(call, self._settings)
+        while True:
+            try:
+                async with aclosing(self._attempt(call, exchange)) as answers:
+                    async for answer in answers:
+                        yield answer
+                return
+            except (httpx.HTTPError, APIError) as failure:
+                seconds = exchange.choose_pause(failure)
+            await sleep(seconds)
+
+    async def _attempt(self, call: ApiCall[A], exchange: Exchange[A]) -> AsyncGenerator[A, None]:
         try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Deliver):
-                    yield step.answer
-                    step = next(steps)
-                    continue
-                try:
-                    if isinstance(step, Send):
-                        if response is not None:
-                            await response.aclose()
-                        response = await self._http.send(step.request, stream=step.streams)
-                        reply = response
-                        if step.streams and is_event_stream(response):
-                            events = _read_events(response)
-                        else:
-                            await response.aread()
-                    elif isinstance(step, Pause):
-                        await sleep(step.seconds)
-                        reply = None
-                    else:
-                        reply = await anext(events, None) if events is not None else None
-                except httpx.HTTPError as failure:
-                    step = steps.throw(failure)
-                else:
-                    step = steps.send(reply)
-        except StopIteration:
-            return
+            content = call.body if call.upload is None else call.upload.async_chunks()
+            request = self._http.build_request(
+                call.method, call.path, content=content, params=dict(call.params) or None,
+                headers=exchange.write_headers(),
+            )  # fmt: skip
+            response = await self._http.send(request, stream=bool(call.events))
         finally:
-            if response is not None:
-                await response.aclose()
+            # An error keeps its request, and with it what was being sent.
+            if call.upload is not None:
+                call.upload.close()
+        async with aclosing(response):
+            if not is_event_stream(response):
+                await response.aread()
+            exchange.check(response)
+            if not call.events:
+                yield exchange.read_answer(response)
+                return
+            parser = EventParser()
+            async for chunk in response.aiter_bytes():
+                for event in parser.feed(chunk):
+                    answer = exchange.read_event(event)
+                    if answer is not None:
+                        yield answer
+                    if event.name == call.last_event:
+                        return
+        raise httpx.RemoteProtocolError("the stream ended before its result came")
 
     async def _answer(self, call: ApiCall[A]) -> A:
         async with aclosing(self._run(call)) as answers:
@@ -121,18 +125,16 @@ class AsyncCaller:
         return Activations(file.data)
 
     async def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
-        with closing(capture_shards(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    try:
-                        answer = await self._activations(**values)
-                    except PayloadTooLargeError as error:
-                        values = steps.throw(error)
-                    else:
-                        values = steps.send(answer)
-            except StopIteration as end:
-                return end.value
+        run = CaptureRun(options, *arguments)
+        with run.bar:
+            while values := run.next_call():
+                try:
+                    answer = await self._activations(**values)
+                except PayloadTooLargeError as error:
+                    run.halve(error)
+                else:
+                    run.keep(answer)
+        return run.shards
 
 
 class AsyncStoreMethods(Generic[L, C, D]):
@@ -157,10 +159,3 @@ class AsyncStoreMethods(Generic[L, C, D]):
     async def delete(self, name: str) -> D:
         """Delete a name; return it, and the content that it stood for."""
         return await self._ask(f"{self._name}.delete", name=name)
-
-
-async def _read_events(response: httpx.Response) -> AsyncIterator[ServerSentEvent]:
-    parser = EventParser()
-    async for chunk in response.aiter_bytes():
-        for event in parser.feed(chunk):
-            yield event

@@ -178,7 +178,8 @@ class ApiCall(Generic[A_co]):
     answer: type[A_co] | None = None
     body: bytes | None = None
     upload: UploadBody | None = None
-    upload_type: str = "text/plain; charset=utf-8"
+    media_type: str = "application/json"
+    """Of the body or the upload."""
     file_type: str | None = None
     params: Mapping[str, str | list[str]] = field(default_factory=dict)
     events: Mapping[str, type[A_co]] = field(default_factory=dict)
@@ -222,7 +223,7 @@ def build_call(
     Raises InvalidRequestError, and OSError for a file that cannot be read.
     """
     endpoint = ENDPOINTS[name]
-    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
+    given = dict(values)
     path = _fill_path(endpoint.path, given)
     source = given.pop(SOURCES[endpoint.upload]) if endpoint.upload else None
     fields = _complete(endpoint, given, default_model)
@@ -233,7 +234,7 @@ def build_call(
         body = to_json(checked(endpoint.request, fields))
     elif endpoint.query is not None:
         params = _build_query(endpoint.query, fields)
-    upload, upload_type = _open_upload(endpoint, source)
+    upload, media_type = _open_upload(endpoint, source)
     answer = Download if endpoint.file_type else endpoint.answer
     return ApiCall(
         endpoint.method,
@@ -241,7 +242,7 @@ def build_call(
         None if events else answer,
         body,
         upload,
-        upload_type,
+        media_type,
         endpoint.file_type.format(**params) if endpoint.file_type else None,
         params,
         endpoint.events if events else {},
@@ -267,8 +268,7 @@ def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:
     """Return the message that these arguments make, as `build_call` does: checked, not sent."""
     endpoint = ENDPOINTS[name]
     assert endpoint.request is not None, "asked of endpoints with a request"
-    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
-    return checked(endpoint.request, _complete(endpoint, given, None))
+    return checked(endpoint.request, _complete(endpoint, values, None))
 
 
 def fits_query(name: str, values: Mapping[str, Any]) -> bool:
@@ -323,7 +323,8 @@ def _complete(
     endpoint: Endpoint, given: Mapping[str, Any], default_model: str | None
 ) -> dict[str, Any]:
     """Return the fields of the request: what was given, as plain lists, and the client's model."""
-    fields = {name: _plain(value) for name, value in given.items()}
+    told = {name: value for name, value in given.items() if value is not NOT_GIVEN}
+    fields = {name: _plain(value) for name, value in told.items()}
     for parameter in list_parameters(endpoint):
         value = fields.get(parameter.name)
         if parameter.name in endpoint.optional and value is None:
@@ -397,16 +398,20 @@ def _measure(objects: Mapping[str, str]) -> int:
 def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, str]:
     """Return what is sent, and its media type."""
     if endpoint.upload is None:
-        return None, ""
+        return None, "application/json"
     if endpoint.upload == "text":
         return UploadBody(source), "text/plain; charset=utf-8"
     if endpoint.upload == "form":
-        form = _read_directory(endpoint.name, Path(source))
+        form = Form(list_files(endpoint.name, Path(source)))
         return UploadBody(form), form.content_type
     return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 
-def _read_directory(name: str, directory: Path) -> Form:
+def list_files(name: str, directory: Path) -> dict[str, Path]:
+    """Return the files of a directory that an endpoint takes as a form, by part.
+
+    Errors: InvalidRequestError where one is missing.
+    """
     maker, required, further = FORMS[name]
     files = {part: directory / file for part, file in required.items()}
     missing = [path.name for path in files.values() if not path.is_file()]
@@ -417,4 +422,4 @@ def _read_directory(name: str, directory: Path) -> Form:
         )
         raise InvalidRequestError("invalid_request", detail, param="directory")
     there = {part: directory / file for part, file in further.items()}
-    return Form(files | {part: path for part, path in there.items() if path.is_file()})
+    return files | {part: path for part, path in there.items() if path.is_file()}

@@ -1,7 +1,6 @@
-"""The course of every request, written once: build, send, retry, parse, raise; and its settings.
+"""The course of every request: build, retry, parse, raise; and the settings of a client.
 
-`exchange` does no input or output. It yields steps, and `_async_caller` carries them out, or what
-is written from it, which blocks; so `Client` and `AsyncClient` cannot behave differently.
+Nothing here does input or output: `_async_caller` does, and what is written from it, which blocks.
 """
 
 import json
@@ -11,10 +10,10 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.request import getproxies
 
 import httpx
@@ -23,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 from logsteer import _arrays
 from logsteer._calls import ApiCall
 from logsteer._events import ServerSentEvent
-from logsteer._upload import UploadBody
 from logsteer._version import __version__
 from logsteer.errors import (
     AnswerError,
@@ -77,118 +75,99 @@ class RetryPolicy:
         return longest * (1 - 0.5 * self.jitter())
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a client brings to each of its exchanges."""
+class Exchange(Generic[A]):
+    """The course of one call: what is sent, what is tried again, and what the answer says.
 
-    build: Callable[..., httpx.Request]
-    chunks: Callable[[UploadBody], Any]
-    base_url: str
-    encoding: Encoding
-    policy: RetryPolicy
-    clock: Callable[[], float] = time.time
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send this and reply with the response; leave it unread if it `streams` events."""
-
-    request: httpx.Request
-    streams: bool
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Reply with the next event of the response, None at its end."""
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Wait, then reply with None."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Deliver(Generic[A]):
-    """Hand this to the caller."""
-
-    answer: A
-
-
-Step: TypeAlias = Send | Listen | Pause | Deliver[A]
-Steps: TypeAlias = Generator[Step[A], Any, None]
-
-
-def exchange(call: ApiCall[A], terms: Terms) -> Steps[A]:
-    """Yield the steps of one call; what it is answered with is delivered.
-
-    A step that fails has its httpx error thrown in. Raises the errors of `logsteer.errors`, each
-    with the request id, which is one for all attempts. A call that streams is not tried again
-    once its first event is there.
+    It does no input or output. A call that streams is not tried again once its first event is
+    there. Methods raise the errors of `logsteer.errors`, each with the request id, which is one for
+    all attempts.
     """
-    request_id = uuid.uuid4().hex
-    attempt = 0
-    while True:
+
+    def __init__(self, call: ApiCall[A], settings: "ClientSettings") -> None:
+        self._call, self._settings = call, settings
+        self._request_id = uuid.uuid4().hex
+        self._attempt = 0
+        self._has_begun = False
+
+    def write_headers(self) -> dict[str, str]:
+        """Return the headers of the next attempt's request."""
+        call = self._call
+        accept = _ACCEPT[self._settings.encoding]
+        if call.events:
+            accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
+        elif call.file_type is not None:
+            accept = f"{call.file_type}, application/problem+json"
+        headers = {"X-Request-Id": self._request_id, "Accept": accept, **_describe_trace()}
+        if call.body is not None or call.upload is not None:
+            headers["Content-Type"] = call.media_type
+        return headers
+
+    def choose_pause(self, failure: httpx.HTTPError | APIError) -> float:
+        """Return the seconds until the next attempt; raise the error where none follows."""
         error: LogsteerError
-        try:
-            received = yield from _attempt(call, terms, request_id)
-            break
-        except httpx.HTTPError as failure:
-            error, cause = _transport_error(failure, terms.base_url, request_id), failure
+        if isinstance(failure, APIError):
+            error, passing, retry_after = failure, failure.retryable, failure.retry_after
+        else:
+            error = _transport_error(failure, self._settings.base_url, self._request_id)
             passing, retry_after = isinstance(failure, _PASSING_FAILURES), None
-        except APIError as refusal:
-            error, cause = refusal, None
-            passing, retry_after = refusal.retryable, refusal.retry_after
-        passing = passing and call.retry_safe and (call.upload is None or call.upload.can_restart)
-        seconds = terms.policy.pause(attempt, retry_after) if passing else None
+        upload = self._call.upload
+        passing = passing and self._call.retry_safe and not self._has_begun
+        passing = passing and (upload is None or upload.can_restart)
+        seconds = self._settings.policy.pause(self._attempt, retry_after) if passing else None
         if seconds is None:
-            raise error from cause
-        yield Pause(seconds)
-        attempt += 1
-    if isinstance(received, httpx.Response):
-        yield Deliver(_read_answer(call, received, request_id))
-    else:
-        yield from _relay(call, received, terms, request_id)
+            raise error from (None if error is failure else failure)
+        self._attempt += 1
+        return seconds
 
+    def check(self, response: httpx.Response) -> None:
+        """Raise for a response that is not an answer; it has been read unless it streams."""
+        answers = response.is_success or response.status_code in self._call.answer_statuses
+        if not answers or _media_type(response) == "application/problem+json":
+            raise _refusal(response, self._request_id)
+        expected = _EVENT_STREAM if self._call.events else self._call.file_type
+        if expected is not None and (found := _media_type(response)) != expected:
+            raise AnswerError(
+                f"expected {expected} from {response.url.path}, got {found or 'no content type'}; "
+                "is base_url a logsteer server?",
+                request_id=self._request_id,
+            )
 
-def _attempt(
-    call: ApiCall[A], terms: Terms, request_id: str
-) -> Generator[Step[A], Any, httpx.Response | ServerSentEvent]:
-    try:
-        response: httpx.Response = yield Send(_build(call, terms, request_id), bool(call.events))
-    finally:
-        # An error keeps its request, and with it what was being sent.
-        if call.upload is not None:
-            call.upload.close()
-    kind = _media_type(response)
-    answers = response.is_success or response.status_code in call.answer_statuses
-    if not answers or kind == "application/problem+json":
-        raise _refusal(response, terms, request_id)
-    if not call.events:
-        return response
-    _expect(_EVENT_STREAM, response, request_id)
-    event: ServerSentEvent | None = yield Listen()
-    if event is None:
-        raise httpx.RemoteProtocolError("the stream ended before its first event")
-    return event
+    def read_answer(self, response: httpx.Response) -> A:
+        """Return the answer of a call without events."""
+        kind = self._call.answer
+        assert kind is not None, "a call without events has an answer type"
+        if self._call.file_type is not None:
+            return kind.model_validate({"data": response.content})
+        if _media_type(response) != _MSGPACK:
+            return self._parse(kind, response.content)
+        try:
+            document = _arrays.unpack(response.content)
+        except ValueError as invalid:
+            detail = f"unreadable MessagePack: {invalid}"
+            raise AnswerError(detail, request_id=self._request_id) from invalid
+        return self._parse(kind, document)
 
+    def read_event(self, event: ServerSentEvent) -> A | None:
+        """Return what an event says; None for a name that is a newer server's."""
+        self._has_begun = True
+        if event.name == "error":
+            document = _problem_document(event.data.encode())
+            raise problem_error(document, request_id=self._request_id)
+        kind = self._call.events.get(event.name)
+        return None if kind is None else self._parse(kind, event.data)
 
-def _build(call: ApiCall[Any], terms: Terms, request_id: str) -> httpx.Request:
-    accept = _ACCEPT[terms.encoding]
-    if call.events:
-        accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
-    elif call.file_type is not None:
-        accept = f"{call.file_type}, application/problem+json"
-    headers = {"X-Request-Id": request_id, "Accept": accept, **_describe_trace()}
-    content: Any = call.body
-    if call.body is not None:
-        headers["Content-Type"] = "application/json"
-    elif call.upload is not None:
-        headers["Content-Type"] = call.upload_type
-        content = terms.chunks(call.upload)
-    params = dict(call.params) or None
-    return terms.build(call.method, call.path, content=content, params=params, headers=headers)
+    def _parse(self, kind: type[A], document: Any) -> A:
+        try:
+            if isinstance(document, str | bytes):
+                return kind.model_validate_json(document)
+            return kind.model_validate(document)
+        except ValidationError as invalid:
+            first = next(describe_faults(invalid.errors(include_url=False)))
+            raise AnswerError(
+                f"the answer is not a {kind.__name__}: {first.text} Is base_url a logsteer server "
+                "of this version?",
+                request_id=self._request_id,
+            ) from invalid
 
 
 def _describe_trace() -> dict[str, str]:
@@ -204,63 +183,7 @@ def _describe_trace() -> dict[str, str]:
     return headers
 
 
-def _relay(
-    call: ApiCall[A], event: ServerSentEvent | None, terms: Terms, request_id: str
-) -> Generator[Step[A], Any, None]:
-    while event is not None:
-        if event.name == "error":
-            raise problem_error(_problem_document(event.data.encode()), request_id=request_id)
-        # Events of other names are a newer server's.
-        if event.name in call.events:
-            yield Deliver(_parse(call.events[event.name], event.data, request_id))
-        if event.name == call.last_event:
-            return
-        try:
-            event = yield Listen()
-        except httpx.HTTPError as failure:
-            raise _transport_error(failure, terms.base_url, request_id) from failure
-    raise TransportError("the stream ended before its result came", request_id=request_id)
-
-
-def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) -> A:
-    assert call.answer is not None, "a call without events has an answer type"
-    if call.file_type is not None:
-        _expect(call.file_type, response, request_id)
-        return call.answer.model_validate({"data": response.content})
-    if _media_type(response) != _MSGPACK:
-        return _parse(call.answer, response.content, request_id)
-    try:
-        document = _arrays.unpack(response.content)
-    except ValueError as invalid:
-        raise AnswerError(f"unreadable MessagePack: {invalid}", request_id=request_id) from invalid
-    return _parse(call.answer, document, request_id)
-
-
-def _expect(kind: str, response: httpx.Response, request_id: str) -> None:
-    """Check the media type of an answer. Errors: AnswerError."""
-    if (found := _media_type(response)) != kind:
-        raise AnswerError(
-            f"expected {kind} from {response.url.path}, got {found or 'no content type'}; "
-            "is base_url a logsteer server?",
-            request_id=request_id,
-        )
-
-
-def _parse(schema: type[A], document: Any, request_id: str) -> A:
-    try:
-        if isinstance(document, str | bytes):
-            return schema.model_validate_json(document)
-        return schema.model_validate(document)
-    except ValidationError as invalid:
-        first = next(describe_faults(invalid.errors(include_url=False)))
-        raise AnswerError(
-            f"the answer is not a {schema.__name__}: {first.text} Is base_url a logsteer server of "
-            "this version?",
-            request_id=request_id,
-        ) from invalid
-
-
-def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIError:
+def _refusal(response: httpx.Response, request_id: str) -> APIError:
     document = _problem_document(response.content)
     status = response.status_code
     if not isinstance(document.get("detail"), str):
@@ -275,7 +198,7 @@ def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIErro
     return problem_error(
         # The status that was sent decides, whatever a proxy or the document makes of it.
         {**document, "status": status},
-        retry_after=_retry_after(response.headers.get("Retry-After"), terms.clock()),
+        retry_after=_retry_after(response.headers.get("Retry-After"), time.time()),
         request_id=request_id,
     )
 
@@ -374,15 +297,9 @@ class ClientSettings:
         self.http: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeout}
         self.transport = _choose_transport(uds)
         self.model = model or os.environ.get("LOGSTEER_MODEL") or None
-        self._encoding = encoding
-        self._max_retries = max_retries
-
-    def terms(
-        self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
-    ) -> Terms:
-        """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
-        policy = RetryPolicy(self._max_retries)
-        return Terms(build, chunks, self.http["base_url"], self._encoding, policy)
+        self.base_url = url
+        self.encoding = encoding
+        self.policy = RetryPolicy(max_retries)
 
 
 def _read_address(url: str) -> tuple[str, str | None]:

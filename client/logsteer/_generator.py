@@ -7,7 +7,6 @@ awaits: the files of `BLOCKING` are written from their twins by unasync, which t
 `await` away.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -28,46 +27,35 @@ from logsteer.schemas.chat import CHAT_FIELDS
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One parameter as it is written: its type, and its default, None where it is required."""
-
-    name: str
-    type: str
-    description: str
-    named: bool = False
-    default: str | None = None
-
-
-@dataclass(frozen=True)
 class Convenience:
     """A method that is written by hand as `_NAME`, with options of an endpoint: all `without` some.
 
-    `own` are its own parameters.
+    `own` are its own parameters, with type and default as they are written.
     """
 
     name: str
     endpoint: str
-    own: tuple[Argument, ...]
+    own: tuple[Parameter, ...]
     without: frozenset[str]
     answer: str
     summary: str
     notes: str = ""
 
 
-_TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
-_ITEMS = Argument(
+_TARGETS = Parameter("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
+_ITEMS = Parameter(
     "items",
     "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
     "Texts, one string being one text; or objects with `token_ids` or `messages`.",
 )
-_LAYERS = Argument(
-    "layers", "Sequence[int] | None", "Layers to read, 0-based; None with `sae`.", False, "None"
+_LAYERS = Parameter(
+    "layers", "Sequence[int] | None", "Layers to read, 0-based; None with `sae`.", default="None"
 )
 CONVENIENCES = (
     Convenience(
         "score",
         "logprob",
-        (Argument("context", "str", "The text before the targets."), _TARGETS),
+        (Parameter("context", "str", "The text before the targets."), _TARGETS),
         frozenset({"items", "on_error", *CHAT_FIELDS}),
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
@@ -76,15 +64,15 @@ CONVENIENCES = (
         "get_log_prob",
         "logprob",
         (
-            Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
+            Parameter("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
             _TARGETS,
-            Argument(
+            Parameter(
                 "space",
                 "SpacePolicy",
                 "`best`: each target with or without one leading space, whichever is more "
                 "probable; `both`: each of the two; or `as_given`.",
                 True,
-                '"best"',
+                default='"best"',
             ),
         ),
         frozenset(
@@ -103,43 +91,51 @@ CONVENIENCES = (
         "sample",
         "generate",
         (
-            Argument(
+            Parameter(
                 "source",
                 "PromptSource",
                 "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
-            Argument("field", "str", "The field that holds a row's prompt.", True, "PROMPT"),
-            Argument("count", "int | None", "Prompts to draw; None: all in order.", True, "None"),
-            Argument(
-                "with_replacement", "bool", "Whether a prompt may be drawn again.", True, "False"
+            Parameter(
+                "field", "str", "The field that holds a row's prompt.", True, default="PROMPT"
             ),
-            Argument(
+            Parameter(
+                "count", "int | None", "Prompts to draw; None: all in order.", True, default="None"
+            ),
+            Parameter(
+                "with_replacement",
+                "bool",
+                "Whether a prompt may be drawn again.",
+                True,
+                default="False",
+            ),
+            Parameter(
                 "max_prompts_pool",
                 "int | None",
                 "Rows of the source that are drawn from, its first ones; None: all.",
                 True,
-                "None",
+                default="None",
             ),
-            Argument(
+            Parameter(
                 "reward",
                 "Reward | None",
                 "Called with a row of the source, its prompt and the text of a continuation; "
                 "returns a number, or what is awaited for it. `reward_error` of a sample says "
                 "sample's `reward_error`.",
                 True,
-                "None",
+                default="None",
             ),
-            Argument("batch_size", "int", "Prompts of one request.", True, "32"),
-            Argument("concurrency", "int", "Requests under way at once.", True, "4"),
-            Argument(
+            Parameter("batch_size", "int", "Prompts of one request.", True, default="32"),
+            Parameter("concurrency", "int", "Requests under way at once.", True, default="4"),
+            Parameter(
                 "max_failures",
                 "int",
                 "Failed requests in a row after which no further one is sent.",
                 True,
-                "8",
+                default="8",
             ),
-            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+            Parameter("progress", "bool", "Whether a terminal shows a bar.", True, default="True"),
         ),
         frozenset({"prompts", "prompt_ids", "messages", "on_error"}),
         "Samples",
@@ -165,17 +161,19 @@ CONVENIENCES = (
         "capture",
         "activations",
         (
-            Argument(
+            Parameter(
                 "source",
                 "PromptSource",
                 "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
-            Argument("directory", "str | PathLike[str]", "Where the shards and their index go."),
+            Parameter("directory", "str | PathLike[str]", "Where the shards and their index go."),
             _LAYERS,
-            Argument("field", "str", "The field that holds a row's text.", True, '"text"'),
-            Argument("batch_size", "int", "Texts of one request and shard, at most.", True, "64"),
-            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+            Parameter("field", "str", "The field that holds a row's text.", True, default='"text"'),
+            Parameter(
+                "batch_size", "int", "Texts of one request and shard, at most.", True, default="64"
+            ),
+            Parameter("progress", "bool", "Whether a terminal shows a bar.", True, default="True"),
         ),
         frozenset({"items", "layers"}),
         "ActivationShards",
@@ -197,7 +195,7 @@ BLOCKING = {
 }
 """File that awaits -> the file that is written from it, which blocks."""
 _WITHOUT_ASYNC = {
-    "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes", "anext": "next",
+    "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes",
     "aread": "read", "async_chunks": "chunks", "asyncio": "time",
     "sample_in_tasks": "sample_in_threads", "_async_caller": "_sync_caller",
     "_async_methods": "_sync_methods",
@@ -322,9 +320,7 @@ def render_all() -> dict[Path, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the files, or with --check compare them; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m logsteer._generator")
-    parser.add_argument("--check", action="store_true", help="fail where the files differ")
-    check = parser.parse_args(argv).check
+    check = "--check" in (sys.argv if argv is None else argv)
     made = render_all()
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if check and stale:
@@ -388,7 +384,7 @@ def _write_convenience(convenience: Convenience) -> str:
     return _write_method(head, arguments, convenience.answer, doc, body)
 
 
-def _write_method(head: str, arguments: list[Argument], answer: str, doc: str, body: str) -> str:
+def _write_method(head: str, arguments: list[Parameter], answer: str, doc: str, body: str) -> str:
     parameters = ["self"]
     for argument in arguments:
         if argument.named and "*" not in parameters:
@@ -400,7 +396,7 @@ def _write_method(head: str, arguments: list[Argument], answer: str, doc: str, b
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
-def _write_docstring(summary: str, notes: str, arguments: list[Argument]) -> str:
+def _write_docstring(summary: str, notes: str, arguments: list[Parameter]) -> str:
     width = WIDTH - 8
     parts = [_fill(f'"""{summary}', width)]
     if notes:
@@ -422,7 +418,8 @@ def _fill(text: str, width: int, indent: str = "") -> str:
     )
 
 
-def _spell_parameter(parameter: Parameter) -> Argument:
+def _spell_parameter(parameter: Parameter) -> Parameter:
+    """Return the parameter with its type, description and default as they are written."""
     if parameter.source is not None:
         spelled = _SOURCES[parameter.source]
     elif takes_texts(parameter):
@@ -435,11 +432,11 @@ def _spell_parameter(parameter: Parameter) -> Argument:
     text = parameter.description.replace("null", "None").replace("Null", "None")
     if parameter.default is not None:
         text += f" Default {parameter.default}."
-    if parameter.required:
-        return Argument(parameter.name, spelled, text, parameter.named)
-    none = " | None" if spelled.endswith(" | None") else ""
-    spelled = f"{spelled.removesuffix(none)} | NotGiven{none}"
-    return Argument(parameter.name, spelled, text, parameter.named, "NOT_GIVEN")
+    default = None
+    if not parameter.required:
+        none = " | None" if spelled.endswith(" | None") else ""
+        default, spelled = "NOT_GIVEN", f"{spelled.removesuffix(none)} | NotGiven{none}"
+    return replace(parameter, type=spelled, description=text, default=default)
 
 
 def _spell(kind: Any) -> str:

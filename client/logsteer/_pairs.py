@@ -73,7 +73,18 @@ def pair_records(prompts: Sequence[str], targets: Sequence[str], answer: Logprob
     """
     results = pair_scores(answer, len(prompts), len(targets))
     return LogProbs(
-        _record(prompt, target, sequence, score)
+        LogProb(
+            prompt=prompt,
+            target=target,
+            sequence=sequence,
+            log_prob=score.logprob,
+            prob=score.prob,
+            num_tokens=score.num_tokens,
+            perplexity=_exponential(score.logprob),
+            token_perplexity=score.perplexity,
+            boundary=score.boundary,
+            log_prob_any_space=getattr(score, "logprob_any_space", None),
+        )
         for prompt, result in zip(prompts, results, strict=True)
         for target, found in zip(targets, result.targets, strict=True)
         for sequence, score in _variants(target, found)
@@ -86,21 +97,6 @@ def _variants(target: str, score: ScoredTarget) -> list[tuple[str, TargetScore]]
         return [(score.sequence or target, score)]
     both = (score.variants.with_space, score.variants.without_space)
     return [(variant.target, variant) for variant in both]
-
-
-def _record(prompt: str, target: str, sequence: str, score: TargetScore) -> LogProb:
-    return LogProb(
-        prompt=prompt,
-        target=target,
-        sequence=sequence,
-        log_prob=score.logprob,
-        prob=score.prob,
-        num_tokens=score.num_tokens,
-        perplexity=_exponential(score.logprob),
-        token_perplexity=score.perplexity,
-        boundary=score.boundary,
-        log_prob_any_space=getattr(score, "logprob_any_space", None),
-    )
 
 
 def _exponential(log_prob: float | None) -> float | None:

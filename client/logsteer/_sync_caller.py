@@ -9,7 +9,7 @@ Written by `make client` from `_async_caller.py`: change that.
 # mypy: disable-error-code="no-any-return"
 # What an endpoint is answered with is of the type that the table of endpoints has for it.
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from time import sleep
@@ -19,11 +19,11 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer._calls import ApiCall, as_list, build_call, build_file_call
-from logsteer._events import EventParser, ServerSentEvent
-from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
+from logsteer._events import EventParser
+from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer.errors import PayloadTooLargeError
-from logsteer.extras.activations import Activations, ActivationShards, capture_shards
+from logsteer.errors import APIError, PayloadTooLargeError
+from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
 from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_threads
 from logsteer.schemas import ItemScore, SpacePolicy
 
@@ -37,7 +37,7 @@ class Caller:
     """Sends calls by `httpx.Client`."""
 
     _http: httpx.Client
-    _terms: Terms
+    _settings: ClientSettings
     _model: str | None
 
     def _ask(self, endpoint: str, /, **values: Any) -> Any:
@@ -47,42 +47,45 @@ class Caller:
         return self._run(build_call(endpoint, values, self._model, events=True))
 
     def _run(self, call: ApiCall[A]) -> Generator[A, None]:
-        """Carry out the exchange of a call: yield what it delivers, raise what it raises."""
-        steps = exchange(call, self._terms)
-        response: httpx.Response | None = None
-        events: Iterator[ServerSentEvent] | None = None
-        reply: Any = None
+        """Yield what a call is answered with, tried again where that may help; raise its errors."""
+        exchange = Exchange(call, self._settings)
+        while True:
+            try:
+                with closing(self._attempt(call, exchange)) as answers:
+                    yield from answers
+                return
+            except (httpx.HTTPError, APIError) as failure:
+                seconds = exchange.choose_pause(failure)
+            sleep(seconds)
+
+    def _attempt(self, call: ApiCall[A], exchange: Exchange[A]) -> Generator[A, None]:
         try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Deliver):
-                    yield step.answer
-                    step = next(steps)
-                    continue
-                try:
-                    if isinstance(step, Send):
-                        if response is not None:
-                            response.close()
-                        response = self._http.send(step.request, stream=step.streams)
-                        reply = response
-                        if step.streams and is_event_stream(response):
-                            events = _read_events(response)
-                        else:
-                            response.read()
-                    elif isinstance(step, Pause):
-                        sleep(step.seconds)
-                        reply = None
-                    else:
-                        reply = next(events, None) if events is not None else None
-                except httpx.HTTPError as failure:
-                    step = steps.throw(failure)
-                else:
-                    step = steps.send(reply)
-        except StopIteration:
-            return
+            content = call.body if call.upload is None else call.upload.chunks()
+            request = self._http.build_request(
+                call.method, call.path, content=content, params=dict(call.params) or None,
+                headers=exchange.write_headers(),
+            )  # fmt: skip
+            response = self._http.send(request, stream=bool(call.events))
         finally:
-            if response is not None:
-                response.close()
+            # An error keeps its request, and with it what was being sent.
+            if call.upload is not None:
+                call.upload.close()
+        with closing(response):
+            if not is_event_stream(response):
+                response.read()
+            exchange.check(response)
+            if not call.events:
+                yield exchange.read_answer(response)
+                return
+            parser = EventParser()
+            for chunk in response.iter_bytes():
+                for event in parser.feed(chunk):
+                    answer = exchange.read_event(event)
+                    if answer is not None:
+                        yield answer
+                    if event.name == call.last_event:
+                        return
+        raise httpx.RemoteProtocolError("the stream ended before its result came")
 
     def _answer(self, call: ApiCall[A]) -> A:
         with closing(self._run(call)) as answers:
@@ -123,18 +126,16 @@ class Caller:
         return Activations(file.data)
 
     def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
-        with closing(capture_shards(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    try:
-                        answer = self._activations(**values)
-                    except PayloadTooLargeError as error:
-                        values = steps.throw(error)
-                    else:
-                        values = steps.send(answer)
-            except StopIteration as end:
-                return end.value
+        run = CaptureRun(options, *arguments)
+        with run.bar:
+            while values := run.next_call():
+                try:
+                    answer = self._activations(**values)
+                except PayloadTooLargeError as error:
+                    run.halve(error)
+                else:
+                    run.keep(answer)
+        return run.shards
 
 
 class StoreMethods(Generic[L, C, D]):
@@ -159,9 +160,3 @@ class StoreMethods(Generic[L, C, D]):
     def delete(self, name: str) -> D:
         """Delete a name; return it, and the content that it stood for."""
         return self._ask(f"{self._name}.delete", name=name)
-
-
-def _read_events(response: httpx.Response) -> Iterator[ServerSentEvent]:
-    parser = EventParser()
-    for chunk in response.iter_bytes():
-        yield from parser.feed(chunk)

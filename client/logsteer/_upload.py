@@ -103,11 +103,10 @@ class UploadBody:
             if again:
                 self._source.seek(self._start)
             yield from _read(self._source)
-        elif isinstance(self._source, Form):
-            # Not by map, which would not close the file that is open when this is closed.
-            yield from self._source
         else:
-            yield from map(_encode, self._source)
+            # Not by map, which would not close a form's file that is open when this is closed.
+            for chunk in self._source:
+                yield _encode(chunk)
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the same bytes for an event loop; a thread reads files, so as not to block it."""

@@ -18,7 +18,7 @@ from logsteer._async_methods import (
 )
 from logsteer._calls import NOT_GIVEN, NotGiven, as_list
 from logsteer._exchange import ClientSettings, Encoding
-from logsteer._upload import AsyncSource, UploadBody
+from logsteer._upload import AsyncSource
 from logsteer.extras.tensors import convert_upload
 from logsteer.schemas import VectorCard, VectorFormat
 
@@ -106,7 +106,7 @@ class AsyncClient(AsyncClientMethods):
         if transport is None and settings.transport:
             transport = httpx.AsyncHTTPTransport(**settings.transport)
         self._http = httpx.AsyncClient(transport=transport, **settings.http)
-        self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
+        self._settings = settings
         self._model = settings.model
         self.vectors = AsyncVectors(self._ask)
         self.overrides = AsyncOverrides(self._ask)

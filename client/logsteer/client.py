@@ -20,7 +20,7 @@ from logsteer._sync_methods import (
     Saes,
     VectorMethods,
 )
-from logsteer._upload import Source, UploadBody
+from logsteer._upload import Source
 from logsteer.extras.tensors import convert_upload
 from logsteer.schemas import VectorCard, VectorFormat
 
@@ -108,7 +108,7 @@ class Client(ClientMethods):
         if transport is None and settings.transport:
             transport = httpx.HTTPTransport(**settings.transport)
         self._http = httpx.Client(transport=transport, **settings.http)
-        self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
+        self._settings = settings
         self._model = settings.model
         self.vectors = Vectors(self._ask)
         self.overrides = Overrides(self._ask)

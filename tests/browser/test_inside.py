@@ -10,6 +10,7 @@ from playwright.sync_api import Locator, Route, expect
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
+from tests.browser.visits import download
 from tests.contract.agreement import PER_TOKEN
 
 pytestmark = pytest.mark.engine
@@ -20,11 +21,8 @@ BESIDE = {"beside": "steered", "vector": "mood", "layers": 2, "scale": 3}
 
 def save(view: Locator, kind: str, directory: Path, number: int = 0) -> Path:
     """Save a map as a file of this kind."""
-    path = directory / f"map.{kind.lower()}"
-    with view.page.expect_download() as download:
-        view.locator(".heat").nth(number).get_by_role("button", name=kind).click()
-    download.value.save_as(path)
-    return path
+    button = view.locator(".heat").nth(number).get_by_role("button", name=kind)
+    return download(button, directory / f"map.{kind.lower()}")
 
 
 def read_map(view: Locator, directory: Path, number: int = 0) -> dict[str, list[float]]:
@@ -122,7 +120,6 @@ def test_attribution_shows_what_each_token_contributes(visit: OpenPage, tmp_path
     assert sent["items"] == [{"context": "Tom is", "targets": [" Paris"]}]
     assert (sent["attribution"], sent["steps"]) == ("integrated", 9)
     view.locator("summary", has_text="All numbers").click()
-    with seen.page.expect_download() as download:
-        view.get_by_role("button", name="CSV").click()
-    _, *rows = csv.reader(Path(download.value.path()).read_text("utf-8").splitlines())
+    saved = download(view.get_by_role("button", name="CSV"), tmp_path / "numbers.csv")
+    _, *rows = csv.reader(saved.read_text("utf-8").splitlines())
     assert [float(row[2]) for row in rows] == values

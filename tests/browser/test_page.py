@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
-from tests.browser.visits import DONE, SHOWN, VIEWS
+from tests.browser.visits import DONE, SHOWN, VIEWS, download
 from tests.conftest import Server, fake_model
 from tests.faults.keys import add_key, serve
 
@@ -129,9 +129,7 @@ def test_results_are_kept_named_compared_and_moved_as_a_file(
         box.check()
     expect(view.locator(".compared .choice").first).to_be_visible()
     expect(view.locator(".compared .token").first).to_be_visible()
-    with seen.page.expect_download() as download:
-        view.get_by_role("button", name="Export").click()
-    download.value.save_as(tmp_path / "sessions.json")
+    download(view.get_by_role("button", name="Export"), tmp_path / "sessions.json")
 
     elsewhere = visit("sessions")
     panel = elsewhere.see("sessions")
@@ -238,14 +236,32 @@ def test_a_key_is_asked_for_used_and_never_written_down(
         assert all(token not in request.url for request in seen.requests)
 
 
-def test_errors_stand_where_they_arose_in_the_servers_words(visit: OpenPage, api: Client) -> None:
-    # An address from before long texts were read under Text.
-    seen = visit("long?protocol=sliding&length=4&stride=99")
-    seen.expect(422)
-    alert = seen.page.locator("#view-text").get_by_role("alert")
+@pytest.mark.parametrize(
+    ("address", "view", "status", "path"),
+    [
+        # An address from before long texts were read under Text.
+        ("long?protocol=sliding&length=4&stride=99", "text", 422, "/perplexity"),
+        ("steer?vector=mood&layers=99", "steer", 422, "/steer"),
+        ("steer?vector=nobody", "steer", 404, "/steer"),
+    ],
+)
+def test_errors_stand_where_they_arose_in_the_servers_words(
+    visit: OpenPage, address: str, view: str, status: int, path: str
+) -> None:
+    seen = visit(address)
+    seen.expect(status)
+    alert = seen.page.locator(f"#view-{view}").get_by_role("alert")
     alert.wait_for()
-    refused = httpx.post(f"{seen.url}/perplexity", json=seen.sent_to("/perplexity"))
-    assert refused.json()["detail"] in alert.inner_text()
+    refused = httpx.post(f"{seen.url}{path}", json=seen.sent_to(path))
+    assert refused.status_code == status and refused.json()["detail"] in alert.inner_text()
+
+
+def test_what_the_page_cannot_read_is_told_before_it_asks(visit: OpenPage) -> None:
+    seen = visit("steer?vector=mood")
+    seen.see("steer")
+    seen.page.get_by_label("Layers", exact=True).fill("three")
+    alert = seen.page.get_by_role("alert")
+    expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
 
 
 def test_a_server_that_is_away_is_said_and_asked_again(visit: OpenPage) -> None:

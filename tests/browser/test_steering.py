@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -14,10 +13,9 @@ from playwright.sync_api import Locator, expect
 from safetensors.numpy import load
 
 from logsteer import Client
-from logsteer.errors import APIError
 from tests.browser.conftest import OpenPage
 from tests.browser.test_views import read, read_tokens
-from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit
+from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit, download
 from tests.conftest import ServerFactory, fake_model
 from tests.server.test_saes import save_sae
 
@@ -51,10 +49,8 @@ def test_steer_streams_both_sides_to_what_the_api_answers(visit: OpenPage, api: 
     view = seen.see("steer")
     sent = seen.sent_to("/steer")
     assert sent["steering"] == {"vectors": [{"name": "mood", "layers": [3], "scale": 1.5}]}
-    assert (sent["baseline"], sent["stream"]) == (True, True)
-    prompts = sent.pop("prompts")
-    sent.pop("stream")
-    answer = api.steer(prompts, **sent)
+    assert (sent["baseline"], seen.posts("/steer")[-1].post_data_json["stream"]) == (True, True)
+    answer = api.steer(**sent)
     (result,) = answer.results
     assert result.baseline is not None
     unsteered, steered = read_sides(view)
@@ -78,8 +74,7 @@ def test_tokens_are_coloured_by_the_probe_and_say_what_it_read(
     sent = seen.sent_to("/steer")
     layer = sent["steering"]["vectors"][0]["layers"]
     assert sent["probes"] == [{"name": "mood", "layers": layer}]
-    sent.pop("stream")
-    (result,) = api.steer(sent.pop("prompts"), **sent).results
+    (result,) = api.steer(**sent).results
     (probe,) = result.completions[0].probes or []
     assert probe.after is not None
     box = view.get_by_role("listbox", name="Steered: the text, by its tokens")
@@ -102,14 +97,13 @@ def test_the_slider_gives_up_the_stream_before(visit: OpenPage, api: Client) -> 
         seen.page.keyboard.press("ArrowLeft")
         seen.page.wait_for_timeout(30)
     seen.see_steered(slider)
-    asked = [r for r in seen.requests if r.url.endswith("/steer")]
+    asked = seen.posts("/steer")
     assert any(request.failure for request in asked[1:-1]), "no earlier stream was given up"
-    scale = asked[-1].post_data_json["steering"]["vectors"][0]["scale"]
+    body = seen.sent_to("/steer")
+    scale = body["steering"]["vectors"][0]["scale"]
     assert float(slider.input_value()) == scale
     assert f"scale={scale:g}" in seen.page.url
-    body = asked[-1].post_data_json
-    body.pop("stream")
-    (result,) = api.steer(body.pop("prompts"), **body).results
+    (result,) = api.steer(**body).results
     assert read_sides(seen.page.locator("#view-steer"))[1] == result.completions[0].tokens
 
 
@@ -152,12 +146,6 @@ def test_tokens_are_shown_while_they_are_generated(visit: OpenPage) -> None:
     assert len(grown) >= 3, counts
 
 
-def sent_to(seen: Visit, path: str) -> list[Any]:
-    """The bodies of all POSTs to a path, without `stream`."""
-    asked = [r for r in seen.requests if r.method == "POST" and r.url.endswith(path)]
-    return [{k: v for k, v in r.post_data_json.items() if k != "stream"} for r in asked]
-
-
 def test_vectors_scales_samples_and_texts_are_rows_of_one_table(
     visit: OpenPage, api: Client
 ) -> None:
@@ -170,7 +158,7 @@ def test_vectors_scales_samples_and_texts_are_rows_of_one_table(
     seen.button("Generate").click()  # so many texts wait for the button
     table = view.get_by_role("region", name="All texts")
     table.wait_for()
-    first, second = sorted(sent_to(seen, "/steer"), key=lambda b: not b.get("baseline"))
+    first, second = sorted(seen.all_sent_to("/steer"), key=lambda b: not b.get("baseline"))
     vectors = [
         [
             (v["name"], v["layers"], v["scale"], v.get("positions"))
@@ -208,14 +196,14 @@ def test_both_sides_of_a_chat_go_on_from_their_own_replies(visit: OpenPage, api:
     view = seen.see("steer")
     opening = [{"role": "user", "content": "Tell me a story."}]
     told = api.steer(messages=opening, prompts=None, **{
-        name: value for name, value in sent_to(seen, "/steer")[0].items()
+        name: value for name, value in seen.all_sent_to("/steer")[0].items()
         if name != "messages"
     }).results[0]  # fmt: skip
     assert told.baseline is not None
     assert told.baseline[0].text != told.completions[0].text
     replies = {"/steer": told.completions[0].text, "/generate": told.baseline[0].text}
     for path, reply in replies.items():
-        messages = sent_to(seen, path)[-1]["messages"]
+        messages = seen.sent_to(path)["messages"]
         assert messages[1:] == [
             {"role": "assistant", "content": reply}, {"role": "user", "content": "Why?"}
         ]  # fmt: skip
@@ -227,7 +215,7 @@ def test_both_sides_of_a_chat_go_on_from_their_own_replies(visit: OpenPage, api:
 def test_a_text_goes_on_from_an_alternative(visit: OpenPage, api: Client) -> None:
     seen = visit("steer?vector=mood&scale=1&max_tokens=8&temperature=0")
     view = seen.see("steer")
-    (body,) = sent_to(seen, "/steer")
+    (body,) = seen.all_sent_to("/steer")
     (result,) = api.steer(**body).results
     ids = [*result.prompt_ids, *result.completions[0].token_ids[:2]]
     item = {"context_ids": ids, "target_ids": [[result.completions[0].token_ids[2]]]}
@@ -243,25 +231,7 @@ def test_a_text_goes_on_from_an_alternative(visit: OpenPage, api: Client) -> Non
     expect(card).to_be_hidden()
     seen.page.wait_for_function("() => location.hash.includes('branch=')")
     expect(view.locator(".continuations[aria-busy=false]")).to_be_visible()
-    assert sent_to(seen, "/steer")[-1]["prompt_ids"] == [[*ids, top.token_ids[0][1]]]
-
-
-def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
-    seen = visit("steer?vector=mood&layers=99")
-    seen.expect(422)
-    alert = seen.page.get_by_role("alert")
-    alert.wait_for()
-    with pytest.raises(APIError) as refused:
-        api.steer("Once upon a time", {"vectors": [{"name": "mood", "layers": [99]}]})
-    assert refused.value.detail in alert.inner_text()
-    seen.page.get_by_label("Layers", exact=True).fill("three")
-    expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
-
-
-def test_a_vector_that_is_not_stored_is_told_by_the_server(visit: OpenPage) -> None:
-    seen = visit("steer?vector=nobody")
-    seen.expect(404)
-    expect(seen.page.get_by_role("alert")).to_contain_text("No vector is named 'nobody'")
+    assert seen.sent_to("/steer")["prompt_ids"] == [[*ids, top.token_ids[0][1]]]
 
 
 def test_a_newcomer_trains_the_example_with_one_click(
@@ -313,10 +283,9 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
         assert cells[:4] == pytest.approx(expected, abs=6e-4)
         assert cells[4] == pytest.approx(point.texts[0].perplexity, rel=6e-3)
 
-    with seen.page.expect_download() as download:
-        view.locator(".chart").first.get_by_role("button", name="CSV").click()
-    download.value.save_as(tmp_path / "sweep.csv")
-    table = list(csv.DictReader(io.StringIO((tmp_path / "sweep.csv").read_text())))
+    button = view.locator(".chart").first.get_by_role("button", name="CSV")
+    saved = download(button, tmp_path / "sweep.csv")
+    table = list(csv.DictReader(io.StringIO(saved.read_text())))
     steered = [line for line in table if line["target"] and line["layers"] != "unsteered"]
     found = [float(line["change"]) for line in steered]
     shown = [
@@ -329,10 +298,8 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
     wanted = [t.change for p in answer.points for i in p.items for t in i.targets]
     assert shown == pytest.approx(wanted, abs=1e-4)
 
-    with seen.page.expect_download() as download:
-        view.get_by_role("button", name="PNG").first.click()
-    download.value.save_as(tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    saved = download(view.get_by_role("button", name="PNG").first, tmp_path / "sweep.png")
+    assert saved.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_cell_is_shown_in_numbers_and_generated_with(visit: OpenPage, api: Client) -> None:
@@ -368,10 +335,7 @@ def test_a_cell_is_shown_in_numbers_and_generated_with(visit: OpenPage, api: Cli
     sent = seen.sent_to("/steer")
     (vector,) = sent["steering"]["vectors"]
     assert (vector["layers"], vector["scale"]) == ([4], -2)
-    sent.pop("stream")
-    texts = [
-        result.completions[0].text for result in api.steer(sent.pop("prompts"), **sent).results
-    ]
+    texts = [result.completions[0].text for result in api.steer(**sent).results]
     table = view.get_by_role("region", name="All texts").inner_text()
     assert all(text.strip() in table for text in texts)
 
@@ -419,10 +383,8 @@ def test_vectors_go_up_and_down_as_files(
     seen = visit("vectors?opened=without-0")
     view = seen.see("vectors")
     for form, name in (("safetensors", "safetensors"), ("gguf", "GGUF")):
-        with seen.page.expect_download() as download:
-            view.get_by_role("button", name=f"Download without-0 as {name}").click()
-        path = tmp_path / f"{own}-{form}.{form}"
-        download.value.save_as(path)
+        button = view.get_by_role("button", name=f"Download without-0 as {name}")
+        path = download(button, tmp_path / f"{own}-{form}.{form}")
         if form == "safetensors":
             seen.drop(view.get_by_role("textbox").first, path)
         else:
@@ -503,7 +465,7 @@ def test_a_vector_is_tried_on_other_pairs(visit: OpenPage, api: Client, own: str
     table.wait_for()
     readings = [
         [np.mean([v for v in probe.before if v is not None]) for probe in result.tokens.probes]
-        for result in api.perplexity(**sent_to(seen, "/perplexity")[-1]).results
+        for result in api.perplexity(**seen.sent_to("/perplexity")).results
     ]
     positive, negative = np.array(readings[:3]), np.array(readings[3:])
     areas = (positive[:, None] > negative[None]).mean(axis=(0, 1))

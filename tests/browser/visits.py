@@ -62,6 +62,14 @@ _DROP = """
 """
 
 
+def download(button: Locator, path: Path) -> Path:
+    """Press a button that saves a file; return where it is then."""
+    with button.page.expect_download() as saved:
+        button.click()
+    saved.value.save_as(path)
+    return path
+
+
 class Visit:
     """A page in a browser of its own; `complaints` is what no visitor should get.
 
@@ -177,17 +185,24 @@ class Visit:
             self.page.wait_for_timeout(50)
         raise AssertionError("no request has the slider's value")
 
+    def posts(self, path: str) -> list[Request]:
+        """Return the POSTs to this path."""
+        return [r for r in self.requests if r.method == "POST" and urlsplit(r.url).path == path]
+
     def answer_to(self, path: str) -> Any:
         """Return the last answer to a POST of this path, as the page got it."""
-        asked = [r for r in self.requests if r.method == "POST" and urlsplit(r.url).path == path]
-        response = asked[-1].response()
+        response = self.posts(path)[-1].response()
         assert response is not None
         return response.json()
 
+    def all_sent_to(self, path: str) -> list[Any]:
+        """Return the bodies of all POSTs to this path, without `stream`: the API's arguments."""
+        bodies = [request.post_data_json for request in self.posts(path)]
+        return [{name: body[name] for name in body if name != "stream"} for body in bodies]
+
     def sent_to(self, path: str) -> Any:
-        """Return the body of the last POST to this path."""
-        asked = [r for r in self.requests if r.method == "POST" and urlsplit(r.url).path == path]
-        return asked[-1].post_data_json
+        """Return the body of the last POST to this path, as `all_sent_to` does."""
+        return self.all_sent_to(path)[-1]
 
     def find_violations(self) -> list[str]:
         """Return what axe-core finds, a line for each rule and element."""

@@ -204,3 +204,16 @@ SELFTEST = {
 SELFTEST_EVENTS = [
     ("start", START), *(("check", check) for check in CHECKS), ("result", SELFTEST),
 ]  # fmt: skip
+
+
+def gradient_answer(**fields: Any) -> dict[str, Any]:
+    """An answer of `/gradient` with one target."""
+    one = {"target": " glad", "token_ids": [5], "logprobs": [-1.0], "logprob": -1.0,
+           "num_context": 2, "boundary": "exact", **fields}  # fmt: skip
+    return {**ANSWER, "results": [{"targets": [one]}]}
+
+
+ATTRIBUTED = gradient_answer(
+    input_ids=[3, 4], input_tokens=["I", " <am>"], attributions=[0.5, -0.25],
+    baseline_logprob=-1.25, convergence_delta=0.0,
+)  # fmt: skip

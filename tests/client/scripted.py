@@ -1,6 +1,7 @@
 """A server in memory that follows a script, and one face for both clients."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -59,6 +60,11 @@ class Script:
         self.replies = list(replies)
         self.requests: list[httpx.Request] = []
         self.bodies: list[bytes] = []
+
+    @property
+    def sent(self) -> Any:
+        """The last request's body, read as JSON; None without one."""
+        return json.loads(self.bodies[-1] or b"null")
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)

@@ -1,6 +1,5 @@
 """`client.adapters`, `logsteer adapters` and `--adapter`: what is sent, and what comes back."""
 
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from email import message_from_bytes
@@ -14,7 +13,6 @@ from logsteer import InvalidRequestError, OverloadedError, TransportError
 
 from .documents import (
     logprob_answer,
-    steering_receipt,
     target,
 )
 from .scripted import Caller, Output, Script, answer, problem, run
@@ -195,58 +193,14 @@ def test_a_missing_file_is_told_before_anything_is_sent(
     assert server.requests == []
 
 
-def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory: Path) -> None:
-    server = answer(GONE)
-    assert call(server, lambda client: client.adapters.delete("lora")).sha256 == "ab" * 32
-    assert (server.requests[0].method, server.requests[0].url.path) == ("DELETE", "/adapters/lora")
-    server = Script(httpx.ReadError("broken"))
-    with pytest.raises(TransportError, match="broken"):
-        call(server, lambda client: client.adapters.delete("lora"))
-    assert len(server.requests) == 1
-    for use in (
-        lambda client: client.adapters.delete(""),
-        lambda client: client.adapters.put("", directory),
-    ):
-        with pytest.raises(InvalidRequestError, match="name is empty"):
-            call(server, use)
-    assert len(server.requests) == 1
-
-
 ITEMS = [{"context": "a", "targets": ["b"]}]
 SCORES = logprob_answer([target("b", -1.0)])
 
 
 def test_the_commands_about_adapters(capsys: Output, directory: Path) -> None:
-    assert run(answer(LIST), "adapters", "list") == 0
-    printed = capsys.readouterr().out
-    assert "damaged: torn; put or delete" in printed
-    row = next(line for line in printed.splitlines() if "lora" in line)
-    cells = ["lora", "demo", "8", "16", "[red]q_proj,", "v_proj"]
-    assert row.split() == [*cells, *CARD["created"][:16].split("T"), "ab" * 6]
     server = answer(CARD)
     assert run(server, "adapters", "put", "lora", str(directory), "--model", "demo") == 0
     assert "ab" * 6 in capsys.readouterr().out
     assert server.requests[0].url.path == "/adapters/lora"
     assert dict(server.requests[0].url.params) == {"model": "demo"}
     assert parts_of(server.requests[0], server.bodies[0]) == WHOLE
-    assert run(answer(GONE), "adapters", "delete", "lora") == 0
-    assert capsys.readouterr().out.split() == ["deleted", "lora,", "ab" * 32]
-    assert run(answer(LIST), "adapters", "list", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == LIST
-
-
-def test_scores_under_an_adapter_say_so(capsys: Output) -> None:
-    server = answer(SCORES | USED)
-    assert run(server, "score", "a", "b", "--adapter", "lora") == 0
-    assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora"}
-    out = capsys.readouterr().out
-    assert "under adapter lora (abababababab)" in out and "steered" not in out
-    server = answer(SCORES | USED | {"steering": steering_receipt()})
-    assert run(server, "score", "a", "b", "--adapter", "lora", "--vector", "mood") == 0
-    assert json.loads(server.bodies[0]) == {
-        "items": ITEMS, "adapter": "lora", "steering": MOOD,
-    }  # fmt: skip
-    out = capsys.readouterr().out
-    assert "under adapter lora" in out and "steered 5 tokens" in out
-    assert run(answer(SCORES), "score", "a", "b") == 0
-    assert "adapter" not in capsys.readouterr().out

@@ -1,176 +1,318 @@
 """What each method sends, and what it makes of the answer."""
 
-import json
 import struct
 from typing import Any
 
 import httpx
 import msgpack
+import numpy as np
 import pytest
 
-from logsteer import (
-    AnswerError,
-    InvalidRequestError,
-    UnavailableError,
-)
-from logsteer.schemas import LogprobItem
+from logsteer import AnswerError, InvalidRequestError, Steer, UnavailableError
+from logsteer.schemas import LogprobItem, Message, Steering
 
 from .documents import (
     ANSWER,
     HEALTH,
     MODELS,
     PERPLEXITY,
+    SWEEP,
     TOKENS,
     logprob_answer,
+    steer_answer,
+    steering_receipt,
     target,
 )
-from .scripted import Caller, Script, problem
+from .scripted import Caller, Script, answer, problem
+from .test_vectors import CARD, GONE, LIST, PAIR, TRAINED
+
+ITEM = {"context": "a", "targets": ["b"]}
+IDS = {"context_ids": [1, 2], "target_ids": [[3]]}
+SCORES = logprob_answer([target("b", -1.0)])
+TWO = logprob_answer([target(" a", -1.0), target(" b", -2.0)])
+TURN = {"role": "user", "content": "Hi"}
+MOOD: dict[str, Any] = {"vectors": [{"name": "mood", "scale": 2}], "positions": "prompt"}
+GIVEN = {"vectors": [{"data": {"1": [0.5]}}]}
+CHANGES = {
+    "steering": {"vectors": [{"name": "mood", "scale": 2.0}]}, "adapter": "a",
+    "override": {"name": "v", "eta": 0.5},
+}  # fmt: skip
+RECEIPT = {"steering": steering_receipt()}
+
+CALLS: dict[str, tuple[Any, Any, str, Any, Any, Any]] = {
+    "model": (
+        lambda c: c.model("org/name v1"), MODELS["models"][0],
+        "GET /models/org%2Fname%20v1", None, lambda a: a.id, "demo",
+    ),
+    "logprob": (
+        lambda c: c.logprob([ITEM, LogprobItem.model_validate(IDS)], top=2, columns=("logprob",),
+                            model="m"),
+        SCORES, "POST /logprob",
+        {"model": "m", "items": [ITEM, IDS], "top": 2, "columns": ["logprob"]},
+        lambda a: a.results[0].targets[0].logprob, -1.0,
+    ),
+    "score": (
+        lambda c: c.score("c", [" a", " b"], space="both"), TWO, "POST /logprob",
+        {"items": [{"context": "c", "targets": [" a", " b"]}], "space": "both"},
+        lambda a: [score.logprob for score in a.targets], [-1.0, -2.0],
+    ),
+    "score under steering": (
+        lambda c: c.logprob([ITEM], steering=MOOD), SCORES | RECEIPT, "POST /logprob",
+        {"items": [ITEM], "steering": MOOD}, lambda a: a.steering.vectors[0].name, "mood",
+    ),
+    "get_log_prob under changes": (
+        lambda c: c.get_log_prob("a", "b", **CHANGES), SCORES, "POST /logprob",
+        {"items": [ITEM], "per_token": False, "columns": ["logprob"], "space": "best", **CHANGES},
+        len, 1,
+    ),
+    "one string is one text": (
+        lambda c: c.perplexity("long text"), PERPLEXITY, "POST /perplexity",
+        {"texts": ["long text"]}, lambda a: a.total.num_scored, 4,
+    ),
+    "perplexity under steering": (
+        lambda c: c.perplexity("a", steering=MOOD), PERPLEXITY | RECEIPT, "POST /perplexity",
+        {"texts": ["a"], "steering": MOOD}, lambda a: a.steering.tokens_steered, 5,
+    ),
+    "tokenize": (
+        lambda c: c.tokenize([" Hi"], bos="always"), TOKENS, "POST /tokenize",
+        {"texts": [" Hi"], "bos": "always"}, lambda a: a.results[0].offsets, [None, (0, 3)],
+    ),
+    "detokenize": (
+        lambda c: c.detokenize([(1, 9)], model="m"), {"model": "demo", "texts": [" Hi"]},
+        "POST /detokenize", {"token_ids": [[1, 9]], "model": "m"}, lambda a: a.texts, [" Hi"],
+    ),
+    "steer": (
+        lambda c: c.steer("I am", MOOD, n=2, baseline=True, stop=("a", "b"), seed=None),
+        steer_answer(2, baseline=True), "POST /steer",
+        {"prompts": ["I am"], "steering": MOOD, "n": 2, "baseline": True, "stop": ["a", "b"],
+         "seed": None},
+        lambda a: [[one.text for one in side] for side in
+                   (a.results[0].completions, a.results[0].baseline)],
+        [["glad 0", "glad 1"], ["sad 0", "sad 1"]],
+    ),
+    "steer ids": (
+        lambda c: c.steer(None, Steering.model_validate(GIVEN), prompt_ids=[[1, 2]]),
+        steer_answer(), "POST /steer", {"prompt_ids": [[1, 2]], "steering": GIVEN},
+        lambda a: a.steering.layers[2].relative_norm, 0.25,
+    ),
+    "steer a conversation": (
+        lambda c: c.steer(steering=GIVEN, messages=[Message(role="user", content="Hi")], n=2),
+        steer_answer(2), "POST /steer", {"messages": [TURN], "steering": GIVEN, "n": 2},
+        lambda a: a.texts, ["glad 0", "glad 1"],
+    ),
+    "sweep": (
+        lambda c: c.sweep(MOOD, (-1, 0, 1), items=[LogprobItem(context="a", targets=["b"])],
+                          texts=("t",), layers=[[2], [3]], bos="never"),
+        SWEEP, "POST /sweep",
+        {"items": [ITEM], "texts": ["t"], "steering": MOOD, "scales": [-1.0, 0.0, 1.0],
+         "layers": [[2], [3]], "bos": "never"},
+        lambda a: (a.points[0].layers, a.points[1].scale, a.points[0].items[0].targets[1].change,
+                   a.unsteered.texts[0].perplexity),
+        ([2], 0, None, 2.0),
+    ),
+    "vectors.list": (
+        lambda c: c.vectors.list(), LIST, "GET /vectors", None,
+        lambda a: [card.name for card in a.vectors], ["happy"],
+    ),
+    "vectors.get": (
+        lambda c: c.vectors.get("../x"), CARD, "GET /vectors/..%2Fx", None,
+        lambda a: (a.layers, a.norms["7"], a.norms[7]), ([1, 2, 3, 7], 7.0, 7.0),
+    ),
+    "vectors.delete": (
+        lambda c: c.vectors.delete("happy"), GONE, "DELETE /vectors/happy", None,
+        lambda a: a.name, "happy",
+    ),
+    "adapters.delete": (
+        lambda c: c.adapters.delete("happy"), GONE, "DELETE /adapters/happy", None,
+        lambda a: a.sha256, "ab" * 32,
+    ),
+    "vectors.train": (
+        lambda c: c.vectors.train("happy", [tuple(PAIR.values())], method="pca", read="mean",
+                                  layers=(2, 3), bos="never"),
+        TRAINED, "POST /vectors/train",
+        {"name": "happy", "pairs": [PAIR], "method": "pca", "read": "mean", "layers": [2, 3],
+         "bos": "never"},
+        lambda a: (a.vector.about.quality["2"].auc, a.vector.about.quality[2].auc,
+                   a.usage.prompt_tokens),
+        (0.875, 0.875, 3),
+    ),
+    "vectors.combine": (
+        lambda c: c.vectors.combine("c", {"a": 1, "b": -0.5}, ["d"]), CARD,
+        "POST /vectors/c/combine",
+        {"vectors": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": -0.5}],
+         "orthogonal_to": ["d"]},
+        lambda a: a.name, "happy",
+    ),
+}  # fmt: skip
 
 
-def answering(document: Any, status: int = 200) -> Script:
-    return Script(httpx.Response(status, json=document))
+@pytest.mark.parametrize(("use", "document", "line", "body", "read", "expected"), CALLS.values(),
+                         ids=CALLS)  # fmt: skip
+def test_what_a_method_sends_and_reads(
+    call: Caller, use: Any, document: Any, line: str, body: Any, read: Any, expected: Any
+) -> None:
+    server = answer(document)
+    assert read(call(server, use)) == expected
+    (request,) = server.requests
+    assert f"{request.method} {request.url.raw_path.decode()}" == line
+    assert server.sent == body
+    assert request.headers.get("Content-Type") == (None if body is None else "application/json")
 
 
-def sent(server: Script) -> Any:
-    return json.loads(server.bodies[-1])
+WRONG: list[tuple[Any, str | None, str]] = [
+    (lambda c: c.logprob([{"context": "a"}]), "items[0]", "takes targets"),
+    (lambda c: c.tokenize("\ud800"), None, "lone surrogate"),
+    (lambda c: c.perplexity_stream([b""], protocol="rolling", stride=1), "stride", "stride"),
+    (lambda c: c.perplexity_stream([b""], steering={}), "steering.vectors", "missing"),
+    (lambda c: c.perplexity_stream([b""], override={"name": "v"}), "override.eta", "missing"),
+    (lambda c: c.perplexity_stream([b""], adapter="no name"), "adapter", "must begin"),
+    (lambda c: c.perplexity_stream([b""], steering={"vectors": [{"data": {"1": [0.5] * 20_000}}]}),
+     "steering", "keep its vectors"),
+    (lambda c: c.model(""), "model_id", "empty"),
+    (lambda c: c.vectors.delete(""), "name", "name is empty"),
+    (lambda c: c.adapters.put("", "none"), "name", "name is empty"),
+    (lambda c: c.vectors.train("happy", [("a", "a")]), "pairs[0]", "are the same"),
+    (lambda c: c.sweep(MOOD, [1]), None, "something to score"),
+    (lambda c: c.sweep({"vectors": [{"name": "m", "op": "clamp", "params": {"min": 0.0}}]}, [1],
+                       texts=["a"]), None, "no scale to sweep over"),
+]  # fmt: skip
 
 
-def test_a_model_id_is_quoted(call: Caller) -> None:
-    server = answering(MODELS["models"][0])
-    assert call(server, lambda client: client.model("org/name v1")).id == "demo"
-    assert server.requests[0].url.raw_path == b"/models/org%2Fname%20v1"
-    with pytest.raises(InvalidRequestError, match="empty"):
-        call(server, lambda client: client.model(""))
+@pytest.mark.parametrize(("use", "param", "words"), WRONG)
+def test_a_wrong_argument_is_told_before_anything_is_sent(
+    call: Caller, use: Any, param: str | None, words: str
+) -> None:
+    server = answer({})
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        call(server, use)
+    assert (caught.value.param, caught.value.request_id, server.requests) == (param, None, [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steering", "options", "words"),
+    [
+        (None, MOOD, {}, "exactly one of prompts, prompt_ids, messages"),
+        ("a", MOOD, {"prompt_ids": [[1]]}, "exactly one of prompts"),
+        ("a", {}, {}, r"steering\.vectors"),
+        ("a", {"vectors": [{"scale": 1.0}]}, {}, "exactly one of name, sha256, data"),
+        ("a", MOOD, {"temperature": 3.0}, "temperature"),
+        ("a", "mood:x", {}, "the scale 'x' is not a number"),
+        ("a", "mood@b", {}, "not a list of layers"),
+        ("a", "", {}, "has not the form"),
+        ("a", {"vectors": [{"name": "m", "scale": "x"}]}, {}, "a number that float32 holds"),
+        ("a", {"vectors": [{"name": "m", "layers": [2, 2]}]}, {}, "name each once"),
+        ("a", {"vectors": [{"name": "m", "layers": [-1]}]}, {}, "-1 is not a layer"),
+        ("a", {"vectors": [{"name": "m", "layers": []}]}, {}, "a list of layers"),
+    ],
+)
+def test_what_cannot_be_steered_is_told(
+    call: Caller, prompt: Any, steering: Any, options: Any, words: str
+) -> None:
+    server = answer(steer_answer())
+    for name in ("steer", "steer_events"):
+        with pytest.raises(InvalidRequestError, match=words):
+            call(server, lambda c, name=name: getattr(c, name)(prompt, steering, **options))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "vectors"),
+    [
+        ("mood", [{"name": "mood", "scale": "recommended", "layers": "recommended"}]),
+        (
+            ("mood:4@2,5-6", "calm:-1"),
+            [
+                {"name": "mood", "scale": 4, "layers": [2, 5, 6]},
+                {"name": "calm", "scale": -1, "layers": "recommended"},
+            ],
+        ),
+        (Steer("mood", 4, layer=3), [{"name": "mood", "scale": 4, "layers": [3]}]),
+        *(
+            ({"vectors": [{"data": {3: data}, "scale": 2}]}, [{"data": {"3": [1.0]}, "scale": 2}])
+            for data in ([1.0], np.ones(1, np.float32))
+        ),
+    ],
+)
+def test_forms_of_steering(call: Caller, given: Any, vectors: list[dict[str, Any]]) -> None:
+    server = answer(steer_answer(1))
+    found = call(server, lambda client: client.steer("I am", given))
+    assert server.sent["steering"] == {"vectors": vectors}
+    assert found.text == "glad 0"
+    with pytest.raises(KeyError):
+        found.steering.layers[7]
+    assert repr(found).startswith("SteerAnswer(texts=['glad 0']")
+    assert max(map(len, repr(found).splitlines())) <= 100
+
+
+def test_the_text_of_several_completions_is_none(call: Caller) -> None:
+    found = call(answer(steer_answer(2)), lambda client: client.steer("a", "mood", n=2))
+    with pytest.raises(ValueError, match="2 completions"):
+        found.text  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("mine", "given", "sent"),
+    [("mine", {}, "mine"), ("mine", {"model": "m"}, "m"), (None, {}, None)],
+)
+def test_the_default_model_gives_way(call: Caller, mine: Any, given: Any, sent: Any) -> None:
+    server = answer(TOKENS)
+    call(server, lambda client: client.tokenize("x", **given), model=mine)
+    assert server.sent.get("model") == sent
 
 
 def test_readiness_is_an_answer_with_503_too(call: Caller, pauses: list[float]) -> None:
-    server = answering({"ready": False, "models": {"demo": "loading"}}, status=503)
-    answer = call(server, lambda client: client.ready())
-    assert (answer.ready, answer.models) == (False, {"demo": "loading"})
+    server = Script(httpx.Response(503, json={"ready": False, "models": {"demo": "loading"}}))
+    found = call(server, lambda client: client.ready())
+    assert (found.ready, found.models) == (False, {"demo": "loading"})
     assert len(server.requests) == 1
     with pytest.raises(UnavailableError):
         call(Script(problem("model_loading", 503)), lambda client: client.ready())
 
 
-def test_logprob_sends_what_was_given_and_no_more(call: Caller) -> None:
-    server = answering(logprob_answer([target("b", -1.0)]))
-    items = [
-        {"context": "a", "targets": ["b"]},
-        LogprobItem.model_validate({"context_ids": [1, 2], "target_ids": [[3]]}),
-    ]
-    answer = call(
-        server, lambda client: client.logprob(items, top=2, columns=("logprob",), model="m")
-    )
-    assert answer.results[0].targets[0].logprob == -1.0
-    assert (server.requests[0].method, server.requests[0].url.path) == ("POST", "/logprob")
-    assert server.requests[0].headers["Content-Type"] == "application/json"
-    assert sent(server) == {
-        "model": "m",
-        "items": [
-            {"context": "a", "targets": ["b"]},
-            {"context_ids": [1, 2], "target_ids": [[3]]},
-        ],
-        "top": 2,
-        "columns": ["logprob"],
-    }
+STEERED = {name: value for name, value in steer_answer().items() if name != "steering"}
+PACKED = {"Content-Type": "application/msgpack"}
 
 
-def test_the_default_model_gives_way(call: Caller) -> None:
-    server = answering(TOKENS)
-    call(server, lambda client: client.tokenize("x"), model="mine")
-    assert sent(server)["model"] == "mine"
-    call(server, lambda client: client.tokenize("x", model="other"), model="mine")
-    assert sent(server)["model"] == "other"
-    call(server, lambda client: client.tokenize("x"))
-    assert "model" not in sent(server)
-
-
-def test_a_wrong_argument_is_told_before_anything_is_sent(call: Caller) -> None:
-    server = answering({})
-    with pytest.raises(InvalidRequestError) as caught:
-        call(server, lambda client: client.logprob([{"context": "a"}]))
-    assert caught.value.param == "items[0]"
-    assert "takes targets" in caught.value.detail
-    assert caught.value.request_id is None
-    with pytest.raises(InvalidRequestError, match="lone surrogate"):
-        call(server, lambda client: client.tokenize("\ud800"))
-    with pytest.raises(InvalidRequestError, match="stride"):
-        call(server, lambda client: client.perplexity_stream([b""], protocol="rolling", stride=1))
-    assert server.requests == []
-
-
-def test_score_is_one_item(call: Caller) -> None:
-    server = answering(logprob_answer([target(" a", -1.0), target(" b", -2.0)]))
-    result = call(server, lambda client: client.score("c", [" a", " b"], space="both"))
-    assert [score.logprob for score in result.targets] == [-1.0, -2.0]
-    assert sent(server) == {"items": [{"context": "c", "targets": [" a", " b"]}], "space": "both"}
-
-
-def test_one_string_is_one_text(call: Caller) -> None:
-    server = answering(PERPLEXITY)
-    call(server, lambda client: client.perplexity("long text"))
-    assert sent(server) == {"texts": ["long text"]}
-
-
-def test_too_few_scores_are_no_answer(call: Caller) -> None:
-    server = answering(logprob_answer([target("x", -1.0)]))
-    for use in (
-        lambda client: client.get_log_prob(["p", "q"], ["x"]),
-        lambda client: client.get_log_prob("p", ["x", "y"]),
-        lambda client: client.score("p", ["x", "y"]),
-    ):
-        with pytest.raises(AnswerError, match="scores") as caught:
-            call(server, use)
-        assert caught.value.request_id == "r"
-
-
-def test_tokens_both_ways(call: Caller) -> None:
-    server = answering(TOKENS)
-    encoded = call(server, lambda client: client.tokenize([" Hi"], bos="always")).results[0]
-    assert encoded.offsets == [None, (0, 3)]
-    assert sent(server) == {"texts": [" Hi"], "bos": "always"}
-    server = answering({"model": "demo", "texts": [" Hi"]})
-    answer = call(server, lambda client: client.detokenize([(1, 9)], model="m"))
-    assert answer.texts == [" Hi"]
-    assert sent(server) == {"token_ids": [[1, 9]], "model": "m"}
+@pytest.mark.parametrize(
+    ("use", "reply", "words"),
+    [
+        (lambda c: c.get_log_prob(["p", "q"], ["x"]), httpx.Response(200, json=SCORES), "r.$"),
+        (lambda c: c.get_log_prob("p", ["x", "y"]), httpx.Response(200, json=SCORES), "2 scores"),
+        (lambda c: c.score("p", ["x", "y"]), httpx.Response(200, json=SCORES), "2 scores"),
+        (lambda c: c.steer("I am", MOOD), httpx.Response(200, json=STEERED), "steering"),
+        (lambda c: c.logprob([ITEM]),
+         httpx.Response(200, content=msgpack.packb(ANSWER)[:-1], headers=PACKED), "MessagePack"),
+    ],
+)  # fmt: skip
+def test_what_lacks_a_part_is_no_answer(call: Caller, use: Any, reply: Any, words: str) -> None:
+    with pytest.raises(AnswerError, match=words):
+        call(Script(reply), use)
 
 
 def test_fields_of_a_newer_server_are_kept(call: Caller) -> None:
-    answer = call(answering({**HEALTH, "new": 1}), lambda client: client.health())
-    assert answer.model_extra == {"new": 1}
+    found = call(answer({**HEALTH, "new": 1}), lambda client: client.health())
+    assert found.model_extra == {"new": 1}
 
 
 def test_messagepack_arrays_become_lists(call: Caller) -> None:
     score = target("ab", -1.5)
-    score["logprobs"] = {
-        "dtype": "<f4",
-        "shape": [2],
-        "data": struct.pack("<2f", -1.5, float("nan")),
-    }
+    numbers = struct.pack("<2f", -1.5, float("nan"))
+    score["logprobs"] = {"dtype": "<f4", "shape": [2], "data": numbers}
     score["offsets"] = {"dtype": "<i4", "shape": [2, 2], "data": struct.pack("<4i", -1, 1, 1, 2)}
     body = msgpack.packb(logprob_answer([score]))
-    server = Script(
-        httpx.Response(200, content=body, headers={"Content-Type": "application/msgpack"})
-    )
-    answer = call(server, lambda client: client.score("c", "ab"), encoding="msgpack")
-    assert answer.targets[0].logprobs == [-1.5, None]
-    assert answer.targets[0].offsets == [(-1, 1), (1, 2)]
+    server = Script(httpx.Response(200, content=body, headers=PACKED))
+    found = call(server, lambda client: client.score("c", "ab"), encoding="msgpack")
+    assert found.targets[0].logprobs == [-1.5, None]
+    assert found.targets[0].offsets == [(-1, 1), (1, 2)]
     assert server.requests[0].headers["Accept"].startswith("application/msgpack,")
 
 
 def test_messagepack_client_reads_json_and_problems(call: Caller) -> None:
-    answer = call(answering(HEALTH), lambda client: client.health(), encoding="msgpack")
-    assert answer.status == "ok"
+    found = call(answer(HEALTH), lambda client: client.health(), encoding="msgpack")
+    assert found.status == "ok"
     with pytest.raises(InvalidRequestError):
         call(
             Script(problem("invalid_request", 422)),
             lambda client: client.health(),
             encoding="msgpack",
         )
-
-
-def test_broken_messagepack_is_no_answer(call: Caller) -> None:
-    headers = {"Content-Type": "application/msgpack"}
-    server = Script(httpx.Response(200, content=msgpack.packb(ANSWER)[:-1], headers=headers))
-    with pytest.raises(AnswerError, match="MessagePack"):
-        call(server, lambda client: client.logprob([{"context": "", "targets": ["x"]}]))

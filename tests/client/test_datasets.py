@@ -194,5 +194,3 @@ def test_the_command_scores_a_data_set(
     assert "only question, answer" in capsys.readouterr().err
     assert main(["perplexity", str(directory / "README.md"), "--join", "a"]) == 1
     assert "--join goes with --dataset" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*own, "also.txt"])

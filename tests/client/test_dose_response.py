@@ -103,13 +103,9 @@ def test_the_recommended_layer_and_scales() -> None:
         evaluate(server, 0)
 
 
-@pytest.mark.parametrize("form", ["lines", "list"])
-def test_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.json"
-    pairs.write_text(json.dumps(PAIR) if form == "lines" else json.dumps([PAIR]))
+    pairs.write_text(json.dumps([PAIR]))
     argv = ["vectors", "evaluate", "happy", "--pairs", str(pairs), "--scales=-1,2", "--layers", "2"]
     plot = tmp_path / "doses.svg"
     transport = httpx.MockTransport(LinearServer())
@@ -121,20 +117,6 @@ def test_the_command(
     assert "happy at layers 2 on 1 pairs" in plot.read_text()
     assert main([*argv, "--json"], transport=transport) == 0
     assert len(json.loads(capsys.readouterr().out)["points"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [("[1]", "entry 1: no"), ("[", "no JSON list"), ("[]", "has no pairs")],
-)
-def test_lists_that_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
-) -> None:
-    pairs = tmp_path / "pairs.json"
-    pairs.write_text(text)
-    transport = httpx.MockTransport(LinearServer())
-    assert main(["vectors", "evaluate", "a", "--pairs", str(pairs)], transport=transport) == 1
-    assert reason in capsys.readouterr().err
 
 
 def test_the_plot_s_lines(tmp_path: Path) -> None:

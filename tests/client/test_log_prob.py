@@ -112,15 +112,3 @@ def test_a_long_target_has_an_infinite_perplexity(call: Caller) -> None:
     server = Script(httpx.Response(200, json=logprob_answer([target("t", -1000.0)])))
     (record,) = call(server, lambda client: client.get_log_prob("p", "t"))
     assert (record.perplexity, record.token_perplexity) == (math.inf, 2.0)
-
-
-def test_what_changes_the_model_is_passed_on(call: Caller) -> None:
-    server = Script(httpx.Response(200, json=logprob_answer([target("t", -1.0)])))
-    changes = {
-        "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
-        "adapter": "a",
-        "override": {"name": "v", "eta": 0.5},
-    }
-    call(server, lambda client: client.get_log_prob("p", "t", **changes))
-    sent = json.loads(server.bodies[0])
-    assert {name: sent[name] for name in changes} == changes

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from .documents import (
@@ -25,7 +24,7 @@ from .documents import (
     steer_answer,
     target,
 )
-from .scripted import Output, Script, answer, event_stream, problem, run
+from .scripted import Output, Script, answer, event_stream, run
 
 LONG = {"tokens": [" gl", "ad\x1b\n"], "token_ids": [3, 4], "logprobs": [-0.1, -8.0]}
 SCORES = logprob_answer([target(" glad", -8.1, **LONG), target(" sad", None)])
@@ -104,33 +103,6 @@ def test_a_selftest_has_a_row_a_check(capsys: Output) -> None:
     assert [row["verdict"] for row in rows] == ["passed", "passed", "failed", "not_run"]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["models", "--json", "--format", "csv"],
-        ["models", "--output", "rows"],
-        ["models", "--format", "xml"],
-        ["models", "--plot", "a.png"],
-        ["score", "a", "b", "--per", "token"],
-        ["score", "a", "b", "--per", "window", "--format", "csv"],
-        ["score", "a", "b", "--plot", "a.png"],
-    ],
-)
-def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
-    server = answer(MODELS)
-    with pytest.raises(SystemExit) as caught:
-        run(server, *argv)
-    assert caught.value.code == 2
-    assert "See logsteer" in capsys.readouterr().err and server.requests == []
-
-
-def test_what_is_missing_is_told_before_anything_is_asked_for(capsys: Output) -> None:
-    server = answer(MODELS)
-    assert run(server, "models", "--output", "none/rows.csv") == 1
-    assert "there is no directory" in capsys.readouterr().err
-    assert server.requests == []
-
-
 # ------------------------------------------------------------------ readers
 
 
@@ -161,32 +133,3 @@ def test_a_reader_who_leaves_ends_a_table_quietly() -> None:
 
 
 # ------------------------------------------------------------------ exit statuses
-
-
-@pytest.mark.parametrize(
-    ("reply", "status"),
-    [
-        (problem("unknown_model", 404), 1),
-        (problem("invalid_request", 422), 1),
-        (problem("internal", 500), 1),
-        (problem("unauthorized", 401), 1),
-        (problem("overloaded", 429), 3),
-        (problem("model_loading", 503), 3),
-        (problem("deadline_exceeded", 504), 3),
-        (httpx.ConnectError("refused"), 3),
-        (httpx.ReadTimeout("slow"), 3),
-    ],
-)
-def test_the_exit_status_says_whether_later_may_do(
-    pauses: list[float], reply: Any, status: int
-) -> None:
-    assert run(Script(reply), "models") == status
-
-
-def test_windows_are_drawn(capsys: Output) -> None:
-    server = Script(event_stream(PERPLEXITY_EVENTS))
-    assert run(server, "perplexity", "book.txt", "--json", "--plot", "p.svg") == 0
-    assert json.loads(capsys.readouterr().out)
-    assert Path("p.svg").exists()
-    assert run(server, "perplexity", "book.txt", "--plot", "s.txt") == 1
-    assert "ends in .png, .svg or .pdf" in capsys.readouterr().err

@@ -233,7 +233,7 @@ def test_autoencoders_that_are_refused(
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogsteerError, match=r"no cfg\.json: give the directory"):
+    with pytest.raises(LogsteerError, match=r"no cfg\.json and .*: give the directory"):
         read_feature(tmp_path / "none", FEATURE)
     weights = save(tmp_path) / "sae_weights.safetensors"
     whole = weights.read_bytes()
@@ -247,13 +247,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         weights.write_bytes(content)
         with pytest.raises(LogsteerError, match=reason):
             read_feature(tmp_path, FEATURE)
-    weights.unlink()
-    with pytest.raises(LogsteerError, match="no sae_weights"):
-        read_feature(tmp_path, FEATURE)
     for text, reason in (("{", "no JSON"), ("[]", "no JSON object")):
         (tmp_path / "cfg.json").write_text(text)
         with pytest.raises(LogsteerError, match=reason):
             read_feature(tmp_path, FEATURE)
+    weights.unlink()
+    with pytest.raises(LogsteerError, match="has no sae_weights"):
+        read_feature(tmp_path, FEATURE)
 
 
 class SizedServer:

@@ -15,7 +15,7 @@ from logsteer import AsyncClient, Client
 from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
 from logsteer.extras.sampling import Samples
-from tests.client.documents import ANSWER, PROVENANCE
+from tests.client.documents import ANSWER
 from tests.own_time import run_in_own_time
 
 from .scripted import Caller, problem
@@ -42,18 +42,32 @@ def continue_prompts(request: httpx.Request) -> httpx.Response:
 
 
 class Flaky:
-    """Continues prompts; refuses requests that have one of `broken`, which it counts."""
+    """Continues prompts, or the last turns of conversations; refuses requests with one of `broken`.
 
-    def __init__(self, *broken: str) -> None:
+    `asked` are the requests' bodies; `change` is applied to each answer, given its prompts.
+    """
+
+    def __init__(self, *broken: str, code: str = "overloaded", status: int = 429) -> None:
         self.broken = set(broken)
-        self.asked: list[list[str]] = []
+        self.refusal = problem(code, status)
+        self.asked: list[dict[str, Any]] = []
+        self.change: Callable[[Any, list[str]], None] = lambda answer, prompts: None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of prompts of each request."""
+        return [len(body["prompts"]) for body in self.asked]
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        prompts = json.loads(request.content)["prompts"]
-        self.asked.append(prompts)
+        body = json.loads(request.content)
+        self.asked.append(body)
+        prompts = body.get("prompts") or [turns[-1]["content"] for turns in body["messages"]]
         if self.broken & set(prompts):
-            return problem("overloaded", 429)
-        return continue_prompts(request)
+            return self.refusal
+        asked = httpx.Request("POST", request.url, json={**body, "prompts": prompts})
+        answer = json.loads(continue_prompts(asked).content)
+        self.change(answer, prompts)
+        return httpx.Response(200, json=answer)
 
 
 PROMPTS = [f"p{n}" for n in range(12)]
@@ -86,37 +100,22 @@ def test_every_sample_has_a_seed_of_its_own(sample: Use) -> None:
 
 
 def test_rows_may_hold_conversations(sample: Use) -> None:
-    asked: list[Any] = []
-
-    def continue_chats(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        asked.append(body["messages"])
-        body["prompts"] = [turns[-1]["content"] for turns in body["messages"]]
-        return continue_prompts(httpx.Request("POST", request.url, json=body))
-
+    server = Flaky()
     rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
-    found = sample(continue_chats, rows, batch_size=2)
+    found = sample(server, rows, batch_size=2, concurrency=1)
+    asked = [body["messages"] for body in server.asked]
     assert asked == [[row["prompt"] for row in rows[:2]], [rows[2]["prompt"]]]
-    assert [one.completion.text for one in found] == ["p0 0", "p1 1", "p2 2"]
+    assert texts(found) == ["p0 0", "p1 1", "p2 2"]
     with pytest.raises(InvalidRequestError, match="texts and conversations"):
-        sample(continue_chats, [*rows, "p"])
+        sample(server, [*rows, "p"])
 
 
 def test_options_are_those_of_generate(sample: Use) -> None:
-    asked: list[Any] = []
-
-    def look(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
-        return continue_prompts(request)
-
-    steering = {"vectors": [{"name": "mood", "scale": 2.0}]}
-    sample(look, ["a"], columns=("log_q",), n=np.int64(2), stop=["x"], steering=steering, seed=None)
-    assert asked == [
-        {
-            "prompts": ["a"], "columns": ["log_q"], "n": 2, "stop": ["x"], "seed": 0,
-            "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
-        }
-    ]  # fmt: skip
+    server, steering = Flaky(), {"vectors": [{"name": "mood", "scale": 2.0}]}
+    n = np.int64(2)
+    sample(server, ["a"], columns=("log_q",), n=n, stop=["x"], steering=steering, seed=None)
+    wanted = {"prompts": ["a"], "columns": ["log_q"], "n": 2, "stop": ["x"], "seed": 0}
+    assert server.asked == [wanted | {"steering": steering}]
 
 
 def test_batches_are_under_way_at_once_and_results_in_order() -> None:
@@ -191,56 +190,41 @@ def test_rewards_may_be_awaited(sample: Use) -> None:
     assert len(loops) == 1
 
 
-def test_rewards_may_be_awaited_in_a_notebook() -> None:
-    async def rate(row: Any, prompt: str, completion: str) -> float:
-        return 2.0
-
+def test_a_notebook_may_sample() -> None:
     async def notebook() -> Samples:
         with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
-            return client.sample(["a"], reward=rate)
+            return client.sample(["a"], reward=lambda *_: 2.0)
 
     assert [one.reward for one in asyncio.run(notebook())] == [2.0]
 
 
-def test_a_batch_that_fails_costs_its_own_draws(sample: Use) -> None:
-    server = Flaky("p4")
-    with pytest.warns(UserWarning, match="3 of 12 draws have no samples .*draw 3 to 5: overloaded"):
-        samples = sample(server, PROMPTS, batch_size=3, n=2)
-    assert [one.index for one in samples] == sorted([0, 1, 2, 6, 7, 8, 9, 10, 11] * 2)
-    (failure,) = samples.failures
-    assert failure.draws == range(3, 6)
-    assert isinstance(failure.error, OverloadedError)
-    assert [one.completion.seed for one in samples][5:8] == [5, 12, 13]
-
-
-def test_a_prompt_that_is_refused_costs_itself_alone(sample: Use) -> None:
-    asked: list[list[str]] = []
-
-    def refuse(request: httpx.Request) -> httpx.Response:
-        prompts = json.loads(request.content)["prompts"]
-        asked.append(prompts)
-        if "p4" in prompts:
-            return problem("context_too_long", 422)
-        return continue_prompts(request)
-
-    with pytest.warns(UserWarning, match="1 of 12 draws have no samples .*draw 4: context_too"):
-        samples = sample(refuse, PROMPTS, batch_size=6, concurrency=1)
-    assert [one.index for one in samples] == [n for n in range(12) if n != 4]
-    assert [one.completion.seed for one in samples] == [one.index for one in samples]
-    assert [failure.draws for failure in samples.failures] == [range(4, 5)]
-    assert [len(prompts) for prompts in asked] == [6, 3, 3, 1, 2, 1, 1, 6]
+@pytest.mark.parametrize(
+    ("code", "status", "size", "lost", "sizes", "told"),
+    [
+        ("overloaded", 429, 3, range(3, 6), [3, 3, 3, 3], "3 of 12 .*draw 3 to 5: overloaded"),
+        ("context_too_long", 422, 6, range(4, 5), [6, 3, 3, 1, 2, 1, 1, 6],
+         "1 of 12 .*draw 4: context_too"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_fails_costs_its_own_draws_and_a_refused_prompt_itself(
+    sample: Use, code: str, status: int, size: int, lost: range, sizes: list[int], told: str
+) -> None:
+    server = Flaky("p4", code=code, status=status)
+    with pytest.warns(UserWarning, match=told):
+        samples = sample(server, PROMPTS, batch_size=size, n=2, concurrency=1)
+    draws = [n for n in range(12) for _ in range(2) if n not in lost]
+    assert [one.index for one in samples] == draws
+    assert [one.completion.seed for one in samples][::2] == [2 * n for n in draws[::2]]
+    assert [failure.draws for failure in samples.failures] == [lost]
+    assert samples.failures[0].error.code == code  # type: ignore[attr-defined]
+    assert server.sizes == sizes
 
 
 def test_a_run_that_is_refused_throughout_raises(sample: Use) -> None:
-    asked: list[int] = []
-
-    def refuse(request: httpx.Request) -> httpx.Response:
-        asked.append(len(json.loads(request.content)["prompts"]))
-        return problem("invalid_vector", 422)
-
+    server = Flaky(*PROMPTS, code="invalid_vector", status=422)
     with pytest.raises(InvalidRequestError, match="invalid_vector"):
-        sample(refuse, PROMPTS * 10, batch_size=8, concurrency=1, max_failures=2)
-    assert asked == [8, 4, 2, 1, 1]
+        sample(server, PROMPTS * 10, batch_size=8, concurrency=1, max_failures=2)
+    assert server.sizes == [8, 4, 2, 1, 1]
 
 
 def test_a_run_that_only_fails_ends(sample: Use) -> None:
@@ -257,28 +241,21 @@ def test_a_run_that_only_fails_ends(sample: Use) -> None:
     assert "3 batches in a row had failed" in str(samples.failures[-1])
 
 
-def test_too_few_continuations_are_a_failure(sample: Use) -> None:
-    def forget(request: httpx.Request) -> httpx.Response:
-        answer = json.loads(continue_prompts(request).content)
-        if json.loads(request.content)["prompts"] == ["p1"]:
-            answer["results"][0]["completions"].pop()
-        return httpx.Response(200, json=answer)
-
-    with pytest.warns(UserWarning, match="asked for 2 continuations of 1 prompts, got"):
-        samples = sample(forget, PROMPTS[:3], n=2, batch_size=1)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda answer: answer["results"][0]["completions"].pop(),
+         "asked for 2 continuations of 1 prompts, got"),
+        (lambda answer: answer["provenance"].update(weights_digest="other"),
+         "draw 1: another model than before"),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_to_a_batch_is_its_failure(sample: Use, change: Any, told: str) -> None:
+    server = Flaky()
+    server.change = lambda answer, prompts: change(answer) if prompts == ["p1"] else None
+    with pytest.warns(UserWarning, match=told):
+        samples = sample(server, PROMPTS[:3], n=2, batch_size=1, concurrency=1)
     assert [one.index for one in samples] == [0, 0, 2, 2]
-
-
-def test_another_model_than_before_is_a_failure(sample: Use) -> None:
-    def change(request: httpx.Request) -> httpx.Response:
-        answer = json.loads(continue_prompts(request).content)
-        if json.loads(request.content)["prompts"] == ["p1"]:
-            answer["provenance"] = PROVENANCE | {"weights_digest": "other"}
-        return httpx.Response(200, json=answer)
-
-    with pytest.warns(UserWarning, match="draw 1: another model than before"):
-        samples = sample(change, PROMPTS[:3], batch_size=1, concurrency=1)
-    assert [one.index for one in samples] == [0, 2]
 
 
 def test_wrong_options_are_told_before_anything_is_sent(sample: Use) -> None:

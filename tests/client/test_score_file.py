@@ -26,7 +26,7 @@ from logsteer.corpus.answers import read_answer
 from logsteer.corpus.job import FleetServer
 from logsteer.errors import AnswerError
 
-from .corpus_server import BAD, CorpusServer, answer, encode, serve_corpus, value_of
+from .corpus_server import BAD, RESULTS, CorpusServer, answer, encode, serve_corpus, value_of
 from .score_file_cases import interrupt, read_rows, score, texts, write_rows
 from .scripted import problem
 
@@ -116,7 +116,7 @@ def test_rows_that_are_invalid_have_an_error_and_the_others_their_result(tmp_pat
     ]
     errors = [row["error"] for row in rows[1::2]]
     assert [error["code"] for error in errors] == ["invalid_request"] * 6 + ["context_too_long"]
-    assert "text is 7, no text" in errors[1]["detail"]
+    assert "text must be a text" in errors[1]["detail"]
     assert (scores.rows, scores.failed) == (14, 7)
     assert len(server.asked) < 8, "those that are no item are not sent"
 
@@ -272,13 +272,27 @@ def test_the_command_tells_what_was_done(corpus: Path, tmp_path: Path, capsys: O
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--map", "text"], ["--options", "[1]"], ["--endpoint", "tokenize"]],
+    ("endpoint", "result", "told"),
+    [
+        ("logprob", {}, "2 targets were asked for, got 0"),
+        ("logprob", {"targets": [{"logprob": -1.0}]}, "2 targets were asked for, got 1"),
+        ("logprob", {"targets": None}, "2 targets were asked for, got 0"),
+        ("logprob", None, "not an object"),
+        ("perplexity", {"sum_logprob": -1.0}, "no number sum_squared_logprob"),
+        ("generate", {"completions": []}, "1 completions were asked for, got 0"),
+    ],
 )
-def test_wrong_usage_of_the_command(corpus: Path, argv: list[str], capsys: Output) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["score-file", str(corpus), "out.jsonl", *argv])
-    assert caught.value.code == 2
+def test_a_result_without_what_was_asked_for_is_a_failed_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, result: Any, told: str
+) -> None:
+    monkeypatch.setitem(RESULTS, f"/{endpoint}", lambda *_: result)
+    item = {"context": "a", "targets": [" b", " c"], "text": "a", "prompt": "a"}
+    source, target = write_rows(tmp_path / "in.jsonl", [item]), tmp_path / "out.jsonl"
+    with serve_corpus() as url:
+        argv = ["score-file", str(source), str(target), "--endpoint", endpoint, "--url", url]
+        assert main(argv) == 1
+    (row,) = read_rows(target)
+    assert row["error"]["code"] == "internal" and told in row["error"]["detail"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
@@ -300,31 +314,30 @@ def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: s
     assert gzip.decompress(target.read_bytes()) == plain.read_bytes()
 
 
-def test_results_are_not_written_as_parquet(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(LogsteerError, match=r"name a \.jsonl"):
-        score(corpus, tmp_path / "out.parquet", CorpusServer())
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "target", "told"),
     [
-        ("in.txt", b"{}", "does not say what it holds"),
-        ("in.jsonl.gz", b"no gzip", "cannot be unpacked"),
-        ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "cannot be unpacked"),
-        ("in.parquet", b"no parquet", "not a Parquet"),
+        ("in.txt", b"{}", "out.jsonl", "does not say what it holds"),
+        ("in.jsonl.gz", b"no gzip", "out.jsonl", "cannot be unpacked"),
+        ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "out.jsonl", "cannot be unpacked"),
+        ("in.parquet", b"no parquet", "out.jsonl", "not a Parquet"),
+        ("in.jsonl", b"{}", "out.parquet", r"name a \.jsonl"),
+        ("in.jsonl", b"{}", "none/out.jsonl", "there is no directory"),
     ],
-    ids=["no name", "no gzip", "cut", "no parquet"],
+    ids=["no name", "no gzip", "cut", "no parquet", "to parquet", "no directory"],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_files_that_cannot_be_read_or_written(
+    tmp_path: Path, name: str, content: bytes, target: str, told: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LogsteerError, match=told):
-        score(tmp_path / name, tmp_path / "out.jsonl", CorpusServer())
+        score(tmp_path / name, tmp_path / target, CorpusServer())
 
 
 def test_what_is_missing_for_parquet_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     packed = tmp_path / "in.parquet"
     packed.touch()
     with pytest.raises(LogsteerError, match=r"pip install \"logsteer\[tables\]\""):

@@ -16,9 +16,7 @@ from .documents import (
     logprob_answer,
     piece,
     steer_answer,
-    steering_receipt,
     target,
-    window,
 )
 from .scripted import Output, Script, answer, event_stream, problem, run
 
@@ -125,40 +123,6 @@ def test_the_four_commands_read_steering_alike(
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["steer", "a"],
-        ["steer", "a", "--vector", "mood:"],
-        ["steer", "a", "--vector", "mood:x"],
-        ["steer", "a", "--vector", "mood@x"],
-        ["steer", "a", "--vector", "mood@3-1"],
-        ["steer", "a", "--vector", "mood", "--steering", "file"],
-        ["steer", "a", "--steering", "file", "--op", "add"],
-        ["steer", "a", "--vector", "mood", "--positions", "somewhere"],
-        ["steer", "a", "--vector", "mood", "--clamp", "1"],
-        ["score", "a", "b", "--unit", "raw"],
-        ["steer", "a", "--vector", "mood", "--above", "1"],
-        ["steer", "a", "--vector", "mood", "--when", "no@1:temper", "--above", "1"],
-        ["score", "a", "b", "--probe", "mood@x"],
-        ["perplexity", "a", "--positions", "all"],
-        ["sweep", "--vector", "mood", *ITEM],
-        ["sweep", "--vector", "mood", "--scales", "-1,b", *ITEM],
-        ["sweep", "--vector", "mood", "--scales=1"],
-        ["sweep", "--vector", "mood", "--scales=1", "--item", "no target"],
-        ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--layers", "1;;2"],
-        ["sweep", "--scales=1", *ITEM],
-    ],
-)
-def test_wrong_usage_is_2(capsys: Output, tmp_path: Path, argv: list[str]) -> None:
-    server = answer(SWEEP)
-    with pytest.raises(SystemExit) as caught:
-        run(server, *argv)
-    assert caught.value.code == 2
-    assert f"See logsteer {argv[0]}" in capsys.readouterr().err
-    assert server.requests == []
-
-
-@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"{", "no JSON"),
@@ -179,32 +143,6 @@ def test_a_file_that_steers_nothing_is_told(
         assert run(server, *command, "--steering", str(path)) == 1
         assert reason in capsys.readouterr().err
     assert server.requests == []
-
-
-def test_one_completion_is_streamed_then_its_receipt_is_shown(capsys: Output) -> None:
-    server = stream(piece(" was [b]"), piece(" a\x1b[2J"), piece(" cat\n"))
-    assert run(server, "steer", "There", "--vector", "mood", "--model", "demo") == 0
-    out, err = capsys.readouterr()
-    # What looks like markup is data, and no control character reaches the terminal.
-    assert out.startswith("There was [b] a\\x1b[2J cat\n")
-    assert "2 tokens, length, logprob -1.5, seed 7" in out
-    assert "steered 5 tokens by mood x 2 (abababababab)" in out
-    assert ["2", "5", "0.25"] in [line.split() for line in out.splitlines()]
-    assert err == ""
-    body = {"model": "demo", "prompts": ["There"], "steering": MOOD}
-    assert sent(server) == {**body, "stream": True}
-
-
-def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> None:
-    server = stream(piece(" glad"), piece(" sad", steered=False), baseline=True, n=2)
-    assert run(server, "steer", "I am", "--vector", "mood", "--baseline", "--n", "2") == 0
-    out = capsys.readouterr().out
-    lines = [line.split() for line in out.splitlines()]
-    assert ["steered", "unsteered"] in lines
-    assert ["glad", "0", "sad", "0"] in lines and ["glad", "1", "sad", "1"] in lines
-    assert max(map(len, out.splitlines())) < 200, "a pipe gets lines as long as what they say"
-    assert "steered 5 tokens" in out
-    assert sent(server)["baseline"] is True
 
 
 def test_side_by_side_grows_on_a_terminal(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,57 +178,6 @@ def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
     assert err.startswith("error: out_of_memory")
 
 
-def test_a_refusal_before_the_stream_prints_no_prompt(capsys: Output) -> None:
-    server = Script(problem("unknown_vector", 404))
-    assert run(server, "steer", "I", "--vector", "mood") == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "unknown_vector" in err
-
-
-def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path) -> None:
-    scored = logprob_answer([target("b", -1.0)]) | {"steering": steering_receipt()}
-    assert run(answer(scored), "score", "a", "b", "--vector", "mood") == 0
-    assert "steered 5 tokens by mood x 2" in capsys.readouterr().out
-    path = tmp_path / "text"
-    path.write_text("söme text")
-    result = PERPLEXITY | {"steering": steering_receipt()}
-    text = events(("start", START), ("window", window(1, 1)), ("result", result))
-    server = Script(event_stream(text))
-    argv = ["--protocol", "sliding", "--stride", "4", "--bos", "never"]
-    assert run(server, "perplexity", str(path), "--vector", "mood", *argv) == 0
-    out = capsys.readouterr().out
-    assert "1.6487" in out and "steered 5 tokens by mood x 2" in out
-    assert server.requests[0].url.path == "/perplexity/stream"
-    assert server.bodies == ["söme text".encode()]
-    assert dict(server.requests[0].url.params) == {
-        "protocol": "sliding",
-        "stride": "4",
-        "bos": "never",
-        "steering": '{"vectors":[{"name":"mood","layers":"recommended","scale":"recommended"}]}',
-    }
-
-
-def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
-    read = {
-        "name": "mood", "sha256": "0" * 64, "layer": 2, "hook": "resid_post", "read": "cosine",
-        "before": [0.25], "after": [0.5],
-    }  # fmt: skip
-    receipt = steering_receipt()
-    receipt["vectors"][0]["passed"] = 3
-    scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=[read])]) | {
-        "steering": receipt
-    }
-    server = answer(scored)
-    assert run(server, "score", "a", "b", "--vector", "mood", "--probe", "mood@2:cosine") == 0
-    assert sent(server)["probes"] == [{"name": "mood", "layers": [2], "read": "cosine"}]
-    out = capsys.readouterr().out
-    lines = [line.split() for line in out.splitlines()]
-    heads = ["token", "logprob", "mood@2:", "cosine", "mood@2:", "cosine", "after"]
-    assert heads in lines
-    assert ["'b'", "-1", "0.25", "0.5"] in lines
-    assert "where its condition held, at 3 tokens" in out
-
-
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("söme text")
@@ -311,28 +198,6 @@ def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path)
     path.write_bytes(b"\xff\xfe")
     assert run(server, "perplexity", str(path), *argv) == 1
     assert "is not UTF-8" in capsys.readouterr().err
-
-
-def test_a_sweep_as_one_table(capsys: Output, tmp_path: Path) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text("Once upon a time")
-    server = answer(SWEEP)
-    argv = ["--vector", "mood@2", "--scales=-1,0,1", "--layers", "2;3", *ITEM]
-    assert run(server, "sweep", *argv, "--text", str(text), "--boundary", "separate") == 0
-    assert sent(server) == {
-        "items": [{"context": "I am", "targets": [" glad", " [red]sad"]}],
-        "texts": ["Once upon a time"],
-        "steering": {"vectors": [RECOMMENDED | {"name": "mood", "layers": [2]}]},
-        "scales": [-1.0, 0.0, 1.0],
-        "layers": [[2], [3]],
-        "boundary": "separate",
-    }
-    out = capsys.readouterr().out
-    lines = [line.split() for line in out.splitlines()]
-    assert "' [red]sad'" in out and "'I am'" in out and "story.txt" in out
-    assert ["2", "-1", "0.125", "'I", "am'", "'", "glad'", "-2.5", "-1.5", "0.5"] in lines
-    assert ["2", "0", "n/a", "'I", "am'", "'", "[red]sad'", "-2", "0", "0"] in lines
-    assert ["3", "1", "0.125", "story.txt", "4"] in lines
 
 
 def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
@@ -358,22 +223,3 @@ def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
 
 def two_items(point: dict[str, Any]) -> dict[str, Any]:
     return {**point, "items": point["items"] * 2}
-
-
-def test_a_sweep_of_something_else_is_no_answer(capsys: Output) -> None:
-    assert run(answer(SWEEP), "sweep", "--vector", "mood", "--scales=1", *ITEM) == 1
-    err = capsys.readouterr().err
-    assert "1 texts" in err and "fault of the server" in err and "(request r)" in err
-
-
-def test_a_sweep_is_drawn(capsys: Output, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.png"
-    argv = ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--text", __file__, "--plot"]
-    assert run(answer(SWEEP), *argv, str(path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert f"plot: {path}" in capsys.readouterr().out.replace("\n", "")
-    server = answer(SWEEP)
-    for wrong, reason in (("x.doc", ".png, .svg or .pdf"), ("none/x.png", "no directory")):
-        assert run(server, *argv, str(tmp_path / wrong)) == 1
-        assert reason in capsys.readouterr().err
-    assert server.requests == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from logsteer import AnswerError, InvalidRequestError, NotFoundError
+from logsteer import AnswerError, InvalidRequestError, NotFoundError, TransportError
 from logsteer.extras.tensors import convert_upload
 
 from .documents import ANSWER
@@ -62,26 +62,6 @@ def file_answer(data: bytes, kind: str = "application/vnd.safetensors") -> Scrip
     return Script(httpx.Response(200, content=data, headers={"Content-Type": kind}))
 
 
-def test_cards(call: Caller) -> None:
-    server = answer(LIST)
-    found = call(server, lambda client: client.vectors.list())
-    assert [card.name for card in found.vectors] == ["happy"]
-    server = answer(CARD)
-    card = call(server, lambda client: client.vectors.get("happy"))
-    assert (card.layers, card.norms["7"]) == ([1, 2, 3, 7], 7.0)
-    assert server.requests[0].url.path == "/vectors/happy"
-
-
-def test_a_name_is_quoted_and_not_empty(call: Caller) -> None:
-    server = Script(problem("invalid_request", 422))
-    with pytest.raises(InvalidRequestError):
-        call(server, lambda client: client.vectors.get("../x"))
-    assert server.requests[0].url.raw_path == b"/vectors/..%2Fx"
-    with pytest.raises(InvalidRequestError, match="name is empty"):
-        call(server, lambda client: client.vectors.delete(""))
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize("kind", ["bytes", "path", "file", "pieces"])
 def test_a_file_is_put(call: Caller, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "v.gguf"
@@ -127,68 +107,16 @@ def test_a_page_is_no_file(call: Caller) -> None:
 
 
 def test_a_vector_is_deleted_once(call: Caller, pauses: list[float]) -> None:
-    server = answer(GONE)
-    assert call(server, lambda client: client.vectors.delete("happy")).name == "happy"
-    assert server.requests[0].method == "DELETE"
     server = Script(httpx.ReadError("broken"))
-    with pytest.raises(Exception, match="broken"):
+    with pytest.raises(TransportError, match="broken"):
         call(server, lambda client: client.vectors.delete("happy"))
     assert len(server.requests) == 1
 
 
-def test_training(call: Caller) -> None:
-    server = answer(TRAINED)
-    options: Any = {"method": "pca", "read": "mean", "layers": (2, 3), "bos": "never"}
-    trained = call(
-        server,
-        lambda client: client.vectors.train("happy", [tuple(PAIR.values())], **options),
-        model="demo",
-    )
-    assert trained.vector.about.quality["2"].auc == trained.vector.about.quality[2].auc == 0.875
-    assert trained.usage.prompt_tokens == 3
-    assert json.loads(server.bodies[0]) == {
-        "model": "demo",
-        "name": "happy",
-        "pairs": [PAIR],
-        "method": "pca",
-        "read": "mean",
-        "layers": [2, 3],
-        "bos": "never",
-    }
-    with pytest.raises(InvalidRequestError, match="are the same"):
-        same = {"positive": "a", "negative": "a"}
-        call(server, lambda client: client.vectors.train("happy", [same]))
-    assert len(server.requests) == 1
-
-
-def test_combining(call: Caller) -> None:
-    server = answer(CARD)
-    call(server, lambda client: client.vectors.combine("c", {"a": 1, "b": -0.5}, ["d"]))
-    assert server.requests[0].url.path == "/vectors/c/combine"
-    assert json.loads(server.bodies[0]) == {
-        "vectors": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": -0.5}],
-        "orthogonal_to": ["d"],
-    }
-
-
-def test_list_and_show(capsys: Output) -> None:
-    assert run(answer(LIST), "vectors", "list") == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "happy" in line)
-    assert "1-3, 7" in row and {"training", "pca"} < set(row.split()) and "ab" * 6 in row.split()
-    assert run(answer(CARD), "vectors", "show", "happy") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["2", "2.25", "0.875", "3", "0.75", "1", "2"] in lines
-    assert ["7", "7", *["n/a"] * 5] in lines
-    assert run(answer(LIST), "vectors", "list", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["vectors"][0]["name"] == "happy"
-
-
-def test_put_get_delete(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vector_is_got_as_a_file(
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("v.gguf").write_bytes(b"GGUF data")
-    server = answer(CARD)
-    assert run(server, "vectors", "put", "happy", "v.gguf", "--format", "gguf") == 0
-    assert server.bodies == [b"GGUF data"]
     for argv, kind, path in (
         (["happy"], "safetensors", "happy.safetensors"),
         (["happy", "x.gguf"], "gguf", "x.gguf"),
@@ -199,9 +127,6 @@ def test_put_get_delete(capsys: Output, tmp_path: Path, monkeypatch: pytest.Monk
         assert run(server, "vectors", "get", *argv) == 0
         assert dict(server.requests[1].url.params) == {"format": kind}
         assert Path(path).read_bytes() == b"data"
-    capsys.readouterr()
-    assert run(answer(GONE), "vectors", "delete", "happy") == 0
-    assert "deleted happy" in capsys.readouterr().out
     assert run(answer(CARD), "vectors", "put", "happy", "none.pt") == 1
     assert "No such file" in capsys.readouterr().err
 
@@ -242,28 +167,14 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
         ("", "is empty"),
         (json.dumps(PAIR) + "\nno json", "line 2"),
         ("1", "line 1"),
+        ("[1]", "entry 1: no"),
+        ("[", "no JSON"),
         ("[]", "no pairs"),
         ("\n", "no pairs"),
     ):
         path.write_text(text)
         assert run(server, "vectors", "train", "happy", str(path)) == 1
         assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["show"],
-        ["put", "a"],
-        ["get", "a", "b", "--format", "pt"],
-        ["train", "a", "b", "--layers", "x"],
-    ],
-)
-def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(answer(LIST), "vectors", *argv)
-    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize("content", [json.dumps(PAIR), json.dumps([PAIR])], ids=["lines", "list"])

@@ -16,6 +16,7 @@ from logsteer.extras.rows import list_grains, list_rows
 from logsteer.schemas import (
     Completion,
     GenerateAnswer,
+    GradientAnswer,
     LogprobAnswer,
     ModelList,
     PerplexityAnswer,
@@ -27,6 +28,7 @@ from logsteer.schemas import (
 )
 
 from .documents import (
+    ATTRIBUTED,
     MODELS,
     PERPLEXITY,
     SCORE,
@@ -160,6 +162,14 @@ def test_a_heat_map_has_titles_and_a_legend() -> None:
     assert "<script>alert('&')</script>\\x1b[1m\\u202e" in found.text
     assert "steered 5 tokens by mood x 2 (abababababab)" in found.text
     assert "choice_prob" in found.text and "merged" in found.text
+
+
+def test_an_attribution_is_coloured_text() -> None:
+    page = GradientAnswer.model_validate(ATTRIBUTED)._repr_html_()
+    assert "attribution: -0.5" in page and "surprisal" not in page
+    # Orange for what the target gains by a token, blue for what it loses, half as strong.
+    assert 'background:rgba(222,84,30,0.600)" title="&#x27;I&#x27;' in page
+    assert 'background:rgba(31,111,180,0.300)" title="&#x27; &lt;am&gt;&#x27;' in page
 
 
 def test_a_page_is_bounded_and_says_what_is_left_out() -> None:

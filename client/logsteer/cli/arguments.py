@@ -11,20 +11,25 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
+from pydantic import BaseModel
 from rich.console import Console
 
 from logsteer._calls import Parameter, list_parameters
 from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import load_steering, read_json_lines
-from logsteer.schemas import PositionName, ProbeRead, SamplingPolicy, steering
+from logsteer.extras.datasets import load_steering, parse_json, read_json_lines
+from logsteer.extras.rows import list_grains
+from logsteer.schemas import PositionName, ProbeRead, steering
 from logsteer.schemas.steering import Operation, Unit, parse_vector
 
 T = TypeVar("T")
 Command = Callable[[Client, argparse.Namespace], None]
 AddCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command by its name, what it does, its help and its examples; returns its parser."""
+
+MUST_STEER = "must"
+"""Of a command that makes no sense without steering."""
 
 STDIN = "-"
 """What stands for standard input among the arguments of a command."""
@@ -47,20 +52,68 @@ class TerminalConsole(Console):
         raise BrokenPipeError
 
 
+FORMATS = ("table", "json", "jsonl", "csv")
+ROW_FORMATS = ("jsonl", "csv")
+
+
 def begin_commands(
     parser: argparse.ArgumentParser, common: argparse.ArgumentParser, *, required: bool = True
 ) -> AddCommand:
-    """Give a parser commands that have the `common` options; return what adds one."""
+    """Give a parser commands that have the `common` options; return what adds one.
+
+    A command that `steers`, or that must (`MUST_STEER`), has the options that `read_steering` and
+    `read_parameters` read; one that `probes` has those of the argument `probes` of its call; one
+    with an `answer` those of `output.show` for that class. `grains` are what its rows may be one
+    of, the usual one first; None: all that the class has.
+    """
     commands = parser.add_subparsers(title="commands", required=required, metavar="COMMAND")
 
     def add(
-        name: str, command: Command | None, text: str, examples: str
+        name: str,
+        command: Command | None,
+        text: str,
+        examples: str,
+        *,
+        steers: bool | str = False,
+        probes: bool = False,
+        answer: type[BaseModel] | None = None,
+        grains: Sequence[str] | None = None,
+        plots: bool = False,
     ) -> argparse.ArgumentParser:
         one = commands.add_parser(name, parents=[common], help=text, **write_examples(examples))
-        one.set_defaults(command=command)
+        unset = dict.fromkeys(("output", "output_format", "per", "plot"))
+        one.set_defaults(command=command, refuse=one.error, **unset)
+        if steers:
+            _add_steering_options(one, steers == MUST_STEER)
+        if probes:
+            one.add_argument_group("reading").add_argument(
+                "--probe", type=_parse_probe, action="append", dest="probes",
+                metavar="NAME[@LAYERS][:READ]",
+                help="a stored vector to read at every token, as in mood, mood@2,5 or "
+                "mood@2:cosine; repeatable",
+            )  # fmt: skip
+        if answer is not None:
+            _add_output_options(one, list_grains(answer) if grains is None else grains, plots)
         return one
 
     return add
+
+
+def _add_output_options(
+    parser: argparse.ArgumentParser, grains: Sequence[str], plots: bool
+) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--format", choices=FORMATS, dest="output_format",
+        help=f"table, the whole answer as json, or a row per {grains[0]}; default table, or by the "
+        "name of --output",
+    )  # fmt: skip
+    group.add_argument("--output", metavar="FILE", help="write to this file")
+    if len(grains) > 1:
+        text = f"what a row of jsonl or csv is; default {grains[0]}"
+        group.add_argument("--per", choices=grains, help=text)
+    if plots:
+        group.add_argument("--plot", metavar="FILE", help="plot to a .png, .svg or .pdf file")
 
 
 def write_examples(examples: str) -> dict[str, Any]:
@@ -104,12 +157,7 @@ def read_entries(name: str, form: str) -> Iterator[tuple[str, Any]]:
     """
     place, data = read_input(name)
     if data.lstrip().startswith(b"["):
-        try:
-            entries = list(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise LogsteerError(f"{place}: no JSON list: {reason}") from error
-        for number, entry in enumerate(entries, 1):
+        for number, entry in enumerate(parse_json(data, place), 1):
             yield f"{place}, entry {number}", entry
         return
     for number, entry in read_json_lines(BytesIO(data), place, form):
@@ -150,24 +198,6 @@ def add_options(
         parser.add_argument(*flags, **arguments)
 
 
-def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Give a command the options that `read_policy` reads."""
-    group = parser.add_argument_group("policy that the columns refer to")
-    for name, field in SamplingPolicy.model_fields.items():
-        text = (field.description or "default").removesuffix(".")
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=float if field.annotation is float else int,
-            metavar=name.rpartition("_")[2][0].upper(),
-            help=f"{text}; default {field.default:g}".removeprefix("default; "),
-        )
-
-
-def read_policy(arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the fields of the policy that were given."""
-    return dict(given(arguments, *SamplingPolicy.model_fields))
-
-
 def _read_type(kind: Any) -> dict[str, Any]:
     """Return how argparse reads a value of a field's type."""
     rest = [part for part in get_args(kind) if part is not NoneType]
@@ -198,8 +228,7 @@ _BOUNDS = ("above", "below", "of")
 _DEPENDENT = ("op", "unit", "clamp", "positions", "when", *_BOUNDS)
 
 
-def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Give a command the options that `read_steering` and `read_parameters` read."""
+def _add_steering_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("steering")
     either = group.add_mutually_exclusive_group(required=required)
     either.add_argument(
@@ -218,7 +247,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     group.add_argument("--unit", choices=get_args(Unit), help="unit of every scale; default raw")
     group.add_argument(
         "--clamp",
-        type=_parse_bounds,
+        type=reading(_parse_bounds),
         metavar="MIN:MAX",
         help="bounds of --op clamp; either may be left out",
     )
@@ -248,7 +277,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     )
     parameters.add_argument(
         "--override",
-        type=_parse_override,
+        type=reading(_parse_override),
         metavar="NAME:ETA",
         help="a stored direction v, as in gradient:1e-3: the parameters are theta + ETA v",
     )
@@ -256,20 +285,6 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         "--cast",
         choices=["float32"],
         help="with --override: compute the whole model in this dtype",
-    )
-    parser.set_defaults(refuse=parser.error)
-
-
-def add_probe_option(parser: argparse.ArgumentParser) -> None:
-    """Give a command `--probe`, whose values are the argument `probes` of its call."""
-    parser.add_argument_group("reading").add_argument(
-        "--probe",
-        type=_parse_probe,
-        action="append",
-        dest="probes",
-        metavar="NAME[@LAYERS][:READ]",
-        help="a stored vector to read at every token, as in mood, mood@2,5 or mood@2:cosine; "
-        "repeatable",
     )
 
 
@@ -318,10 +333,10 @@ def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    name, colon, eta = text.rpartition(":")
-    if not colon or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} has not the form NAME:ETA")
-    return {"name": name, "eta": _parse_number(eta)}
+    name, _, eta = text.rpartition(":")
+    if not name:
+        raise ValueError(f"{text!r} has not the form NAME:ETA")
+    return {"name": name, "eta": float(eta)}
 
 
 def _parse_probe(text: str) -> dict[str, Any]:
@@ -342,8 +357,8 @@ def _parse_probe(text: str) -> dict[str, Any]:
 def _parse_bounds(text: str) -> dict[str, float]:
     low, colon, high = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} has not the form MIN:MAX")
-    return {name: _parse_number(part) for name, part in (("min", low), ("max", high)) if part}
+        raise ValueError(f"{text!r} has not the form MIN:MAX")
+    return {name: float(part) for name, part in (("min", low), ("max", high)) if part}
 
 
 def parse_positions(
@@ -357,10 +372,3 @@ def parse_positions(
         known = f"none of {', '.join(names)}, nor" if len(names) > 1 else f"neither {names[0]} nor"
         raise argparse.ArgumentTypeError(f"{text!r} is {known} slices as in 0:5,8:10")
     return {"slices": [[int(found[1]), int(found[2])] for found in slices if found]}
-
-
-def _parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error

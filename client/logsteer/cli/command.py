@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 import logsteer
-from logsteer.cli.arguments import Command, begin_commands, write_examples
+from logsteer.cli.arguments import Command, begin_commands, reading, write_examples
 from logsteer.cli.generation import add_chat, add_generate, add_steer, add_sweep
 from logsteer.cli.models import add_model_commands, add_selftest
 from logsteer.cli.output import check_output
@@ -135,18 +135,16 @@ def _build_common_options() -> Parser:
     group.add_argument("--base-url", metavar="URL", help="default http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY")
     group.add_argument("--model", metavar="ID", help="default: the server's")
-    group.add_argument("--timeout", type=_positive, metavar="SECONDS", help="default 600")
+    group.add_argument(
+        "--timeout", type=reading(_parse_seconds), metavar="SECONDS", help="default 600"
+    )
     group.add_argument(
         "--json", action="store_true", help="print the answer as JSON and nothing else"
     )
     return common
 
 
-def _positive(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+def _parse_seconds(text: str) -> float:
+    if not (seconds := float(text)) > 0:
+        raise ValueError(f"{text!r} is not above 0")
     return seconds

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 
 from logsteer._progress import Waiting
 from logsteer.cli.arguments import (
+    MUST_STEER,
     AddCommand,
     TerminalConsole,
     add_options,
-    add_probe_option,
-    add_steering_options,
     given,
     parse_layers,
     parse_scales,
@@ -22,7 +21,6 @@ from logsteer.cli.arguments import (
     read_steering,
 )
 from logsteer.cli.output import (
-    add_output_options,
     draw_changes,
     draw_generated,
     draw_grown,
@@ -56,7 +54,7 @@ def add_generate(add: AddCommand) -> None:
   logsteer generate "Once upon a time" --max-tokens 40 --seed 1
   logsteer generate "Once upon a time" "Tom" -n 3 --diagnostics --columns log_q --columns rank
   logsteer generate "Once upon a time" "Tom" -n 3 --per token --output tokens.csv
-""",
+""", steers=True, probes=True, answer=GenerateAnswer,
     )  # fmt: skip
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+",
@@ -68,9 +66,6 @@ def add_generate(add: AddCommand) -> None:
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
     add_options(parser.add_argument_group("diagnostics"), "generate", _DIAGNOSTICS)
-    add_steering_options(parser)
-    add_probe_option(parser)
-    add_output_options(parser, GenerateAnswer)
 
 
 def _generate(client: Client, arguments: argparse.Namespace) -> None:
@@ -108,11 +103,10 @@ def add_chat(add: AddCommand) -> None:
 Each line is a turn, except these:
   /steer mood:4 calm@3   steer from now on; no vector: steer no more
   /new                   begin a new conversation
-""",
+""", steers=True,
     )  # fmt: skip
     add_options(parser, "generate", _CHAT_SAMPLING)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    add_steering_options(parser)
 
 
 def _chat(client: Client, arguments: argparse.Namespace) -> None:
@@ -166,17 +160,14 @@ def add_steer(add: AddCommand) -> None:
   logsteer steer "Once upon a time" --vector mood --baseline --seed 1
   logsteer steer "Once upon a time" --vector mood:-2 --probe mood@3 --temperature 0
   logsteer steer "Once upon a time" --vector mood:4@2 -n 3 --per token --output tokens.csv
-""",
+""", steers=MUST_STEER, probes=True, answer=SteerAnswer,
     )  # fmt: skip
     parser.add_argument("prompt", metavar="PROMPT")
-    add_steering_options(parser, required=True)
-    add_probe_option(parser)
     group = parser.add_argument_group("sampling")
     add_options(group, "steer", _STEER_SAMPLING, short={"n": "-n"})
     group.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
-    add_output_options(parser, SteerAnswer)
 
 
 def add_sweep(add: AddCommand) -> None:
@@ -187,9 +178,8 @@ def add_sweep(add: AddCommand) -> None:
   logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "Tom was very" " happy" " sad"
   logsteer sweep --vector mood --layers '1;2;1,2' --scales -2,2 --text book.txt --plot sweep.png
   logsteer sweep --vector mood --scales -4,4 --items items.jsonl --format csv
-""",
+""", steers=MUST_STEER, answer=SweepAnswer, plots=True,
     )  # fmt: skip
-    add_steering_options(parser, required=True)
     group = parser.add_argument_group("what is scored, and where")
     group.add_argument(
         "--scales",
@@ -223,7 +213,6 @@ def add_sweep(add: AddCommand) -> None:
         help="a UTF-8 text whose perplexity is measured; repeatable",
     )
     add_options(group, "sweep", _SWEPT)
-    add_output_options(parser, SweepAnswer, plot=True)
 
 
 def _steer(client: Client, arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from logsteer._endpoints import SelftestEvent
 from logsteer.cli.arguments import AddCommand, add_options, begin_commands, given
-from logsteer.cli.output import add_output_options, draw_answer, draw_checks, show
+from logsteer.cli.output import draw_answer, draw_checks, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, ModelList, ReloadAnswer, SelftestAnswer, SelftestCheck
@@ -27,13 +27,11 @@ _CHANGES = {
 def add_model_commands(add: AddCommand, common: argparse.ArgumentParser) -> None:
     """Add `logsteer models` and its commands; without one it lists the models."""
     text = "list, load, unload, drain and replace models"
-    parser = add(
-        "models", _show_models, text, "\n  logsteer models\n  logsteer models --format csv\n"
-    )
-    add_output_options(parser, ModelList)
+    examples = "\n  logsteer models\n  logsteer models --format csv\n"
+    parser = add("models", _show_models, text, examples, answer=ModelList)
     add_one = begin_commands(parser, common, required=False)
     text = "what is resident, as without it"
-    add_output_options(add_one("list", _show_models, text, "\n  logsteer models list\n"), ModelList)
+    add_one("list", _show_models, text, "\n  logsteer models list\n", answer=ModelList)
     for name, text in _CHANGES.items():
         example = f"\n  logsteer models {name} demo --wait 600\n"
         one = add_one(name, _change(name), text, example)
@@ -98,11 +96,10 @@ def add_selftest(add: AddCommand) -> None:
         """
   logsteer selftest demo
   logsteer selftest demo --format csv
-""",
+""", answer=SelftestAnswer,
     )  # fmt: skip
     parser.add_argument("tested", metavar="MODEL")
     add_options(parser, "selftest", _AGAINST)
-    add_output_options(parser, SelftestAnswer)
 
 
 def _selftest(client: Client, arguments: argparse.Namespace) -> None:

@@ -18,11 +18,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.arguments import TerminalConsole
+from logsteer.cli.arguments import FORMATS, ROW_FORMATS, TerminalConsole
 from logsteer.errors import LogsteerError
 from logsteer.extras.labels import describe_card, describe_changes, is_number, pick_told, show_value
 from logsteer.extras.plots import check_plot_path, plot_answer
-from logsteer.extras.rows import FlatRow, list_completions, list_grains, list_rows
+from logsteer.extras.rows import FlatRow, list_completions, list_rows
 from logsteer.schemas import (
     AdapterList,
     AppliedInterventions,
@@ -48,40 +48,6 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.common import Aggregate
 
-FORMATS = ("table", "json", "jsonl", "csv")
-_ROWS = ("jsonl", "csv")
-_PLOT = "plot to a .png, .svg or .pdf file"
-
-
-def add_output_options(
-    parser: argparse.ArgumentParser,
-    kind: type[BaseModel],
-    *,
-    grains: Sequence[str] | None = None,
-    plot: bool = False,
-) -> None:
-    """Give a command the options that say where its answer of this class goes, and as what.
-
-    `grains` are what its rows may be one of, the usual one first; None: all that the class has.
-    """
-    found = list_grains(kind) if grains is None else list(grains)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--format", choices=FORMATS, dest="output_format",
-        help=f"table, the whole answer as json, or a row per {found[0]}; default table, or by the "
-        "name of --output",
-    )  # fmt: skip
-    group.add_argument("--output", metavar="FILE", help="write to this file")
-    if len(found) > 1:
-        group.add_argument(
-            "--per",
-            choices=found,
-            help=f"what a row of jsonl or csv is; default {found[0]}",
-        )
-    if plot:
-        group.add_argument("--plot", metavar="FILE", help=_PLOT)
-    parser.set_defaults(refuse=parser.error)
-
 
 def wants_json(arguments: argparse.Namespace) -> bool:
     """Return whether something else than tables is printed."""
@@ -92,8 +58,6 @@ def choose_format(arguments: argparse.Namespace) -> str:
     """Return the format that was asked for, by a flag or by the name of the file."""
     if getattr(arguments, "json", False):
         return "json"
-    if not hasattr(arguments, "output_format"):
-        return "table"
     if arguments.output_format is not None:
         return str(arguments.output_format)
     suffix = Path(arguments.output or "").suffix.lstrip(".").lower()
@@ -101,24 +65,24 @@ def choose_format(arguments: argparse.Namespace) -> str:
 
 
 def check_output(arguments: argparse.Namespace) -> None:
-    """Check the options of `add_output_options` before any request.
+    """Check the options of a command's answer before any request.
 
     Exits with 2 where they do not go together. Raises LogsteerError where something is missing.
     """
-    if not hasattr(arguments, "output_format"):
-        return
     form, file = choose_format(arguments), arguments.output
     if getattr(arguments, "json", False) and arguments.output_format not in (None, "json"):
         arguments.refuse(
             f"--json and --format {arguments.output_format} are two formats: leave out one"
         )
     if file is not None and form == "table" and arguments.output_format is None:
-        arguments.refuse(f"--output {file}: give --format, or a name that ends in one of {_ROWS}")
-    if getattr(arguments, "per", None) is not None and form not in _ROWS:
+        arguments.refuse(
+            f"--output {file}: give --format, or a name that ends in one of {ROW_FORMATS}"
+        )
+    if arguments.per is not None and form not in ROW_FORMATS:
         arguments.refuse("--per goes with --format jsonl or csv")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise LogsteerError(f"{file}: there is no directory {Path(file).absolute().parent}")
-    if getattr(arguments, "plot", None):
+    if arguments.plot:
         check_plot_path(arguments.plot)
 
 
@@ -133,15 +97,14 @@ def show(
 
     `rows` gives its rows, and `draw` its plot, in place of the class's own.
     """
-    form, plot = choose_format(arguments), getattr(arguments, "plot", None)
+    form, plot = choose_format(arguments), arguments.plot
     if form == "table":
         _print_tables(arguments, tables)
     elif form == "json":
         with _open_output(arguments) as file:
             file.write(answer.model_dump_json(indent=2) + "\n")
     else:
-        per = getattr(arguments, "per", None)
-        _write_rows(arguments, list_rows(answer, per) if rows is None else rows())
+        _write_rows(arguments, list_rows(answer, arguments.per) if rows is None else rows())
     if plot:
         (draw or (lambda path: plot_answer(answer, path)))(plot)
         if form == "table" and arguments.output is None:
@@ -156,10 +119,9 @@ def _print_tables(arguments: argparse.Namespace, tables: Iterable[Any]) -> None:
 
 
 def _open_output(arguments: argparse.Namespace) -> Any:
-    path = getattr(arguments, "output", None)
-    if path is None or not hasattr(arguments, "output_format"):
+    if arguments.output is None:
         return nullcontext(sys.stdout)  # which does not end with the context
-    return Path(path).open("w", encoding="utf-8", newline="")
+    return Path(arguments.output).open("w", encoding="utf-8", newline="")
 
 
 def _write_rows(arguments: argparse.Namespace, rows: Sequence[FlatRow]) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 from logsteer.cli.arguments import (
     AddCommand,
     add_options,
-    add_probe_option,
-    add_steering_options,
     given,
     read_changes,
+    reading,
 )
-from logsteer.cli.output import add_output_options, draw_statistics, show
+from logsteer.cli.output import draw_statistics, show
 from logsteer.client import Client
 from logsteer.corpus import FileScores, JobLimits, score_file
 from logsteer.corpus.rows import KINDS
@@ -51,7 +50,7 @@ steer). --map FIELD=COLUMN names other columns. OUT has a row for each, in the s
 {"row": 0, "result": …}, or {"row": 0, "error": …} for a refused one, and then exit status 1. Until
 OUT is complete, OUT.part and OUT.job are beside it, and the same command resumes after a crash.
 OUT.job stays, and says what OUT was made of. Repeat --url to share the rows among several servers.
-""",
+""", steers=True, probes=True, answer=FileScores, grains=("job",),
     )  # fmt: skip
     lines = "JSON lines (.jsonl, .jsonl.gz)"
     parser.add_argument("source", metavar="IN", help=f"{lines} or .parquet")
@@ -88,13 +87,13 @@ OUT.job stays, and says what OUT was made of. Repeat --url to share the rows amo
             help=f"{text}; default {default:g}",
         )  # fmt: skip
     parser.add_argument(
-        "--options", type=_parse_options, metavar="JSON", help="more fields for every request"
+        "--options",
+        type=reading(_parse_options),
+        metavar="JSON",
+        help="more fields for every request",
     )
     for endpoint, metavars in _OPTIONS.items():
         add_options(parser.add_argument_group(endpoint), endpoint, metavars)
-    add_steering_options(parser)
-    add_probe_option(parser)
-    add_output_options(parser, FileScores, grains=("job",))
 
 
 def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
@@ -140,10 +139,7 @@ def _parse_pair(text: str) -> tuple[str, str]:
 
 
 def _parse_options(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not JSON: {error}") from error
+    options = json.loads(text)
     if not isinstance(options, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a JSON object")
+        raise ValueError(f"{text!r:.60} is not a JSON object")
     return options

@@ -23,18 +23,13 @@ from logsteer.cli.arguments import (
     STDIN,
     AddCommand,
     add_options,
-    add_policy_options,
-    add_probe_option,
-    add_steering_options,
     given,
     parse_layers,
     parse_positions,
     read_changes,
     read_input,
-    read_policy,
 )
 from logsteer.cli.output import (
-    add_output_options,
     draw_answer,
     draw_changes,
     draw_diagnostics,
@@ -70,6 +65,7 @@ LINES = """
 _SCORING = {"boundary": None, "space": None, "top": "N", "precision": None}
 _DIAGNOSED = {"columns": "NAME", "window": "TOKENS", "precision": None}
 _TEXT_OPTIONS = {"boundary": None, "bos": None, "on_overflow": None}
+_POLICY = {"temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P"}
 _ATTRIBUTION = ("attribution", "steps", "baseline")
 
 
@@ -80,10 +76,9 @@ def add_tokenize(add: AddCommand) -> None:
         """
   logsteer tokenize "Hello world"
   logsteer tokenize "Hello world" --format csv
-""",
+""", answer=TokenizeAnswer,
     )  # fmt: skip
     parser.add_argument("text", metavar="TEXT")
-    add_output_options(parser, TokenizeAnswer)
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
@@ -99,13 +94,10 @@ def add_score(add: AddCommand) -> None:
   logsteer score "The capital of France is" " Paris" " London"
   logsteer score "2 + 2 =" 4 --space both --top 3 --json
   logsteer score "I feel" " happy" " sad" --format csv
-{LINES}""",
+{LINES}""", steers=True, probes=True, answer=LogprobAnswer,
     )  # fmt: skip
     _add_item(parser)
     add_options(parser, "logprob", _SCORING)
-    add_steering_options(parser)
-    add_probe_option(parser)
-    add_output_options(parser, LogprobAnswer)
 
 
 def add_diagnostics(add: AddCommand) -> None:
@@ -115,14 +107,11 @@ def add_diagnostics(add: AddCommand) -> None:
         f"""
   logsteer diagnostics "The capital of France is" " Paris" " London"
   logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
-{LINES}""",
+{LINES}""", steers=True, probes=True, answer=LogprobAnswer,
     )  # fmt: skip
     _add_item(parser)
     add_options(parser, "diagnostics", _DIAGNOSED | _TEXT_OPTIONS)
-    add_policy_options(parser)
-    add_steering_options(parser)
-    add_probe_option(parser)
-    add_output_options(parser, LogprobAnswer)
+    add_options(parser.add_argument_group("policy that the columns refer to"), "generate", _POLICY)
 
 
 def add_gradient(add: AddCommand) -> None:
@@ -133,7 +122,7 @@ def add_gradient(add: AddCommand) -> None:
   logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
   logsteer gradient "I feel" " happy" " sad" --along gradient
   logsteer gradient "The capital of France is" " Paris" --attribution integrated
-{LINES}""",
+{LINES}""", steers=True, answer=GradientAnswer,
     )  # fmt: skip
     _add_item(parser)
     group = parser.add_argument_group("with respect to")
@@ -159,8 +148,6 @@ def add_gradient(add: AddCommand) -> None:
         "--baseline", type=int, metavar="ID",
         help="of integrated attributions: the token whose embedding each begins at; default 0",
     )  # fmt: skip
-    add_steering_options(parser)
-    add_output_options(parser, GradientAnswer)
 
 
 def _add_item(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +171,7 @@ def _score(client: Client, arguments: argparse.Namespace) -> None:
 def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
     own = given(arguments, *_DIAGNOSED, *_TEXT_OPTIONS, "probes")
     options: Any = {**own, **read_changes(arguments)}
-    if policy := read_policy(arguments):
+    if policy := given(arguments, *_POLICY):
         options["policy"] = policy
     answer = client.diagnostics(_read_item(arguments), **options)
     drawn = draw_diagnostics(answer.results[0], arguments.columns is not None)
@@ -229,7 +216,7 @@ def add_lens(add: AddCommand) -> None:
         """
   logsteer lens "The capital of France is" " Paris" --top 1
   logsteer lens "Once upon a time there was a little girl." --layers 0,2,4
-""",
+""", steers=True, answer=LensAnswer, plots=True,
     )  # fmt: skip
     parser.add_argument(
         "context", metavar="CONTEXT", help="what the targets follow; alone, a text to score whole"
@@ -237,8 +224,6 @@ def add_lens(add: AddCommand) -> None:
     parser.add_argument("targets", metavar="TARGET", nargs="*")
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default all")
     add_options(parser, "lens", _LENS)
-    add_steering_options(parser)
-    add_output_options(parser, LensAnswer, plot=True)
 
 
 def add_patch(add: AddCommand) -> None:
@@ -248,7 +233,7 @@ def add_patch(add: AddCommand) -> None:
         """
   logsteer patch "The capital of France is" "The capital of Spain is" " Paris"
   logsteer patch "The capital of France is" "The capital of Spain is" " Paris" --metric kl
-""",
+""", answer=PatchAnswer, plots=True,
     )  # fmt: skip
     parser.add_argument("clean", metavar="CLEAN", help="a context")
     parser.add_argument("corrupted", metavar="CORRUPTED", help="one with as many tokens")
@@ -258,7 +243,6 @@ def add_patch(add: AddCommand) -> None:
         help="a set of layers that are patched together, as in 0-2; repeatable; default each alone",
     )  # fmt: skip
     add_options(parser, "patch", _PATCH)
-    add_output_options(parser, PatchAnswer, plot=True)
 
 
 def _read_lens(client: Client, arguments: argparse.Namespace) -> None:
@@ -331,7 +315,7 @@ def add_perplexity(add: AddCommand) -> None:
   logsteer perplexity book.txt --protocol rolling --context-length 256
   cat book.txt | logsteer perplexity - --json
   logsteer perplexity book.txt --context-length 128 --output windows.csv
-""",
+""", steers=True, answer=PerplexityAnswer, grains=("window", "text"), plots=True,
     )  # fmt: skip
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
@@ -344,8 +328,6 @@ def add_perplexity(add: AddCommand) -> None:
     rows.add_argument("--column", metavar="NAME", help="the column to read; default text")
     rows.add_argument("--join", metavar="TEXT", help="text between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)
-    add_steering_options(parser)
-    add_output_options(parser, PerplexityAnswer, grains=("window", "text"), plot=True)
 
 
 def _measure(client: Client, arguments: argparse.Namespace) -> None:
@@ -417,7 +399,7 @@ def add_capture(add: AddCommand) -> None:
         """
   logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
   logsteer capture corpus.jsonl --layers 2 --output shards
-""",
+""", steers=True,
     )  # fmt: skip
     parser.add_argument(
         "file", metavar="FILE",
@@ -427,6 +409,7 @@ def add_capture(add: AddCommand) -> None:
     parser.add_argument("--layers", type=parse_layers, required=True, metavar="N,N-N,…")
     parser.add_argument(
         "--output",
+        dest="path",
         required=True,
         metavar="PATH",
         help=f"a {FILE_ENDING} file, by one request; or a directory of shards, which resumes "
@@ -441,7 +424,6 @@ def add_capture(add: AddCommand) -> None:
     )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="texts of a shard")
     add_options(parser, "activations", _READ)
-    add_steering_options(parser)
 
 
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
@@ -449,7 +431,7 @@ def _capture(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = {**given(arguments, *_READ), **read_changes(arguments)}
     if arguments.at is not None:
         options["positions"] = arguments.at
-    path = Path(arguments.output)
+    path = Path(arguments.path)
     if path.suffix != FILE_ENDING:
         shards = client.capture(
             texts, path, arguments.layers, batch_size=arguments.batch_size, **options

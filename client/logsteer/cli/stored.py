@@ -21,7 +21,7 @@ from logsteer.cli.arguments import (
     read_entries,
     reading,
 )
-from logsteer.cli.output import add_output_options, draw_answer, draw_card, show
+from logsteer.cli.output import draw_answer, draw_card, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
@@ -107,8 +107,10 @@ def _begin_store(add: AddCommand, resource: str, example: str) -> AddCommand:
     Return what adds further commands, whose first argument is a name; `example` is one.
     """
 
-    def add_named(name: str, command: Command, text: str, examples: str) -> argparse.ArgumentParser:
-        one = add(name, command, text, examples)
+    def add_named(
+        name: str, command: Command, text: str, examples: str, **options: Any
+    ) -> argparse.ArgumentParser:
+        one = add(name, command, text, examples, **options)
         one.add_argument("name", metavar="NAME")
         return one
 
@@ -125,7 +127,7 @@ def _begin_store(add: AddCommand, resource: str, example: str) -> AddCommand:
 
     text = f"list the {resource} that the server has"
     examples = f"\n  logsteer {resource} list\n  logsteer {resource} list --format csv\n"
-    add_output_options(add("list", list_cards, text, examples), _CARDS[resource])
+    add("list", list_cards, text, examples, answer=_CARDS[resource])
     examples = f"\n  logsteer {resource} delete {example}\n"
     add_named("delete", delete, f"delete one of the {resource}", examples)
     return add_named
@@ -166,8 +168,8 @@ def _add_override_commands(add: AddCommand) -> None:
         "safetensors, a tensor for each parameter that moves, under its name in transformers",
     )  # fmt: skip
     text = "one direction: what it moves, and how far"
-    one = add("show", _show_override, text, "\n  logsteer overrides show gradient\n")
-    add_output_options(one, OverrideCard)
+    examples = "\n  logsteer overrides show gradient\n"
+    add("show", _show_override, text, examples, answer=OverrideCard)
 
 
 def _show_override(client: Client, arguments: argparse.Namespace) -> None:
@@ -185,7 +187,7 @@ _TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos"
 def _add_vector_commands(add: AddCommand) -> None:
     text = "one vector: its layers, their norms, and where it comes from"
     examples = "\n  logsteer vectors show mood\n  logsteer vectors show mood --plot layers.png\n"
-    add_output_options(add("show", _show, text, examples), VectorCard, plot=True)
+    add("show", _show, text, examples, answer=VectorCard, plots=True)
     _add_put(
         add, "vectors", "FILE", "upload a file as a vector",
         "\n  logsteer vectors put happy mood.safetensors\n",
@@ -217,12 +219,11 @@ def _add_train(add: AddCommand) -> None:
         """
   logsteer vectors train mood pairs.jsonl
   logsteer vectors train mood pairs.jsonl --method logistic --layers 1-3 --overwrite
-""",
+""", answer=TrainAnswer, plots=True,
     )  # fmt: skip
     parser.add_argument("pairs", metavar="FILE", help=_PAIRS)
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
     add_options(parser, "vectors.train", _TRAINING)
-    add_output_options(parser, TrainAnswer, plot=True)
 
 
 def _add_evaluate(add: AddCommand) -> None:
@@ -231,7 +232,7 @@ def _add_evaluate(add: AddCommand) -> None:
         """
   logsteer vectors evaluate mood --pairs pairs.jsonl --plot doses.png
   logsteer vectors evaluate mood --pairs pairs.jsonl --scales -2,0,2 --layers 2 --format csv
-""",
+""", answer=DoseResponse, plots=True,
     )  # fmt: skip
     parser.add_argument("--pairs", metavar="FILE", required=True, help=_PAIRS)
     parser.add_argument(
@@ -243,7 +244,6 @@ def _add_evaluate(add: AddCommand) -> None:
     parser.add_argument(
         "--layers", type=parse_layers, metavar="N,N-N,…", help="default: the one recommended"
     )
-    add_output_options(parser, DoseResponse, plot=True)
 
 
 def _add_import(add: AddCommand) -> None:

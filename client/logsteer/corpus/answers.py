@@ -8,6 +8,7 @@ Lines have nothing of when and how they came to be: no times, no request ids.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from pydantic_core import from_json, to_json
 
 from logsteer._calls import ApiCall, Download
 from logsteer._endpoints import ENDPOINTS
-from logsteer.corpus.rows import ITEM_FIELDS, Chunk, Row, RowForm
+from logsteer.corpus.rows import Chunk, Row, RowForm
 from logsteer.errors import (
     DIVISIBLE,
     AnswerError,
@@ -29,7 +30,7 @@ from logsteer.errors import (
     RequestTimeoutError,
     problem_error,
 )
-from logsteer.schemas import TextResult, TextScore
+from logsteer.schemas import TextScore
 from logsteer.schemas.perplexity import SUMS, summarize_sums
 
 USAGE = ("prompt_tokens", "scored_tokens", "generated_tokens")
@@ -68,111 +69,92 @@ class RowCounts:
         """Tokens that the model has read and made."""
         return self.usage["prompt_tokens"] + self.usage["generated_tokens"]
 
-    def add(self, other: "RowCounts") -> None:
-        """Count other rows in, which come behind these."""
-        whole = other.failed_at_end == other.rows
-        self.failed_at_end = other.failed_at_end + (self.failed_at_end if whole else 0)
-        self.rows += other.rows
-        self.failed += other.failed
-        for name, count in other.usage.items():
-            self.usage[name] += count
-
-    def add_text(self, sums: Sequence[float]) -> None:
-        """Add a text's SUMS. One by one, so that their digits do not depend on requests."""
-        for name, value in zip(SUMS, sums, strict=True):
-            self.sums[name] += value
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredChunk:
-    """The lines of a chunk's rows, in their order, and counts of them.
-
-    `first_error` is the first failed row and what was wrong with it; `texts` are the SUMS
-    of each text of `perplexity`, which the tally lacks.
-    """
-
-    chunk: Chunk
-    lines: bytes
-    tally: RowCounts
-    identity: Mapping[str, Any] | None
-    first_error: tuple[int, Mapping[str, Any]] | None
-    texts: Sequence[Sequence[float]]
+    def add(self, scored: "ScoredChunk") -> None:
+        """Count the rows of the next chunk in."""
+        count = len(scored.chunk.rows)
+        last = max((place for place in range(count) if place not in scored.failed), default=None)
+        self.failed_at_end = self.failed_at_end + count if last is None else count - 1 - last
+        self.rows += count
+        self.failed += len(scored.failed)
+        for name, more in scored.usage.items():
+            self.usage[name] += more
+        # One by one, so that the digits of a sum do not depend on requests.
+        for sums in scored.texts:
+            for name in SUMS:
+                self.sums[name] += sums[name]
 
 
-async def score_chunk(form: RowForm, chunk: Chunk, ask: Ask) -> ScoredChunk:
-    """Return the lines of a chunk: a result or an error for each row.
+async def score_chunk(form: RowForm, chunk: Chunk, ask: Ask) -> "ScoredChunk":
+    """Return a chunk with a result or an error for each row.
 
     Errors: those of `ask` that are not for some rows; AnswerError.
     """
-    return await _ChunkRun(form, chunk, ask).finish()
+    scored = ScoredChunk(form, chunk, ask)
+    for part in scored.divide():
+        await scored.answer(part)
+    return scored
 
 
-class _ChunkRun:
-    """One chunk on its way: its items, and the line of each row as it comes."""
+class ScoredChunk:
+    """A chunk of rows, and the line of each as it comes.
+
+    `failed` is place -> what was wrong with the row; `usage` what the answers add up to,
+    `identity` the model that gave them; `texts` are the SUMS of each text of `perplexity`.
+    """
 
     def __init__(self, form: RowForm, chunk: Chunk, ask: Ask) -> None:
+        self.chunk = chunk
+        self.failed: dict[int, Mapping[str, Any]] = {}
+        self.usage = dict.fromkeys(USAGE, 0)
+        self.identity: Mapping[str, Any] | None = None
+        self.texts: list[Mapping[str, float]] = []
         self._form = form
-        self._chunk = chunk
         self._ask = ask
-        self._items: list[Row | None] = []
+        self._lines = [b""] * len(chunk.rows)
         self._ids: list[Any] = []
-        self._lines: list[bytes] = [b""] * len(chunk.rows)
-        self._failed: dict[int, Mapping[str, Any]] = {}
-        self._tally = RowCounts(rows=len(chunk.rows))
-        self._identity: Mapping[str, Any] | None = None
-        self._texts: list[list[float]] = []
-
-    async def finish(self) -> ScoredChunk:
-        """Return the lines of all rows."""
-        for place, raw in enumerate(self._chunk.rows):
-            own, item = self._form.read_row(raw)
+        self._items: list[Row] = []
+        for place, raw in enumerate(chunk.rows):
+            own, item = form.read_row(raw)
             self._ids.append(own)
-            self._items.append(None if isinstance(item, InvalidRequestError) else item)
+            self._items.append({} if isinstance(item, InvalidRequestError) else item)
             if isinstance(item, InvalidRequestError):
                 self._fail(place, item)
-        for part in self._divide():
-            await self._answer(part)
-        tally = self._tally
-        tally.failed = len(self._failed)
-        while tally.failed_at_end < tally.rows and tally.rows - 1 - tally.failed_at_end in (
-            self._failed
-        ):
-            tally.failed_at_end += 1
-        first = min(self._failed, default=None)
-        error = None if first is None else (self._chunk.first + first, self._failed[first])
-        return ScoredChunk(
-            self._chunk, b"".join(self._lines), tally, self._identity, error, self._texts
-        )
 
-    def _divide(self) -> list[list[int]]:
+    @property
+    def lines(self) -> bytes:
+        """The lines of all rows, in their order."""
+        return b"".join(self._lines)
+
+    @property
+    def first_error(self) -> tuple[int, Mapping[str, Any]] | None:
+        """The first failed row, and what was wrong with it."""
+        first = min(self.failed, default=None)
+        return None if first is None else (self.chunk.first + first, self.failed[first])
+
+    def divide(self) -> list[list[int]]:
         """Return the places of rows that go into one request each, in their order.
 
         All that are valid, but for what a request has one of: the text of protocol exl3. Those of
         a request are of one form; draws that follow from a row's number take neighbours.
         """
-        places = [place for place, item in enumerate(self._items) if item is not None]
-        if not self._form.kind.is_seeded:
-            if self._form.options.get("protocol") == "exl3":
-                return [[place] for place in places]
-            is_item = self._form.kind.fields is ITEM_FIELDS
-            forms: dict[str, list[int]] = {}
-            for place in places:
-                name = "items" if is_item else next(iter(self._items[place] or ()))
-                forms.setdefault(name, []).append(place)
-            return list(forms.values())
-        parts: list[list[int]] = []
-        before = ""
-        for place in places:
-            (name,) = self._items[place] or ("",)
-            if parts and parts[-1][-1] == place - 1 and name == before:
-                parts[-1].append(place)
-            else:
-                parts.append([place])
-            before = name
-        return parts
+        parts: dict[tuple[str, int], list[int]] = {}
+        seen: Counter[str] = Counter()
+        for place, item in enumerate(self._items):
+            if place not in self.failed:
+                name, own = self._form.name_values(item), 0
+                if self._form.options.get("protocol") == "exl3":
+                    own = place
+                elif self._form.kind.is_seeded:
+                    own = place - seen[name]  # the same for neighbours alone
+                seen[name] += 1
+                parts.setdefault((name, own), []).append(place)
+        return list(parts.values())
 
-    async def _answer(self, places: Sequence[int]) -> None:
-        """Have these rows answered, in halves where they are refused or take too long together."""
+    async def answer(self, places: Sequence[int]) -> None:
+        """Have these rows answered, in halves where they are refused or take too long together.
+
+        Errors: those of `score_chunk`.
+        """
         try:
             answer = await self._ask(self._build(places))
         except (*DIVISIBLE, *TOO_LONG) as error:
@@ -180,63 +162,83 @@ class _ChunkRun:
                 self._fail(places[0], error)
                 return
             middle = len(places) // 2
-            await self._answer(places[:middle])
-            await self._answer(places[middle:])
+            await self.answer(places[:middle])
+            await self.answer(places[middle:])
             return
         document = read_answer(answer, len(places))
         identity = identify(document)
-        if self._identity is not None and identity != self._identity:
-            raise AnswerError(describe_difference(self._identity, identity))
-        self._identity = identity
+        if self.identity is not None and identity != self.identity:
+            raise AnswerError(describe_difference(self.identity, identity))
+        self.identity = identity
         for place, result in zip(places, document["results"], strict=True):
-            if "problem" in result:
-                self._fail(place, problem_error(result["problem"]))
-            else:
-                self._write(place, b"result", to_json(result))
+            try:
+                check_result(self._form, self._items[place], result)
+            except LogsteerError as error:
+                self._fail(place, error)
+                continue
+            self._write(place, b"result", to_json(result))
+            if not self._form.kind.parts:
+                self.texts.append({
+                    name: math.nan if result[name] is None else result[name] for name in SUMS
+                })  # fmt: skip
         for name in USAGE:
-            self._tally.usage[name] += document["usage"].get(name, 0)
-        if self._form.kind.result is TextResult:
-            for result in document["results"]:
-                if "problem" in result:
-                    continue
-                sums = [result[name] for name in SUMS]
-                self._texts.append([math.nan if value is None else value for value in sums])
+            self.usage[name] += document["usage"].get(name, 0)
 
     def _build(self, places: Sequence[int]) -> ApiCall[Download]:
         form = self._form
-        body = {**form.options, "on_error": "report"}
-        items = [self._items[place] or {} for place in places]
-        if form.kind.fields is ITEM_FIELDS:
-            body["items"] = items
-        elif form.kind.text == "text":
-            (name,) = items[0]
-            values = [item[name] for item in items]
-            body |= {"texts": values} if name == "text" else {"messages": values}
-        else:
-            (name,) = items[0]
-            body["seed"] += (self._chunk.first + places[0]) * body.get("n", 1)
-            values = [item[name] for item in items]
-            body["prompts" if name == "prompt" else name] = values
+        items = [self._items[place] for place in places]
+        name = form.name_values(items[0])
+        values = items if name == "items" else [item[next(iter(item))] for item in items]
+        body = {**form.options, "on_error": "report", name: values}
+        if form.kind.is_seeded:
+            body["seed"] += (self.chunk.first + places[0]) * body.get("n", 1)
         endpoint = ENDPOINTS[form.endpoint]
         return ApiCall(
             endpoint.method, endpoint.path, Download, to_json(body), file_type="application/json"
         )
 
     def _fail(self, place: int, error: LogsteerError) -> None:
-        code = error.code if isinstance(error, APIError) else "deadline_exceeded"
-        param = error.param if isinstance(error, APIError) else None
-        if param is not None:  # of `items[17].targets[2]` the part that is the row's
-            param = _PLACE.sub("", param) or None
+        code = "internal" if isinstance(error, AnswerError) else "deadline_exceeded"
+        param = None
+        if isinstance(error, APIError):
+            # Of `items[17].targets[2]` the part that is the row's.
+            code, param = error.code, _PLACE.sub("", error.param or "") or None
         document = {"code": code, "detail": error.detail[:MAX_DETAIL], "param": param}
-        self._failed[place] = document
+        self.failed[place] = document
         self._write(place, b"error", to_json(document))
 
     def _write(self, place: int, name: bytes, value: bytes) -> None:
         own = b""
         if self._form.id_column is not None:
             own = b'"id":%b,' % to_json(self._ids[place])
-        line = b'{"row":%d,%b"%b":%b}\n' % (self._chunk.first + place, own, name, value)
+        line = b'{"row":%d,%b"%b":%b}\n' % (self.chunk.first + place, own, name, value)
         self._lines[place] = line
+
+
+def check_result(form: RowForm, item: Row, result: Any) -> None:
+    """Check that a row's result has what was asked for.
+
+    Errors: what the server says is wrong with the row; AnswerError for a result that lacks a part.
+    """
+    if not isinstance(result, dict):
+        raise AnswerError("the result is not an object: a fault of the server")
+    if isinstance(result.get("problem"), dict):
+        raise problem_error(result["problem"])
+    parts = form.kind.parts
+    if not parts:
+        for name in SUMS:
+            if not isinstance(result.get(name, ""), int | float | None):
+                raise AnswerError(f"the result has no number {name}: a fault of the server")
+        return
+    asked = (
+        form.options.get("n", 1)
+        if form.kind.is_seeded
+        else len(item.get("targets") or item["target_ids"])
+    )
+    found = result.get(parts)
+    count = len(found) if isinstance(found, list) else 0
+    if count != asked:
+        raise AnswerError(f"{asked} {parts} were asked for, got {count}: a fault of the server")
 
 
 def read_answer(answer: bytes, count: int) -> Row:
@@ -304,9 +306,8 @@ def sum_up(
     form: RowForm, tally: RowCounts, identity: Mapping[str, Any] | None, seconds: float
 ) -> FileScores:
     """Return the summary of a job's rows."""
-    answered = tally.rows - tally.failed
     total = None
-    if form.kind.result is TextResult and answered:
+    if not form.kind.parts and tally.rows > tally.failed:
         total = TextScore(**summarize_sums(tally.sums))
     return FileScores(
         endpoint=form.endpoint,

@@ -6,15 +6,15 @@ share the rows.
 """
 
 import asyncio
-import random
+import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from logsteer._calls import ApiCall, Download
+from logsteer._exchange import RetryPolicy
 from logsteer._progress import CountingProgress
 from logsteer.async_client import AsyncClient
 from logsteer.corpus.answers import (
@@ -92,31 +93,20 @@ class FileJob:
         self.form, self.limits = form, limits
         self.target = Path(target)
         check_target(self.target)
-        self.source = RowSource(Path(source), form.columns)
-        header = {
-            "input": {"bytes": self.source.file_bytes, "format": self.source.format},
-            "output": find_format(self.target),
-            "model": form.model,
-            **form.describe(),
-        }
         self._strict = strict
         self._began = self._committed_at = time.monotonic()
-        self._before = 0.0
         self._digest: Any = None
-        self._bytes = 0
-        self._thread = ThreadPoolExecutor(1, "logsteer-commit")
         self._commit: Future[None] = Future()
         self._commit.set_result(None)
-        try:
-            self.record = JobRecord(self.target, header, restart)
-        except BaseException:
-            self.source.close()
-            raise
-        self._bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
-
-    def __enter__(self) -> Self:
-        """Begin where the last commit ended."""
-        try:
+        with ExitStack() as opened:
+            self.source = opened.enter_context(closing(RowSource(Path(source), form.columns)))
+            header = {
+                "input": {"bytes": self.source.file_bytes, "format": self.source.format},
+                "output": find_format(self.target),
+                "model": form.model,
+                **form.describe(),
+            }
+            self.record = opened.enter_context(closing(JobRecord(self.target, header, restart)))
             last = self.record.last
             self._before, self._bytes = last.seconds, last.bytes
             self.tally = deepcopy(last.tally)
@@ -124,25 +114,18 @@ class FileJob:
             self.resumed = last.rows
             if not self.is_done:
                 self._pass_finished()
-            self._bar.__enter__()
-        except BaseException:
-            self.close()
-            raise
+            self._thread = opened.enter_context(ThreadPoolExecutor(1, "logsteer-commit"))
+            bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
+            self._bar = opened.enter_context(bar)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
-        try:
+        with self._opened:
             if not self.is_done and not self.record.last.is_whole:
                 self.commit()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._thread.shutdown()
-        self.record.close()
-        self.source.close()
 
     @property
     def is_done(self) -> bool:
@@ -162,14 +145,17 @@ class FileJob:
         """
         if self._strict and scored.first_error is not None:
             raise LogsteerError(_describe_failure(*scored.first_error))
-        if scored.identity is not None:
-            self.check_identity(scored.identity)
-        self.record.write(scored.lines)
-        self._bytes += len(scored.lines)
+        known = self.record.identity
+        if known is None:
+            self.record.identity = scored.identity
+        elif scored.identity not in (None, known):
+            told = describe_difference(known, scored.identity)
+            raise LogsteerError(f"{told}: continue with that one, or --restart")
+        lines = scored.lines
+        self.record.write(lines)
+        self._bytes += len(lines)
         self._digest.update(b"\n".join(scored.chunk.rows) + b"\n")
-        self.tally.add(scored.tally)
-        for text in scored.texts:
-            self.tally.add_text(text)
+        self.tally.add(scored)
         failed = f"  {self.tally.failed:,} failed" if self.tally.failed else ""
         rate = self.tally.tokens / max(1e-3, self.seconds)
         note = f"{self.tally.rows:,} rows  {rate:,.0f} tokens/s{failed}"
@@ -181,22 +167,13 @@ class FileJob:
                 f"(max_failures); the last: {_describe_failure(*scored.first_error)}"
             )
 
-    def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Make sure that one model answers all rows. Errors: LogsteerError for another."""
-        known = self.record.identity
-        if known is None:
-            self.record.identity = dict(identity)
-        elif known != identity:
-            raise LogsteerError(
-                f"{describe_difference(known, identity)}: continue with that one, or --restart"
-            )
-
     def commit(self, *, wait: bool = True, is_whole: bool = False) -> None:
-        """Have what was written on the disk; without `wait` in a thread, once the last one ended.
+        """Have what was written on the disk; without `wait` in a thread, every `commit_s`.
 
         Errors: OSError, of the last commit too: none may follow one that failed.
         """
-        if not wait and not self._commit.done():
+        is_due = time.monotonic() - self._committed_at > self.limits.commit_s
+        if not wait and not (is_due and self._commit.done()):
             return
         self._commit.result()
         record = Record(
@@ -207,10 +184,6 @@ class FileJob:
         self._committed_at = time.monotonic()
         if wait:
             self._commit.result()
-
-    def is_due(self) -> bool:
-        """Return whether what was written is to be committed."""
-        return time.monotonic() - self._committed_at > self.limits.commit_s
 
     @property
     def seconds(self) -> float:
@@ -261,8 +234,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
                 return
             job.write(await begun[0])
             begun.popleft()
-            if job.is_due():
-                job.commit(wait=False)
+            job.commit(wait=False)
     finally:
         for task in begun:
             task.cancel()
@@ -270,8 +242,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
 
 
 LONGEST_PAUSE_S = 60.0
-FIRST_PAUSE_S = 0.5
-LONGEST_OWN_PAUSE_S = 8.0
+_PAUSES = RetryPolicy(max_retries=sys.maxsize, longest_wait=math.inf)
 MAX_TIMEOUTS = 3
 """Timeouts of one request after which it counts as too much for the time."""
 
@@ -301,11 +272,8 @@ class FleetServer:
         now = time.monotonic()
         if now < self.free_at:
             return
-        pause = getattr(error, "retry_after", None)
-        if pause is None:
-            longest = min(FIRST_PAUSE_S * 2.0**self._failures, LONGEST_OWN_PAUSE_S)
-            pause = longest * (1 - 0.5 * random.random())  # noqa: S311
-        self.free_at = now + min(pause, LONGEST_PAUSE_S)
+        pause = _PAUSES.pause(self._failures, getattr(error, "retry_after", None))
+        self.free_at = now + min(pause or 0.0, LONGEST_PAUSE_S)
         self._failures += 1
         if isinstance(error, OverloadedError):
             self.limit, self._answers = max(1, self.limit // 2), 0
@@ -425,35 +393,24 @@ def score_file(
     """
     limits = limits or JobLimits()
     form = RowForm(endpoint, options or {}, model, fields or {}, id_column, targets)
-    urls = [base_url] if base_url is None or isinstance(base_url, str) else list(base_url)
-    settings = {"api_key": api_key, "timeout": timeout, "max_retries": 0}
-    clients = [partial(_connect, url, priority, transport, **settings) for url in urls]
-    switches = {"strict": strict, "restart": restart, "progress": progress}
-    make_job = partial(FileJob, form, source, target, limits, **switches)
-    return run_anywhere(_run(make_job, clients, limits))
+    urls = [base_url] if base_url is None or isinstance(base_url, str) else base_url
 
+    def connect(url: str | None) -> FleetServer:
+        own = None if transport is None else transport(url or "")
+        client = AsyncClient(url, api_key=api_key, timeout=timeout, max_retries=0, transport=own)
+        client._http.headers["X-Priority"] = priority
+        return FleetServer(client, limits.concurrency)
 
-def _connect(
-    url: str | None,
-    priority: str,
-    transport: Callable[[str], httpx.AsyncBaseTransport] | None,
-    **settings: Any,
-) -> AsyncClient:
-    own = None if transport is None else transport(url or "")
-    client = AsyncClient(url, transport=own, **settings)
-    client._http.headers["X-Priority"] = priority
-    return client
+    async def run() -> FileScores:
+        async with AsyncExitStack() as stack:
+            servers = [connect(url) for url in urls]
+            for server in servers:
+                stack.push_async_callback(server.client.aclose)
+            fleet = Fleet(servers, limits.patience_s)
+            with FileJob(
+                form, source, target, limits, strict=strict, restart=restart, progress=progress
+            ) as job:
+                await run_chunks(job, fleet.ask, lambda: fleet.limit)
+                return job.finish(retries=fleet.retries)
 
-
-async def _run(
-    make_job: Callable[[], FileJob],
-    clients: Sequence[Callable[[], AsyncClient]],
-    limits: JobLimits,
-) -> FileScores:
-    async with AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(connect()) for connect in clients]
-        servers = [FleetServer(client, limits.concurrency) for client in opened]
-        fleet = Fleet(servers, limits.patience_s)
-        with make_job() as job:
-            await run_chunks(job, fleet.ask, lambda: fleet.limit)
-            return job.finish(retries=fleet.retries)
+    return run_anywhere(run())

@@ -57,7 +57,7 @@ class JobRecord:
         self.path = target.with_name(f"{target.name}.job")
         self.header = {"score-file": VERSION, **header}
         self.last = Record()
-        self.identity: dict[str, Any] | None = None
+        self.identity: Mapping[str, Any] | None = None
         self.is_placed = False
         self.done: dict[str, Any] | None = None
         if not restart and not self.path.exists():
@@ -81,9 +81,7 @@ class JobRecord:
 
     def close(self) -> None:
         """Close the lines, and let go of the job."""
-        if self._part >= 0:
-            os.close(self._part)
-        self._part = -1
+        os.close(self._part)
 
     def write(self, lines: bytes) -> None:
         """Append lines, which count from the next commit on. Errors: OSError."""
@@ -157,7 +155,8 @@ class JobRecord:
         names = [n for n in {**header, **self.header} if header.get(n) != self.header.get(n)]
         if names:
             told = "; ".join(
-                f"{name} was {_show(header.get(name))} and is {_show(self.header.get(name))}"
+                f"{name} was {json.dumps(header.get(name)):.200} and is "
+                f"{json.dumps(self.header.get(name)):.200}"
                 for name in names
             )
             raise LogsteerError(
@@ -237,8 +236,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(found)
     finally:
         os.close(found)
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

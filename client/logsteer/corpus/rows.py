@@ -12,22 +12,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from logsteer._calls import read_request
+from logsteer._calls import checked, read_request
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.schemas import (
-    ItemGradients,
-    ItemScore,
-    LogprobItem,
-    Message,
-    PromptCompletions,
-    TextResult,
-)
-from logsteer.schemas.faults import describe_faults
+from logsteer.extras import import_package
+from logsteer.schemas import LogprobItem, Message
+from logsteer.schemas.common import OneForm, TokenId
 
 FileFormat = Literal["jsonl", "jsonl.gz", "parquet"]
 MAX_ROW_BYTES = 16 * 2**20
@@ -71,7 +65,7 @@ class RowSource:
 
     A row of JSON lines is a line that is not blank, as it stands; one of Parquet is an object of
     the columns that are `wanted`, those of them that the file has, written as JSON. `size` is the
-    file's in bytes, and rows for Parquet; `place` is how far of that was read.
+    file's in bytes, and rows for Parquet.
     """
 
     def __init__(self, path: Path, wanted: Sequence[str]) -> None:
@@ -81,18 +75,12 @@ class RowSource:
         self._raw: BinaryIO = path.open("rb")
         self.file_bytes = path.stat().st_size
         self.size = self.file_bytes
-        self._rows_read = 0
         try:
             is_parquet = self.format == "parquet"
             self._rows = self._read_parquet() if is_parquet else self._read_lines()
         except BaseException:
             self._raw.close()
             raise
-
-    @property
-    def place(self) -> int:
-        """How far was read."""
-        return self._rows_read if self.format == "parquet" else self._raw.tell()
 
     def close(self) -> None:
         """Close the file."""
@@ -114,8 +102,9 @@ class RowSource:
         size = 0
         for row in self._rows:
             if rows and (len(rows) == max_rows or size + len(row) > max_bytes):
-                yield Chunk(first, rows, self.place)
-                first, rows, size = first + len(rows), [], 0
+                end = first + len(rows)
+                yield Chunk(first, rows, end if self.format == "parquet" else self._raw.tell())
+                first, rows, size = end, [], 0
             rows.append(row)
             size += len(row)
         if rows:
@@ -143,60 +132,77 @@ class RowSource:
             raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
 
     def _read_parquet(self) -> Iterator[bytes]:
-        try:
-            import pyarrow as arrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise LogsteerError('Parquet needs pyarrow: pip install "logsteer[tables]"') from error
+        missing = LogsteerError('Parquet needs pyarrow: pip install "logsteer[tables]"')
+        parquet = import_package("pyarrow.parquet", missing)
         try:
             file = parquet.ParquetFile(self._raw, pre_buffer=False)
-        except arrow.ArrowInvalid as error:
+        except ValueError as error:  # ArrowInvalid is one
             raise LogsteerError(f"{self.path} is not a Parquet file: {error}") from error
         self.size = file.metadata.num_rows
         columns = [name for name in self._wanted if name in file.schema_arrow.names]
-        return self._decode(file, columns)
-
-    def _decode(self, file: Any, columns: Sequence[str]) -> Iterator[bytes]:
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-            for row in batch.to_pylist() if columns else [{}] * batch.num_rows:
-                self._rows_read += 1
-                yield to_json(row)
+        return (
+            to_json(row)
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
+            for row in (batch.to_pylist() if columns else [{}] * batch.num_rows)
+        )
 
 
 Row: TypeAlias = dict[str, Any]
-ITEM_FIELDS = ("context", "context_ids", "messages", "targets", "target_ids")
-PROMPT_FIELDS = ("prompt", "prompt_ids", "messages")
+
+
+class TextItem(OneForm):
+    """A text to score, or a conversation."""
+
+    forms: ClassVar[tuple[str, ...]] = ("text", "messages")
+
+    text: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
+
+
+class PromptItem(OneForm):
+    """A prompt to continue."""
+
+    forms: ClassVar[tuple[str, ...]] = ("prompt", "prompt_ids", "messages")
+
+    prompt: str | None = Field(default=None, min_length=1)
+    prompt_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
 
 
 @dataclass(frozen=True)
 class RowKind:
-    """How an endpoint takes rows: the fields of a row, the one that a text stands for, the answer.
+    """How an endpoint takes rows.
 
-    `refused` are options that are for one request, not for each of many rows: name -> why.
+    `item` has the fields of a row, `text` is the one that a text stands for, `sample` the part of a
+    request that the rows go into. A result has `parts`, which are counted; "" for the sums of a
+    text. `refused` are options that are for one request, not for each of many rows: name -> why.
     """
 
-    fields: tuple[str, ...]
+    item: type[LogprobItem | OneForm]
     text: str
-    result: type[BaseModel]
+    sample: Mapping[str, Any]
+    parts: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)
     is_seeded: bool = False
 
 
 _STREAM = {"stream": "results are written when they are whole; leave it out"}
 _REFERENCE = {"reference": "a comparison is of a whole request, not of each row; leave it out"}
+_SCORED = RowKind(
+    LogprobItem, "context", {"items": [{"context": "a", "targets": ["b"]}]}, "targets"
+)
+_CONTINUED = RowKind(
+    PromptItem, "prompt", {"prompts": ["a"]}, "completions", _STREAM, is_seeded=True
+)
 KINDS: Mapping[str, RowKind] = {
-    "logprob": RowKind(ITEM_FIELDS, "context", ItemScore),
-    "diagnostics": RowKind(ITEM_FIELDS, "context", ItemScore),
-    "gradient": RowKind(ITEM_FIELDS, "context", ItemGradients),
-    "perplexity": RowKind(("text", "messages"), "text", TextResult, _STREAM | _REFERENCE),
-    "generate": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
-    "steer": RowKind(PROMPT_FIELDS, "prompt", PromptCompletions, _STREAM, is_seeded=True),
+    "logprob": _SCORED,
+    "diagnostics": _SCORED,
+    "gradient": _SCORED,
+    "perplexity": RowKind(TextItem, "text", {"texts": ["a"]}, refused=_STREAM | _REFERENCE),
+    "generate": _CONTINUED,
+    "steer": _CONTINUED,
 }
 """Endpoint -> how it takes rows."""
-
-_ITEM = TypeAdapter(LogprobItem)
-_IDS = TypeAdapter(list[int])
-_MESSAGES = TypeAdapter(list[Message])
 
 
 @dataclass(frozen=True)
@@ -226,10 +232,10 @@ class RowForm:
         if self.endpoint not in KINDS:
             raise _refuse(f"{self.endpoint!r} takes no rows; {', '.join(KINDS)} do", "endpoint")
         kind = self.kind
-        if unknown := [name for name in self.fields if name not in kind.fields]:
-            known = ", ".join(kind.fields)
-            raise _refuse(f"{unknown[0]} is not a field of a row; {known} are", "fields")
-        if self.targets and kind.fields != ITEM_FIELDS:
+        known = kind.item.model_fields
+        if unknown := [name for name in self.fields if name not in known]:
+            raise _refuse(f"{unknown[0]} is not a field of a row; {', '.join(known)} are", "fields")
+        if self.targets and kind is not _SCORED:
             raise _refuse(f"{self.endpoint} takes no targets; leave them out", "targets")
         options = {name: value for name, value in self.options.items() if name != "model"}
         own = {"on_error": "each row has its result or its error; leave it out"}
@@ -238,19 +244,18 @@ class RowForm:
                 raise _refuse(f"{name}: {why}", name)
         if kind.is_seeded:
             options["seed"] = options.get("seed") or 0
-        sample = _SAMPLES[kind.text]
         model = self.options.get("model", self.model)
         named = {} if model is None else {"model": model}
-        asked = read_request(self.endpoint, {**options, **sample, **named})
+        asked = read_request(self.endpoint, {**options, **kind.sample, **named})
         checked = asked.model_dump(mode="json", exclude_unset=True)
-        for name in sample:
+        for name in kind.sample:
             del checked[name]
         object.__setattr__(self, "options", checked)
 
     @cached_property
     def _keys(self) -> list[tuple[str, str]]:
         """Fields of an item, and the column of each."""
-        return [(name, self.fields.get(name, name)) for name in self.kind.fields]
+        return [(name, self.fields.get(name, name)) for name in self.kind.item.model_fields]
 
     @property
     def kind(self) -> RowKind:
@@ -290,46 +295,23 @@ class RowForm:
         except InvalidRequestError as error:
             return own, error
 
+    def name_values(self, item: Row) -> str:
+        """Return the field of a request that takes items such as this one."""
+        if self.kind is _SCORED:
+            return "items"
+        (name,) = item
+        return {"text": "texts", "prompt": "prompts"}.get(name, name)
+
     def _check(self, item: Row) -> Row:
-        kind = self.kind
         if not item:
-            names = " or ".join(self.fields.get(name, name) for name in kind.fields[:3])
-            raise _refuse(f"no {names} in this row; name columns by fields", None)
-        try:
-            if kind.fields is ITEM_FIELDS:
-                if isinstance(item.get("targets"), str):
-                    item["targets"] = [item["targets"]]
-                if self.targets and "targets" not in item and "target_ids" not in item:
-                    item["targets"] = list(self.targets)
-                _ITEM.validate_python(item)
-            else:
-                _check_text(item)
-        except ValidationError as invalid:
-            first = next(describe_faults(invalid.errors(include_url=False)))
-            raise _refuse(first.text, first.param) from invalid
+            names = [column for _, column in self._keys[:3]]
+            raise _refuse(f"no {' or '.join(names)} in this row; name columns by fields", None)
+        if isinstance(item.get("targets"), str):
+            item["targets"] = [item["targets"]]
+        if self.targets and "targets" not in item and "target_ids" not in item:
+            item["targets"] = list(self.targets)
+        checked(self.kind.item, item)
         return item
-
-
-_SAMPLES: Mapping[str, dict[str, Any]] = {
-    "context": {"items": [{"context": "a", "targets": ["b"]}]},
-    "text": {"texts": ["a"]},
-    "prompt": {"prompts": ["a"]},
-}
-
-
-def _check_text(item: Row) -> None:
-    """Check the one field of a text or a prompt. Errors: ValidationError, InvalidRequestError."""
-    if len(item) > 1:
-        raise _refuse(f"give one of {', '.join(item)}", next(iter(item)))
-    ((name, value),) = item.items()
-    if name == "messages":
-        _MESSAGES.validate_python(value, strict=True)
-    elif name == "prompt_ids":
-        _IDS.validate_python(value, strict=True)
-    elif not isinstance(value, str):
-        raise _refuse(f"{name} is {value!r:.60}, no text", name)
-    if not value:
-        raise _refuse(f"{name} is empty", name)
 
 
 def _refuse(detail: str, param: str | None) -> InvalidRequestError:

@@ -10,6 +10,14 @@ from typing import Any
 from logsteer.schemas.common import VIEWS
 
 
+def import_package(name: str, missing: Exception) -> Any:
+    """Return a module that some uses need; raise `missing` where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise missing from error
+
+
 def _load_later(module: str, name: str) -> Callable[..., Any]:
     return lambda *a, **options: getattr(import_module(f"{__name__}.{module}"), name)(*a, **options)
 

@@ -12,7 +12,7 @@ Axis letters: N rows of all items, T rows of one item, D width of an activation.
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, overload
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, overload
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from logsteer._calls import build_call
+from logsteer._calls import read_request
 from logsteer._progress import CountingProgress
 from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
 from logsteer.extras.datasets import Source, check_counts, read_prompts
@@ -253,83 +253,71 @@ class ActivationShards(Sequence[Activations]):
         return sum(shard["rows"] for shard in self.contents["shards"])
 
 
-def capture_shards(
-    options: Mapping[str, Any],
-    source: Source,
-    directory: str | Path,
-    layers: Sequence[int] | None,
-    field: str,
-    batch_size: int,
-    progress: bool,
-) -> Generator[dict[str, Any], Activations, ActivationShards]:
-    """Yield the arguments of each call of `activations`, be sent its answer, return the shards.
+class CaptureRun:
+    """The state of one capture: which texts are left, and the shards of the others.
 
-    A call that is answered by PayloadTooLargeError has it thrown in, and is made again with half
-    as many texts. The arguments are those of `Client.capture`.
+    The arguments are those of `Client.capture`; `bar` shows how far it is. Errors:
+    InvalidRequestError for a directory of another capture, OSError.
     """
-    check_counts(batch_size=batch_size)
-    texts: list[_Item] = [
-        row.prompt if row.messages is None else {"messages": row.row[field]}
-        for row in read_prompts(source, field)
-    ]
-    values = {**options, "layers": layers}
-    writer = _ShardWriter(Path(directory), _describe(values))
-    first = writer.count_done(texts)
-    with CountingProgress("capturing texts", len(texts), first, progress) as bar:
-        while first < len(texts):
-            batch = texts[first : first + batch_size]
-            try:
-                answer = yield {**values, "items": batch}
-            except PayloadTooLargeError:
-                if len(batch) == 1:
-                    raise
-                batch_size = len(batch) // 2
-                continue
-            writer.write(batch, answer)
-            first += len(batch)
-            bar.count(len(batch))
-    return ActivationShards(directory)
 
-
-def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is asked for of each text, as the request says it."""
-    body = build_call("activations", {**values, "items": ["any"]}, None).body
-    described: dict[str, Any] = json.loads(body or b"{}")
-    del described["items"]
-    return described
-
-
-class _ShardWriter:
-    """Writes shards, and the index once each is whole."""
-
-    def __init__(self, directory: Path, asked: dict[str, Any]) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        source: Source,
+        directory: str | Path,
+        layers: Sequence[int] | None,
+        field: str,
+        batch_size: int,
+        progress: bool,
+    ) -> None:
+        check_counts(batch_size=batch_size)
+        self._texts: list[_Item] = [
+            row.prompt if row.messages is None else {"messages": row.row[field]}
+            for row in read_prompts(source, field)
+        ]
+        self._values = {**options, "layers": layers}
+        self._batch_size = batch_size
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        message = read_request("activations", {**self._values, "items": ["a"]})
+        asked = message.model_dump(mode="json", exclude_unset=True, exclude={"items"})
         self._index: _Index = {"version": 1, "asked": asked, "shards": []}
-        directory.mkdir(parents=True, exist_ok=True)
-        if (directory / INDEX).exists():
-            found = ActivationShards(directory).contents
-            if found["asked"] != asked:
-                raise _refuse_directory(
-                    f"{directory} has captures of {found['asked']}, and these are {asked}; name "
-                    "another directory"
-                )
-            self._index = found
-
-    def count_done(self, texts: Sequence[_Item]) -> int:
-        """Return how many texts are captured already. Errors: where they were others."""
-        done = 0
+        if (self._directory / INDEX).exists():
+            self._index = self.shards.contents
+        if self._index["asked"] != asked:
+            raise _refuse_directory(
+                f"{directory} has captures of {self._index['asked']}, and these are {asked}; name "
+                "another directory"
+            )
+        self._done = 0
         for shard in self._index["shards"]:
-            batch = texts[done : done + shard["items"]]
-            done += shard["items"]
-            if _digest(batch) != shard["texts_sha256"]:
+            if _digest(self._cut(shard["items"])) != shard["texts_sha256"]:
                 raise _refuse_directory(
                     f"{self._directory / shard['file']} is of other texts than the source has "
                     "now; name another directory"
                 )
-        return done
+            self._done += shard["items"]
+        self.bar = CountingProgress("capturing texts", len(self._texts), self._done, progress)
 
-    def write(self, texts: Sequence[_Item], answer: Activations) -> None:
-        """Write the shard of these texts. Errors: where another model answered than before."""
+    @property
+    def shards(self) -> ActivationShards:
+        """The shards that are whole."""
+        return ActivationShards(self._directory)
+
+    def next_call(self) -> dict[str, Any] | None:
+        """Return the arguments of the next call of `activations`; None at the end."""
+        batch = self._cut(self._batch_size)
+        return {**self._values, "items": batch} if batch else None
+
+    def halve(self, error: PayloadTooLargeError) -> None:
+        """Make calls of half as many texts; raise the error where there was one text."""
+        count = len(self._cut(self._batch_size))
+        if count == 1:
+            raise error
+        self._batch_size = count // 2
+
+    def keep(self, answer: Activations) -> None:
+        """Write the answer as the next shard. Errors: where another model answered than before."""
         model = {
             "model": answer.answer.model,
             "weights_digest": answer.answer.provenance.weights_digest,
@@ -339,7 +327,7 @@ class _ShardWriter:
                 f"{self._directory} has captures of {self._index['model']}, and this answer is of "
                 f"{model}; name another directory"
             )
-        shards = self._index["shards"]
+        texts, shards = self._cut(self._batch_size), self._index["shards"]
         name = f"activations-{len(shards):05d}.safetensors"
         self._replace(name, answer.file)
         shards.append({
@@ -349,6 +337,11 @@ class _ShardWriter:
             "texts_sha256": _digest(texts),
         })  # fmt: skip
         self._replace(INDEX, json.dumps(self._index, indent=1).encode())
+        self._done += len(texts)
+        self.bar.count(len(texts))
+
+    def _cut(self, count: int) -> list[_Item]:
+        return self._texts[self._done : self._done + count]
 
     def _replace(self, name: str, content: Any) -> None:
         """Write a file that is whole as soon as it has its name."""

@@ -19,6 +19,7 @@ from typing import Annotated, Any, SupportsIndex, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
+from logsteer.extras import import_package
 from logsteer.schemas import Message
 
 
@@ -30,20 +31,22 @@ def read_json_lines(lines: Iterable[bytes], name: str, form: str) -> Iterator[tu
     LogsteerError for a line that is not JSON.
     """
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg} at column {error.colno}"
-        except RecursionError:
-            reason = "nested too deeply"
-        except ValueError as error:  # no UTF-8, or an integer of too many digits
-            reason = str(error)
-        else:
-            yield number, value
-            continue
-        raise LogsteerError(f"{name}, line {number}: no JSON: {reason}; write {form}")
+        if line.strip():
+            yield number, parse_json(line.rstrip(), f"{name}, line {number}", f"; write {form}")
+
+
+def parse_json(text: str | bytes, place: str, hint: str = "") -> Any:
+    """Return the value of a JSON text; LogsteerError, which says where it is and ends in a hint."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        reason = f"{error.msg} at {line}column {error.colno}"
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:  # no UTF-8, or an integer of too many digits
+        reason = str(error)
+    raise LogsteerError(f"{place}: no JSON: {reason}{hint}")
 
 
 def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -57,10 +60,7 @@ def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     place, text = "steering", str(source)
     if not text.lstrip().startswith("{"):
         place, text = text, read_text(Path(text))
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise LogsteerError(f"{place}: no JSON: {error}") from error
+    found = parse_json(text, place)
     if not isinstance(found, dict):
         raise LogsteerError(f'{place}: no steering object such as {{"vectors": [{{"name": …}}]}}')
     return found
@@ -94,12 +94,8 @@ def load_rows(name: str) -> Iterable[Mapping[str, Any]]:
     Errors: InvalidRequestError where `datasets` is not installed, or there is no such data set,
     configuration or split.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise _refuse(
-            "data sets of Hugging Face need a package: pip install 'logsteer[datasets]'"
-        ) from error
+    missing = "data sets of Hugging Face need a package: pip install 'logsteer[datasets]'"
+    datasets = import_package("datasets", _refuse(missing))
     path, split = cut_split(name)
     split = split or DEFAULT_SPLIT
     tried = []

@@ -52,11 +52,7 @@ def write_html(answer: Any) -> str:
 
     It has a table for each grain of its rows but tokens, which are drawn as heat maps.
     """
-    return write_box([*_draw_tables(answer), *_draw_sequences(answer), *_tell(answer)])
-
-
-def write_box(parts: Iterable[str]) -> str:
-    """Return the parts below one another."""
+    parts = [*_draw_tables(answer), *_draw_sequences(answer), *_tell(answer)]
     return f'<div style="{_BOX}">{"".join(parts)}</div>'
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import LogsteerError
+from logsteer.extras import import_package
 from logsteer.extras.dose_response import DosePoint, DoseResponse
 from logsteer.extras.labels import (
     ItemLike,
@@ -173,13 +174,9 @@ def check_plot_path(path: str | Path) -> None:
 
 
 def _load_figure() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LogsteerError(
-            'plots need matplotlib, which is not installed: pip install "logsteer[plot]"'
-        ) from error
-    return Figure
+    missing = 'plots need matplotlib, which is not installed: pip install "logsteer[plot]"'
+    figure: type[Figure] = import_package("matplotlib.figure", LogsteerError(missing)).Figure
+    return figure
 
 
 def _prepare(

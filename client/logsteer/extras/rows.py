@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from logsteer._pairs import LogProbs
 from logsteer.errors import LogsteerError
+from logsteer.extras import import_package
 from logsteer.extras.dose_response import DoseResponse
 from logsteer.extras.labels import label_layers
 from logsteer.schemas import (
@@ -110,19 +111,8 @@ def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
 
 def load_pandas() -> Any:
     """Return the module pandas; ImportError that says what to install where it is missing."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError('tables need pandas: pip install "logsteer[tables]"') from error
-    return pandas
-
-
-def name_columns(logprobs: Sequence[Float] | None, found: RowColumns) -> dict[str, Sequence[Any]]:
-    """Return what was read from the row of each token, by names such as `rank`."""
-    columns: dict[str, Sequence[Any]] = {"logprob": logprobs} if logprobs else {}
-    if found.ranks is not None:
-        columns["rank"] = found.ranks
-    return columns | dict(found.columns or {})
+    missing = 'tables need pandas: pip install "logsteer[tables]"'
+    return import_package("pandas", ImportError(missing))
 
 
 def place_readings(
@@ -175,7 +165,9 @@ def _write_tokens(
     """
     columns: dict[str, Sequence[Any]] = {"token": tokens} if tokens is not None else {}
     columns |= {"token_id": token_ids} if token_ids is not None else {}
-    columns |= name_columns(logprobs, found)
+    columns |= {"logprob": logprobs} if logprobs else {}
+    columns |= {"rank": found.ranks} if found.ranks is not None else {}
+    columns |= found.columns or {}
     count = max(map(len, columns.values()), default=0)
     numbers = {place: n for n, place in enumerate(positions or range(count))}
     readings = place_readings(found.probes, list(numbers))

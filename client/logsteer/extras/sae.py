@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from logsteer._calls import list_files
 from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import parse_json
 from logsteer.extras.tensors import FLOATS, TensorFile, import_numpy, render_tensors
 from logsteer.schemas import ModelCard, VectorCard, VectorReadout
 from logsteer.schemas.common import Reply
@@ -86,14 +88,10 @@ def read_feature(
     there is one (SAELens' `norm_scaling_factor`). Raises LogsteerError for a directory that has no
     such autoencoder or feature, and OSError for files that cannot be read.
     """
-    directory = Path(path)
-    config = SaeConfig.read(directory)
+    files = list_files("saes.put", Path(path))
+    config = SaeConfig.parse(files["config"].read_bytes(), files["config"])
     scale = config.choose_scale(activation_scale)
-    weights = directory / "sae_weights.safetensors"
-    if not weights.is_file():
-        raise LogsteerError(
-            f"{directory} has no {weights.name}: give the directory that SAELens saved"
-        )
+    weights = files["weights"]
     place = config.choose_place(layer)
     if not weights.stat().st_size:
         raise LogsteerError(f"{weights}: it is empty")
@@ -157,25 +155,12 @@ class SaeConfig:
         self.has_centre = self.get("apply_b_dec_to_input") is not False
 
     @classmethod
-    def read(cls, directory: Path) -> SaeConfig:
-        """Return the configuration of a directory. Raises LogsteerError, OSError."""
-        place = directory / "cfg.json"
-        if not place.is_file():
-            raise LogsteerError(
-                f"{directory} has no cfg.json: give the directory that SAELens saved"
-            )
-        return cls.parse(place.read_bytes(), place)
-
-    @classmethod
     def parse(cls, content: bytes | str, place: Path) -> SaeConfig:
         """Return the configuration that a file has, which messages call `place`.
 
         Raises LogsteerError.
         """
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise LogsteerError(f"{place}: no JSON: {error}") from error
+        document = parse_json(content, str(place))
         if not isinstance(document, dict):
             raise LogsteerError(f"{place}: no JSON object")
         return cls(document, place)

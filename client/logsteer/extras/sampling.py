@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -195,8 +195,8 @@ class Rating(NamedTuple):
     error: str | None = None
 
 
-def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
-    """Return the rating of one text, or what is awaited for its reward.
+async def rate(reward: Reward, row: Row, prompt: str, text: str) -> Rating:
+    """Return the rating of one text.
 
     An exception of the function, and a value that is not finite, are that text's alone.
     """
@@ -204,38 +204,13 @@ def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Aw
         value = reward(row, prompt, text)
         # Most are numbers, and asking whether one can be awaited takes longer than all else here.
         if not isinstance(value, float | int) and inspect.isawaitable(value):
-            return value
-        return _judge(value)
+            value = await value
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward is {number}")
     except Exception as error:
-        return _blame(error)
-
-
-async def await_ratings(ratings: list[Rating | Awaitable[Any]]) -> list[Rating]:
-    """Return the ratings, all that is awaited for them at once."""
-    known = [rating for rating in ratings if isinstance(rating, Rating)]
-    if len(known) == len(ratings):
-        return known
-    return await asyncio.gather(*map(_await_rating, ratings))
-
-
-async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
-    if isinstance(rating, Rating):
-        return rating
-    try:
-        return _judge(await rating)
-    except Exception as error:
-        return _blame(error)
-
-
-def _judge(value: Any) -> Rating:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}")
+        return Rating(None, f"{type(error).__name__}: {error}")
     return Rating(number)
-
-
-def _blame(error: Exception) -> Rating:
-    return Rating(None, f"{type(error).__name__}: {error}")
 
 
 _keep_all = with_config(ConfigDict(extra="allow"))
@@ -251,10 +226,6 @@ class _SampledPrompt(TypedDict):
     completions: list[_SampledText]
 
 
-class _Weights(BaseModel):
-    weights_digest: str
-
-
 class SampledBatch(BaseModel):
     """What sampling needs of a `GenerateAnswer`; the rest of its results stays as it came.
 
@@ -263,7 +234,7 @@ class SampledBatch(BaseModel):
 
     id: str
     model: str
-    provenance: _Weights
+    provenance: dict[str, Any]
     results: list[_SampledPrompt]
 
 
@@ -314,21 +285,14 @@ class SamplingRun:
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._draws: dict[int, dict[str, Any]] = {}
-        self._answered_by: tuple[str, str] | None = None
+        self._answered_by: tuple[str, str | None] | None = None
         draws = range(len(self._prompts))
         self._batches = (draws[at : at + batch_size] for at in draws[::batch_size])
         self._halves: list[range] = []
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
-
-    def __enter__(self) -> Self:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
+        self.bar = CountingProgress("sampling prompts", len(self._prompts), 0, progress)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where all were drawn, or too many failed."""
@@ -343,8 +307,8 @@ class SamplingRun:
         seed = self._seed + batch.start * self._n
         return {**self._values, "prompts": None, self._field: given, "seed": seed}
 
-    def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
-        """Return the rating of each continuation, or what is awaited for it; none if not asked for.
+    async def rate(self, batch: range, answer: SampledBatch) -> list[Rating]:
+        """Return the rating of each continuation; none if not asked for.
 
         Raises AnswerError where there are not `n` continuations for each draw, and for those of
         another model than before.
@@ -356,7 +320,7 @@ class SamplingRun:
                 "of the server",
                 request_id=answer.id,
             )
-        answered_by = answer.model, answer.provenance.weights_digest
+        answered_by = answer.model, answer.provenance.get("weights_digest")
         self._answered_by = self._answered_by or answered_by
         if answered_by != self._answered_by:
             raise AnswerError(
@@ -365,13 +329,13 @@ class SamplingRun:
             )
         if self._reward is None:
             return []
-        return [
-            call_reward(self._reward, drawn.row, drawn.prompt, completion["text"])
+        return await asyncio.gather(*(
+            rate(self._reward, drawn.row, drawn.prompt, completion["text"])
             for drawn, result in zip(
                 self._prompts[batch.start : batch.stop], answer.results, strict=True
             )
             for completion in result["completions"]
-        ]
+        ))  # fmt: skip
 
     def keep(self, batch: range, answer: SampledBatch, ratings: Sequence[Rating]) -> None:
         """Keep the answer for these draws."""
@@ -386,7 +350,7 @@ class SamplingRun:
                     self._reward_errors += filter(None, errors)
             self._draws[index] = draw
         self._failed_in_a_row = 0
-        self._bar.count(len(batch))
+        self.bar.count(len(batch))
 
     def fail(self, batch: range, error: LogsteerError) -> None:
         """Note why these draws failed; halve them where a part may have been refused."""
@@ -461,13 +425,13 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
 
     async def work(batch: range) -> _Rated:
         answer = await ask(**run.arguments(batch))
-        return answer, await await_ratings(run.rate(batch, answer))
+        return answer, await run.rate(batch, answer)
 
     def begin() -> None:
         while len(under_way) < run.concurrency and (batch := run.next_batch()):
             under_way[asyncio.create_task(work(batch))] = batch
 
-    with run:
+    with run.bar:
         try:
             begin()
             while under_way:

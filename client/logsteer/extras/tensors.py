@@ -9,11 +9,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from logsteer.errors import InvalidRequestError
+from logsteer.extras import import_package
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -42,12 +44,9 @@ class TensorFile:
         self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH].tobytes(), "little")
         try:
             header = json.loads(self._data[_LENGTH : self._start].tobytes())
-        except (ValueError, RecursionError) as error:
+            self.metadata: dict[str, Any] = dict(header.pop("__metadata__", {}))
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise ValueError("it is not a safetensors file") from error
-        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
-        if not isinstance(metadata, dict):
-            raise ValueError("it is not a safetensors file")
-        self.metadata: dict[str, Any] = metadata
         self.entries: dict[str, Any] = header
 
     def read(self, name: str, dtypes: Sequence[str], *index: Any) -> Any:
@@ -66,9 +65,8 @@ class TensorFile:
         if dtype not in dtypes:
             raise ValueError(f"it has {name} in type {dtype}; {', '.join(dtypes)} are read")
         size = math.prod(shape) * int(_DTYPES[dtype][-1])
-        if min(shape, default=0) < 0 or not self._start <= first <= end <= len(self._data):
-            raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
-        if end - first != size:
+        is_inside = self._start <= first <= end <= len(self._data)
+        if min(shape, default=0) < 0 or not is_inside or end - first != size:
             raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
         found = self._data[first:end].view(_DTYPES[dtype]).reshape(shape)
         try:
@@ -100,11 +98,7 @@ def render_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str] | Non
 
 def import_numpy() -> Any:
     """Return the module numpy; ImportError that says what to install where it is missing."""
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ImportError("tensors are numpy arrays: pip install numpy") from error
-    return np
+    return import_package("numpy", ImportError("tensors are numpy arrays: pip install numpy"))
 
 
 # ------------------------------------------------------------------ torch.save
@@ -125,26 +119,26 @@ def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
     sources come back as they are. Errors: InvalidRequestError for a file that cannot be converted;
     ImportError without torch; OSError.
     """
+    file: Any
     if isinstance(source, bytes):
-        data, beginning = source, source[:4]
-    elif isinstance(source, str | PathLike):
-        if form != TORCH and not Path(source).is_file():
-            return source, form  # a pipe can be read once only
-        with Path(source).open("rb") as file:
-            beginning = file.read(4)
-            data = beginning + file.read() if _is_torch(beginning, form) else b""
+        file = io.BytesIO(source)
+    elif isinstance(source, str | PathLike) and (form == TORCH or Path(source).is_file()):
+        # Anything else, as a pipe, can be read once only.
+        file = Path(source).open("rb")  # noqa: SIM115  # closed below
     elif callable(getattr(source, "seek", None)) and source.seekable():
-        place = source.tell()
-        beginning = source.read(4)
-        source.seek(place)
-        data = source.read() if _is_torch(beginning, form) else b""
+        file = nullcontext(source)
     elif form == TORCH:
         raise _refuse("give a path, an open file or bytes: what torch saved is converted first")
     else:
         return source, form
-    if not _is_torch(beginning, form):
-        return source, form
-    return convert_torch(data), "safetensors"
+    with file as opened:
+        place = opened.tell()
+        beginning = opened.read(4)
+        opened.seek(place)
+        is_torch = form not in ("safetensors", "gguf") and beginning.startswith(_TORCH_BEGINNINGS)
+        if not is_torch and form != TORCH:
+            return source, form
+        return convert_torch(opened.read()), "safetensors"
 
 
 def convert_torch(data: bytes) -> bytes:
@@ -153,13 +147,13 @@ def convert_torch(data: bytes) -> bytes:
     It is a dictionary of layer, or name of a hook, -> tensor; or a vector of steering-vectors.
     Errors: InvalidRequestError that says what to save instead; ImportError without torch.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
+    torch = import_package(
+        "torch",
+        ImportError(
             "a file of torch is converted on this machine, which takes torch: pip install torch; "
             "or save the vector as safetensors"
-        ) from error
+        ),
+    )
     known: Any = (SavedVector, "steering_vectors.steering_vector.SteeringVector")
     try:
         with torch.serialization.safe_globals([known]):
@@ -186,12 +180,6 @@ def convert_torch(data: bytes) -> bytes:
         return render_tensors(arrays)
     except OverflowError as error:
         raise _refuse(str(error)) from error
-
-
-def _is_torch(beginning: bytes, form: Any) -> bool:
-    return form == TORCH or (
-        form not in ("safetensors", "gguf") and beginning.startswith(_TORCH_BEGINNINGS)
-    )
 
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:

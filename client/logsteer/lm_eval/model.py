@@ -35,8 +35,9 @@ from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
 from logsteer.schemas.steering import RECOMMENDED
 
 Ids: TypeAlias = list[int]
-_Batched = TypeVar("_Batched")
+T = TypeVar("T")
 S = TypeVar("S")
+A = TypeVar("A", bound=BaseModel)
 
 TOKENS_PER_REQUEST = 131_072
 IN_FLIGHT = 4
@@ -113,11 +114,9 @@ def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
     return batches
 
 
-def cut_slices(
-    values: Iterable[_Batched], count: int, weigh: Callable[[_Batched], int]
-) -> list[list[_Batched]]:
+def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> list[list[T]]:
     """Cut values into lists of at most `count`, each of one value or within a request's tokens."""
-    slices: list[list[_Batched]] = []
+    slices: list[list[T]] = []
     weight = 0
     for value in values:
         more = weigh(value)
@@ -129,13 +128,8 @@ def cut_slices(
     return slices
 
 
-def run_concurrently(
-    work: Callable[[_Batched], S], batches: Sequence[_Batched]
-) -> Iterator[tuple[_Batched, S]]:
+def run_concurrently(work: Callable[[T], S], batches: Sequence[T]) -> Iterator[tuple[T, S]]:
     """Yield each batch with what `work` makes of it, in order; a few run at any time."""
-    if len(batches) == 1:
-        yield batches[0], work(batches[0])
-        return
     # Threads, as the caller may be a notebook, whose event loop runs already.
     pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
@@ -269,8 +263,6 @@ Scored: TypeAlias = tuple[float, bool]
 Pair: TypeAlias = tuple[str, str]
 Encoded: TypeAlias = tuple[Pair | None, Ids, Ids]
 """A request (None: a part of one), and the tokens of its context and its continuation."""
-T = TypeVar("T")
-A = TypeVar("A", bound=BaseModel)
 
 
 @register_model("logsteer")
@@ -313,29 +305,22 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         self._client = Client(base_url, api_key=api_key, timeout=timeout)
         weakref.finalize(self, self._client.close)  # the harness closes no model
         self._card = find_card(self._client, model)
-        self._batch_size = read_batch_size(batch_size)
-        self._max_length = read_max_length(max_length, self._card)
-        self._steering = None if steering is None else read_steering(self._client, steering)
-        # As it is now: a name may be given another content.
-        self._adapter = None if adapter is None else self._client.adapters.get(adapter)
-        self._bos = _BOS_POLICIES[add_bos_token]
-        self._max_gen_toks = max_gen_toks
-        self._prefix_token_id = prefix_token_id
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that the model reads at once."""
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Tokens generated where a task does not say how many."""
-        return self._max_gen_toks
-
-    @property
-    def batch_size(self) -> int:
+        self.batch_size = read_batch_size(batch_size)
         """Sequences in one HTTP request."""
-        return self._batch_size
+        self.max_length = read_max_length(max_length, self._card)
+        """Tokens that the model reads at once."""
+        self.max_gen_toks = max_gen_toks
+        """Tokens generated where a task does not say how many."""
+        self._changes: dict[str, Any] = {}
+        if steering is not None:
+            self._changes["steering"] = read_steering(self._client, steering)
+        self._adapter: AdapterCard | None = None
+        if adapter is not None:
+            # As it is now: a name may be given another content.
+            self._adapter = self._client.adapters.get(adapter)
+            self._changes["adapter"] = adapter
+        self._bos = _BOS_POLICIES[add_bos_token]
+        self._prefix_token_id = prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -346,9 +331,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def get_model_info(self) -> dict[str, Any]:
         """Return what computed the numbers, for the harness's record of the run."""
         provenance = self._card.provenance
-        changes: dict[str, Any] = {}
-        if self._steering is not None:
-            changes["steering"] = self._steering
+        changes = dict(self._changes)
         if self._adapter is not None:
             changes["adapter"] = self._adapter.model_dump(include={"name", "sha256"})
         return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
@@ -393,7 +376,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         pairs: list[Pair] = [request.args for request in requests]
 
         batches = cut_slices(
-            pairs, self._batch_size, lambda pair: sum(map(len, pair)) // _CHARS_PER_TOKEN
+            pairs, self.batch_size, lambda pair: sum(map(len, pair)) // _CHARS_PER_TOKEN
         )
 
         # Encoded where they are scored: so the server cuts texts while its engine is at work.
@@ -434,7 +417,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         batches = [
             batch
             for places in groups.values()
-            for batch in cut_slices(places, self._batch_size, lambda _: self.max_length)
+            for batch in cut_slices(places, self.batch_size, lambda _: self.max_length)
         ]
 
         def generate(batch: list[int]) -> list[str]:
@@ -479,7 +462,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **_: Any
     ) -> list[Scored]:
         batches = cut_slices(
-            requests, self._batch_size, lambda request: len(request[1]) + len(request[2])
+            requests, self.batch_size, lambda request: len(request[1]) + len(request[2])
         )
         return self._run(self._score, batches, [request[0] for request in requests], disable_tqdm)
 
@@ -534,7 +517,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             return self._post("tokenize", {"texts": batch, "bos": bos}, Tokenized).results
 
         batches = cut_slices(
-            dict.fromkeys(texts), 2 * self._batch_size, lambda text: len(text) // _CHARS_PER_TOKEN
+            dict.fromkeys(texts), 2 * self.batch_size, lambda text: len(text) // _CHARS_PER_TOKEN
         )
         return {
             text: tokens.token_ids
@@ -582,12 +565,8 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
 
     def _post(self, name: str, fields: Mapping[str, Any], schema: type[A]) -> A:
         endpoint = ENDPOINTS[name]
-        fields = {"model": self._card.id, **fields}
-        if name != "tokenize":
-            if self._steering is not None:
-                fields["steering"] = self._steering
-            if self._adapter is not None:
-                fields["adapter"] = self._adapter.name
+        changes = {} if name == "tokenize" else self._changes
+        fields = {"model": self._card.id, **fields, **changes}
         body = json.dumps(fields, separators=(",", ":")).encode()
         answer: A = self._client._answer(ApiCall(endpoint.method, endpoint.path, schema, body))
         return answer

@@ -168,7 +168,7 @@ class ChatFields(Request):
             reason = "with continue_final_message no turn begins; leave out one of them"
             raise name_refusal({"add_generation_prompt": reason})
         asked = self.model_fields_set.intersection(CHAT_FIELDS)
-        if asked and not _has_message(self):
+        if asked and not _count_conversations(self):
             reason = "goes with messages; leave it out, or send messages"
             raise name_refusal({min(asked, key=CHAT_FIELDS.index): reason})
         described = len(str(self.tools or "")) + len(str(self.chat_template_kwargs or ""))
@@ -179,14 +179,6 @@ class ChatFields(Request):
             )
             raise name_refusal({"tools" if self.tools else "chat_template_kwargs": reason})
         return self
-
-
-def _has_message(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_has_message, value))
-    if isinstance(value, BaseModel):
-        return isinstance(value, Message) or any(_has_message(part) for _, part in value)
-    return False
 
 
 def _count_conversations(value: Any) -> int:

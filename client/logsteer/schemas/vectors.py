@@ -301,10 +301,14 @@ class CombineRequest(Request):
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
-class SaeQuery(BaseModel):
-    """What SAELens' files may leave open, and whether an upload replaces another."""
+class Query(BaseModel):
+    """What stands after the path of a request; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class SaeQuery(Query):
+    """What SAELens' files may leave open, and whether an upload replaces another."""
 
     layer: Index | None = Field(
         default=None,
@@ -357,10 +361,8 @@ class DeletedSae(DeletedName):
     """The name that is gone, and the content that it pointed to."""
 
 
-class ModelQuery(BaseModel):
+class ModelQuery(Query):
     """The model that an upload is checked against."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(
         default=None, description="Id of a resident model; may be left out where there is only one."
@@ -373,10 +375,8 @@ class StoreQuery(ModelQuery):
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
-class WaitQuery(BaseModel):
+class WaitQuery(Query):
     """How long an answer may wait for its change."""
-
-    model_config = ConfigDict(extra="forbid")
 
     wait_s: float = Field(
         default=0.0,
@@ -386,10 +386,8 @@ class WaitQuery(BaseModel):
     )
 
 
-class UploadQuery(BaseModel):
+class UploadQuery(Query):
     """The format of an uploaded vector, and whether it replaces another."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: VectorFormat | None = Field(
         default=None, description="Of the file; left out: what it looks like."
@@ -397,10 +395,8 @@ class UploadQuery(BaseModel):
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
-class ContentQuery(BaseModel):
+class ContentQuery(Query):
     """The format of a downloaded vector."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: ContentFormat = Field(
         default="safetensors",
