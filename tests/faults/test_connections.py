@@ -173,20 +173,17 @@ def test_an_answer_that_is_not_read_is_cut(server: Server) -> None:
     assert 0 < len(body) < length
 
 
-def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
-    async def pause() -> bool:
-        protocol = LimitedProtocol.__new__(LimitedProtocol)
-        protocol._limits, protocol._writing = ConnectionLimits(1, 60.0), None
-        protocol.loop = asyncio.get_running_loop()
-        protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: 2**16)  # type: ignore[assignment]
-        protocol.flow = SimpleNamespace(pause_writing=int, resume_writing=int)  # type: ignore[assignment]
-        protocol.pause_writing()
-        watch = protocol._writing
-        protocol.resume_writing()
-        assert watch is not None and protocol._writing is None
-        return watch.cancelled()
-
-    assert asyncio.run(pause())
+async def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
+    protocol = LimitedProtocol.__new__(LimitedProtocol)
+    protocol._limits, protocol._writing = ConnectionLimits(1, 60.0), None
+    protocol.loop = asyncio.get_running_loop()
+    protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: 2**16)  # type: ignore[assignment]
+    protocol.flow = SimpleNamespace(pause_writing=int, resume_writing=int)  # type: ignore[assignment]
+    protocol.pause_writing()
+    watch = protocol._writing
+    protocol.resume_writing()
+    assert watch is not None and protocol._writing is None
+    assert watch.cancelled()
 
 
 def test_what_follows_an_answer_is_dropped_to_a_bound(server: Server) -> None:

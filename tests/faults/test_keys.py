@@ -1,6 +1,5 @@
 """Keys: who is let in, for what, how often, and what it costs to find out."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -368,49 +367,40 @@ async def measure_wait(allowance: Allowance) -> float:
         ([864_000], 86_000, 86_400),
     ],
 )
-def test_tokens_are_counted_by_minute_hour_and_day(
+async def test_tokens_are_counted_by_minute_hour_and_day(
     charged: list[int], at_least: float, at_most: float
 ) -> None:
-    async def work() -> None:
-        counts = TokenCounts()
-        limits = KeyLimits(tokens_per_minute=600)
-        first, second = (Allowance(key, limits, counts) for key in "ab")
-        for num_tokens in charged:
-            assert await measure_wait(second) == 0
-            await first.charge(num_tokens)
-        assert at_least <= await measure_wait(first) <= at_most
+    counts = TokenCounts()
+    limits = KeyLimits(tokens_per_minute=600)
+    first, second = (Allowance(key, limits, counts) for key in "ab")
+    for num_tokens in charged:
         assert await measure_wait(second) == 0
-        await Allowance("c", KeyLimits(), counts).charge(10**9)  # one without a limit
-
-    asyncio.run(work())
-
-
-def test_servers_share_the_tokens_of_a_key_in_redis(redis_url: str) -> None:
-    async def work() -> None:
-        limits = KeyLimits(tokens_per_minute=600)
-        servers = TokenCounts(redis_url), TokenCounts(redis_url)
-        here, there = (Allowance("a", limits, counts) for counts in servers)
-        await here.charge(400)
-        assert await measure_wait(there) == 0
-        await there.charge(400)
-        assert 50 <= await measure_wait(here) <= 60
-        assert await measure_wait(Allowance("b", limits, servers[0])) == 0
-        for counts in servers:
-            await counts.close()
-
-    asyncio.run(work())
+        await first.charge(num_tokens)
+    assert at_least <= await measure_wait(first) <= at_most
+    assert await measure_wait(second) == 0
+    await Allowance("c", KeyLimits(), counts).charge(10**9)  # one without a limit
 
 
-def test_requests_are_served_while_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        counts = TokenCounts("redis://127.0.0.1:1/0")
-        allowance = Allowance("a", KeyLimits(tokens_per_minute=1), counts)
-        await allowance.charge(5)
-        assert await measure_wait(allowance) == 0
+async def test_servers_share_the_tokens_of_a_key_in_redis(redis_url: str) -> None:
+    limits = KeyLimits(tokens_per_minute=600)
+    servers = TokenCounts(redis_url), TokenCounts(redis_url)
+    here, there = (Allowance("a", limits, counts) for counts in servers)
+    await here.charge(400)
+    assert await measure_wait(there) == 0
+    await there.charge(400)
+    assert 50 <= await measure_wait(here) <= 60
+    assert await measure_wait(Allowance("b", limits, servers[0])) == 0
+    for counts in servers:
         await counts.close()
 
+
+async def test_requests_are_served_while_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
-    asyncio.run(work())
+    counts = TokenCounts("redis://127.0.0.1:1/0")
+    allowance = Allowance("a", KeyLimits(tokens_per_minute=1), counts)
+    await allowance.charge(5)
+    assert await measure_wait(allowance) == 0
+    await counts.close()
     assert caplog.text.count("limits_url: no answer") == 1  # and is left alone for a while
 
 

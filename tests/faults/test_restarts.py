@@ -120,11 +120,7 @@ def test_a_model_that_is_given_up_can_leave_the_server_up(tmp_path: Path, case: 
         assert "given up" in answer.json()["detail"]
 
 
-def test_a_start_without_descriptors_is_tried_again() -> None:
-    asyncio.run(start_without_descriptors())
-
-
-async def start_without_descriptors() -> None:
+async def test_a_start_without_descriptors_is_tried_again() -> None:
     handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.2))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/proc/self/fd").iterdir()))
@@ -145,11 +141,7 @@ async def start_without_descriptors() -> None:
         await handle.close()
 
 
-def test_nothing_of_a_dead_engine_is_left() -> None:
-    asyncio.run(restart_and_count())
-
-
-async def restart_and_count() -> None:
+async def test_nothing_of_a_dead_engine_is_left() -> None:
     handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
     most_files, most_threads = 10_000, 10_000

@@ -282,7 +282,7 @@ def test_an_upload_that_is_given_up_is_written_no_more(tmp_path: Path) -> None:
     assert store.room.reserved == 0
 
 
-def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
+async def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
     release = threading.Event()
     ended: list[int] = []
 
@@ -290,22 +290,19 @@ def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
         release.wait(60)
         ended.append(number)
 
-    async def run() -> None:
-        threads = StoreThreads(2, 4)
-        calls = [asyncio.create_task(threads.run(work, number)) for number in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(APIError, match="stores are busy") as caught:
-            await threads.run(work, 9)
-        assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
-        assert await asyncio.to_thread(lambda: "done") == "done"  # the pool of everybody else
-        calls[3].cancel()  # it waits still, and never runs
-        await asyncio.sleep(0)
-        release.set()
-        await asyncio.gather(*calls[:3])
-        await threads.run(work, 5)
-        threads.close()
-
-    asyncio.run(run())
+    threads = StoreThreads(2, 4)
+    calls = [asyncio.create_task(threads.run(work, number)) for number in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(APIError, match="stores are busy") as caught:
+        await threads.run(work, 9)
+    assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
+    assert await asyncio.to_thread(lambda: "done") == "done"  # the pool of everybody else
+    calls[3].cancel()  # it waits still, and never runs
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*calls[:3])
+    await threads.run(work, 5)
+    threads.close()
     assert sorted(ended) == [0, 1, 2, 5]
 
 

@@ -24,7 +24,7 @@ def piece(*, ends: bool = False) -> GenerateOutput:
     return GenerateOutput(ids, "a", NONE[:, 0:0], NONE, NONE, "length" if ends else None)
 
 
-def test_a_call_whose_results_are_not_read_is_ended() -> None:
+async def test_a_call_whose_results_are_not_read_is_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
     handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
@@ -42,18 +42,15 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
                     deliver(3)
         return found
 
-    async def run() -> None:
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
-        deliver(1)
-        with pytest.raises(OverloadedError, match="that were not read"):
-            await reading
-        assert handle._waiters == {}
-
-    asyncio.run(run())
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    deliver(1)
+    with pytest.raises(OverloadedError, match="that were not read"):
+        await reading
+    assert handle._waiters == {}
 
 
-def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
+async def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
     handle = EngineHandle(EngineSpec("any", "fake", "here"), SupervisionLimits())
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     sent: list[Any] = []
@@ -65,19 +62,16 @@ def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
         async for _ in handle.run(jobs):
             pass
 
-    async def run() -> None:
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-
-    asyncio.run(run())
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     *_, last = sent
     assert last == Cancel([0, 1])
     assert handle._waiters == {}
 
 
-def test_a_reader_who_keeps_up_is_never_ended() -> None:
+async def test_a_reader_who_keeps_up_is_never_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
     handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
@@ -93,43 +87,33 @@ def test_a_reader_who_keeps_up_is_never_ended() -> None:
                 handle._deliver(handle.replicas[0], ResultPart([0] * count, own, 0.0))
         return found
 
-    async def start() -> int:
-        reading = asyncio.create_task(run())
-        await asyncio.sleep(0)
-        handle._deliver(handle.replicas[0], ResultPart([0] * 5, [piece()] * 5, 0.0))
-        return await reading
-
-    assert asyncio.run(start()) == 101
+    reading = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    handle._deliver(handle.replicas[0], ResultPart([0] * 5, [piece()] * 5, 0.0))
+    assert await reading == 101
 
 
-def test_events_wait_for_room_and_come_in_order() -> None:
-    async def run() -> tuple[list[int], bytes]:
-        buffer = ByteBuffer(10)
-        waiting: list[int] = []
+async def test_events_wait_for_room_and_come_in_order() -> None:
+    buffer = ByteBuffer(10)
+    waiting: list[int] = []
 
-        async def write() -> None:
-            for n in range(6):
-                await buffer.put(b"%d..." % n)
-                waiting.append(n)
-            buffer.end()
+    async def write() -> None:
+        for n in range(6):
+            await buffer.put(b"%d..." % n)
+            waiting.append(n)
+        buffer.end()
 
-        writing = asyncio.create_task(write())
-        await asyncio.sleep(0.01)
-        stopped = list(waiting)
-        found = b"".join([part async for part in buffer.read()])
-        await writing
-        return stopped, found
-
-    stopped, found = asyncio.run(run())
+    writing = asyncio.create_task(write())
+    await asyncio.sleep(0.01)
+    stopped = list(waiting)
+    found = b"".join([part async for part in buffer.read()])
+    await writing
     assert stopped == [0, 1], "there is room for ten bytes"
     assert found == b"0...1...2...3...4...5..."
 
 
-def test_an_event_larger_than_the_room_goes_alone() -> None:
-    async def run() -> bytes:
-        buffer = ByteBuffer(2)
-        await buffer.put(b"larger than two")
-        buffer.end()
-        return b"".join([part async for part in buffer.read()])
-
-    assert asyncio.run(run()) == b"larger than two"
+async def test_an_event_larger_than_the_room_goes_alone() -> None:
+    buffer = ByteBuffer(2)
+    await buffer.put(b"larger than two")
+    buffer.end()
+    assert b"".join([part async for part in buffer.read()]) == b"larger than two"

@@ -100,7 +100,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
     assert model.admission.pending == reference.admission.pending == 0
 
 
-def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
+async def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both models: the first part is not the largest, as its window scores more tokens."""
@@ -110,13 +110,10 @@ def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
     model, reference = make_model(own, 10_000), make_model(other, 10_000, model_id="other")
     task = compare(model, reference, context_length=64, stride=16, stream=True)
 
-    async def run() -> list[tuple[str, int, int]]:
-        return [
-            (event.name, model.admission.pending, reference.admission.pending)
-            async for event in Run(task, Capacity(settings)).events()
-        ]
-
-    found = asyncio.run(run())
+    found = [
+        (event.name, model.admission.pending, reference.admission.pending)
+        async for event in Run(task, Capacity(settings)).events()
+    ]
     sizes = [sum(job.num_positions for job in call) for call in own.calls]
     assert len(sizes) > 2
     assert max(sizes) > sizes[0]

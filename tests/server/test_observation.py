@@ -203,7 +203,7 @@ class TestDisk:
         assert not settings.store_path.exists()
         assert found.free_bytes
 
-    def test_a_disk_that_hangs_delays_nobody(
+    async def test_a_disk_that_hangs_delays_nobody(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun, release = threading.Event(), threading.Event()
@@ -215,17 +215,14 @@ class TestDisk:
 
         monkeypatch.setattr(upkeep, "read_disk", hang)
 
-        async def work() -> None:
-            usage = StoreUpkeep(settings, Objects.open(settings), StoreThreads())
-            usage.start()
-            assert await asyncio.to_thread(begun.wait, 60)
-            assert usage.reading.free_bytes is None
-            release.set()
-            while usage.reading.free_bytes is None:
-                await asyncio.sleep(0.01)
-            usage.close()
-
-        asyncio.run(work())
+        usage = StoreUpkeep(settings, Objects.open(settings), StoreThreads())
+        usage.start()
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert usage.reading.free_bytes is None
+        release.set()
+        while usage.reading.free_bytes is None:
+            await asyncio.sleep(0.01)
+        usage.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Resident models: found by id, ready or not, and jobs that the result cache spares the engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -124,10 +124,6 @@ def cached_prefix(job: Job) -> Sequence[JobResult]:
     return [replace(output, cached_tokens=1) for output in answer_as_fake(job)]  # type: ignore[type-var]
 
 
-def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(work())
-
-
 async def compute(model: ResidentModel, jobs: Sequence[Job], cache: bool = True) -> dict[int, Any]:
     return dict(await list_outputs(model, await model.prepare(jobs, cache)))
 
@@ -142,74 +138,62 @@ async def list_outputs(model: ResidentModel, prepared: PreparedJobs) -> list[tup
 
 
 class TestJobs:
-    def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
+    async def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            first = await compute(model, score(1, 2, 3))
-            prepared = await model.prepare(score(3, 4, 1), cache=True)
-            assert sorted(index for index, _ in prepared.hits) == [0, 2]
-            assert prepared.num_known == 2
-            assert prepared.num_tokens == 2, "known jobs take no room"
-            second = dict(await list_outputs(model, prepared))
-            assert sorted(second) == [0, 1, 2]
-            for index, same in ((0, 2), (2, 0)):
-                for name in ("logprob", "rank"):
-                    assert np.array_equal(second[index].columns[name], first[same].columns[name])
-
-        on_loop(work)
+        first = await compute(model, score(1, 2, 3))
+        prepared = await model.prepare(score(3, 4, 1), cache=True)
+        assert sorted(index for index, _ in prepared.hits) == [0, 2]
+        assert prepared.num_known == 2
+        assert prepared.num_tokens == 2, "known jobs take no room"
+        second = dict(await list_outputs(model, prepared))
+        assert sorted(second) == [0, 1, 2]
+        for index, same in ((0, 2), (2, 0)):
+            for name in ("logprob", "rank"):
+                assert np.array_equal(second[index].columns[name], first[same].columns[name])
         assert [len(call) for call in handle.calls] == [3, 1]
 
-    def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
+    async def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
         handle = ScriptedHandle(answer=cached_prefix)
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
-            assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
-            found = await list_outputs(model, prepared)
-            assert sorted(index for index, _ in found) == [0, 1, 2, 3]
-            by_index = dict(found)
-            assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
-            assert by_index[0].columns is by_index[2].columns
-            again = await compute(model, score(1, 2))
-            assert [again[index].cached_tokens for index in range(2)] == [0, 0]
-
-        on_loop(work)
+        prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
+        assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
+        found = await list_outputs(model, prepared)
+        assert sorted(index for index, _ in found) == [0, 1, 2, 3]
+        by_index = dict(found)
+        assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
+        assert by_index[0].columns is by_index[2].columns
+        again = await compute(model, score(1, 2))
+        assert [again[index].cached_tokens for index in range(2)] == [0, 0]
         assert handle.num_jobs == 2
 
     @pytest.mark.parametrize("at_once", [2, 1000])
-    def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
+    async def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
         self, results: ResultCache, monkeypatch: pytest.MonkeyPatch, at_once: int
     ) -> None:
         monkeypatch.setattr(model_module, "STORED_AT_ONCE", at_once)
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            prepared = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
-            async with aclosing(model.run(prepared)) as outputs:
-                for _ in range(3):
-                    await anext(outputs)
-            assert handle.open == 0
-            known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
-            assert sorted(index for index, _ in known.hits) == [0, 1, 2]
+        prepared = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+        async with aclosing(model.run(prepared)) as outputs:
+            for _ in range(3):
+                await anext(outputs)
+        assert handle.open == 0
+        known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+        assert sorted(index for index, _ in known.hits) == [0, 1, 2]
 
-        on_loop(work)
-
-    def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
+    async def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
         self, results: ResultCache
     ) -> None:
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            await compute(model, score(1))
-            known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
-            assert [part.taken_at for part in known] == [None]
-
-        on_loop(work)
+        await compute(model, score(1))
+        known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
+        assert [part.taken_at for part in known] == [None]
         assert len(handle.calls) == 1
 
     def test_finished_work_teaches_how_long_to_wait(self) -> None:

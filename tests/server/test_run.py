@@ -400,17 +400,14 @@ def test_pieces_are_taken_one_by_one_and_tokens_counted_once() -> None:
     assert (usage["prompt_tokens"], usage["generated_tokens"]) == (4, 4)
 
 
-def test_start_comes_first_and_with_the_first_batch_that_is_not_silent() -> None:
+async def test_start_comes_first_and_with_the_first_batch_that_is_not_silent() -> None:
     handle = ScriptedHandle()
     calls_at: list[tuple[str, int]] = []
     silent = Batch(score(1), silent=True)
     batches = [silent, silent, Batch(score(2), take_each(show_all))]
 
-    async def watch() -> None:
-        run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), Capacity(SETTINGS))
-        calls_at.extend([(event.name, len(handle.calls)) async for event in run.events()])
-
-    asyncio.run(watch())
+    run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), Capacity(SETTINGS))
+    calls_at.extend([(event.name, len(handle.calls)) async for event in run.events()])
     assert calls_at == [("start", 2), ("piece", 3), ("piece", 3), ("result", 3)]
 
 
@@ -449,56 +446,47 @@ def test_failures_end_the_run_and_give_the_room_back(plan: Plan) -> None:
     assert task.asked == ["limits", "plan", "plan closed"]
 
 
-def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
+async def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
     def take(_index: int, _output: Output) -> None:
         raise RuntimeError("told to fail")
 
     handle = ScriptedHandle()
     model = make_model(handle)
 
-    async def run() -> None:
-        with pytest.raises(RuntimeError):
-            await Run(
-                ScriptedTask(model, plan_of(Batch(score(3), take_each(take)))), Capacity(SETTINGS)
-            ).finish()
-        assert (handle.open, model.admission.pending) == (0, 0)
-
-    asyncio.run(run())
+    with pytest.raises(RuntimeError):
+        await Run(
+            ScriptedTask(model, plan_of(Batch(score(3), take_each(take)))), Capacity(SETTINGS)
+        ).finish()
+    assert (handle.open, model.admission.pending) == (0, 0)
 
 
-def test_closing_the_events_ends_jobs_plan_and_reservation_at_once() -> None:
+async def test_closing_the_events_ends_jobs_plan_and_reservation_at_once() -> None:
     handle = ScriptedHandle()
     model = make_model(handle)
     task = ScriptedTask(model, plan_of(Batch(score(3), take_each(show_all))))
 
-    async def leave() -> None:
-        events = Run(task, Capacity(SETTINGS)).events()
-        names = [(await anext(events)).name, (await anext(events)).name]
-        assert names == ["start", "piece"]
-        assert (handle.open, model.admission.pending) == (1, 30)
-        await events.aclose()
-        assert (handle.open, model.admission.pending) == (0, 0)
-        assert task.asked[-1] == "plan closed"
-
-    asyncio.run(leave())
+    events = Run(task, Capacity(SETTINGS)).events()
+    names = [(await anext(events)).name, (await anext(events)).name]
+    assert names == ["start", "piece"]
+    assert (handle.open, model.admission.pending) == (1, 30)
+    await events.aclose()
+    assert (handle.open, model.admission.pending) == (0, 0)
+    assert task.asked[-1] == "plan closed"
 
 
-def test_cancelling_a_run_ends_its_jobs_before_it_is_over() -> None:
+async def test_cancelling_a_run_ends_its_jobs_before_it_is_over() -> None:
     """As the deadline does, and a caller who hangs up."""
     handle = ScriptedHandle()
     model = make_model(handle)
     task = ScriptedTask(model, plan_of(Batch(score(50))))
 
-    async def cancel() -> None:
-        running = asyncio.create_task(Run(task, Capacity(SETTINGS)).finish())
-        while not handle.open:
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait({running})
-        assert running.cancelled()
-        assert (handle.open, model.admission.pending) == (0, 0)
-
-    asyncio.run(cancel())
+    running = asyncio.create_task(Run(task, Capacity(SETTINGS)).finish())
+    while not handle.open:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    assert (handle.open, model.admission.pending) == (0, 0)
 
 
 def test_a_generation_at_work_is_answered_though_its_model_is_closed_meanwhile() -> None:

@@ -17,7 +17,7 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
 from logsteer_server.tasks import selftest
 from logsteer_server.tasks.planning import Capacity
-from logsteer_server.tasks.run import Event, Run
+from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.selftest import SelftestTask, prove
 from logsteer_server.tasks.selftest_checks import PROMISES
 from logsteer_server.tasks.selftest_trial import EPSILON, Discrepancy, Noise
@@ -286,14 +286,11 @@ def test_over_the_budget_it_is_refused_before_it_runs_and_gives_its_room_back() 
     assert model.admission.pending == 0
 
 
-def test_a_stream_has_an_event_for_each_check() -> None:
+async def test_a_stream_has_an_event_for_each_check() -> None:
     model = make_model(HonestEngine(), max_tokens=100_000)
     task = SelftestTask(model, SelftestRequest(stream=True), register(model))
 
-    async def collect() -> list[Event]:
-        return [event async for event in Run(task, Capacity(SETTINGS)).events()]
-
-    start, *checks, result = asyncio.run(collect())
+    start, *checks, result = [event async for event in Run(task, Capacity(SETTINGS)).events()]
     assert (start.name, result.name) == ("start", "result")
     assert [event.name for event in checks] == ["check"] * len(PROMISES)
     assert [event.document for event in checks] == result.document["checks"]
