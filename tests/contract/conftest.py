@@ -20,8 +20,7 @@ PROMPT = "Once upon a time"
 @pytest.fixture(params=["fake", *REAL])
 def client(request: pytest.FixtureRequest) -> Client:
     """A client of a server with this engine, whose default model has the demo's tokenizer."""
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+    return request.getfixturevalue(f"{request.param}_client")
 
 
 @pytest.fixture(scope="session")

@@ -177,8 +177,7 @@ class HookedReference:
         finally:
             handle.remove()
         rows = logits[len(context) - 1 : -1].log_softmax(-1)
-        found: np.ndarray = rows[torch.arange(len(target)), torch.tensor(target)].numpy()
-        return found
+        return rows[torch.arange(len(target)), torch.tensor(target)].numpy()
 
     def activations(self, ids: Sequence[int], hook: str = "resid_post") -> np.ndarray:
         """An activation of each layer, [L, T, D]."""
@@ -193,5 +192,4 @@ class HookedReference:
         finally:
             for handle in handles:
                 handle.remove()
-        outputs: np.ndarray = torch.stack(found).numpy()
-        return outputs
+        return torch.stack(found).numpy()

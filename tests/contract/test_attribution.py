@@ -92,9 +92,7 @@ def test_integrated_gradients_are_complete_and_transformers(
     steps, baseline = options["steps"], options.get("baseline", 0)
     worst = 0.0
     for found in ask(tlens_client, attribution="integrated", **options):
-        assert found.input_ids is not None and found.attributions is not None
         assert found.input_tokens is not None and found.logprob is not None
-        assert found.baseline_logprob is not None and found.convergence_delta is not None
         ids = np.array([*found.input_ids, found.token_ids[-1]])
         wanted_T = attribute(model, ids, len(found.token_ids), steps, baseline)
         assert found.attributions == pytest.approx(wanted_T.tolist(), abs=1e-3)

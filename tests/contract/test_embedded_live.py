@@ -232,7 +232,6 @@ def test_a_function_in_python_acts_where_it_is_hooked(
 
     rows = model.columns(CONTEXTS, TARGETS, hooks=[(1, "resid_post", shrink)])
     mix(pick(rows)).backward()  # type: ignore[no-untyped-call]
-    assert scale.grad is not None
     assert float(scale.grad) != 0
     assert names == ["blocks.1.hook_out"]
 

@@ -215,8 +215,7 @@ def differences(
             rows = model(ids_1T[:, :-1]).logits[0, -count:].log_softmax(-1)
         found.append(rows.gather(-1, ids_1T[0, -count:, None])[:, 0].numpy())
     move(model, tensors, step)
-    result: np.ndarray = (found[0] - found[1]) / (2 * step)
-    return result
+    return (found[0] - found[1]) / (2 * step)
 
 
 CASES = [(12, 4), (40, 1), (9, 8), (70, 20)]

@@ -25,8 +25,7 @@ SAME = 1e-5
 
 @pytest.fixture(params=REAL)
 def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+    return request.getfixturevalue(f"{request.param}_client")
 
 
 def read_streams(model: Any, ids: list[int], layer: int) -> torch.Tensor:
@@ -54,10 +53,8 @@ def check_target(found: LensTarget, model: Any, context: list[int]) -> None:
         assert read.logprobs == pytest.approx(expected.tolist(), abs=PER_TOKEN)
         assert read.logprob == pytest.approx(float(expected.sum()), abs=PER_TOKEN * len(expected))
         top = log_p_TV.topk(3)
-        assert read.top is not None
         assert read.top.token_ids == top.indices.tolist()
         entropy = -(log_p_TV.exp() * log_p_TV).sum(-1)
-        assert read.columns is not None
         assert read.columns["entropy"] == pytest.approx(entropy.tolist(), abs=1e-3)
 
 
@@ -93,8 +90,6 @@ def test_the_last_layer_is_what_is_scored_under_the_same_steering(
         scored.results[0].targets[0].logprobs, abs=SAME
     )
     assert target.layers[4].ranks == scored.results[0].targets[0].ranks
-    assert read.steering is not None
-    assert scored.steering is not None
     assert read.steering.layers.keys() == scored.steering.layers.keys() == {"1"}
     assert read.steering.tokens_steered == scored.steering.tokens_steered
 

@@ -27,8 +27,7 @@ LONGER = {"context": "I say: the capital of Spain is", "targets": TARGETS}
 
 @pytest.fixture(params=REAL)
 def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+    return request.getfixturevalue(f"{request.param}_client")
 
 
 class PatchedReference:
@@ -38,8 +37,7 @@ class PatchedReference:
         self._model, self._tokenizer = model, tokenizer
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return self._tokenizer(text)["input_ids"]
 
     def capture(self, text: str) -> list[torch.Tensor]:
         """Return what leaves each block [T, D]."""
@@ -86,8 +84,7 @@ class PatchedReference:
 
 
 def _stream(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    return output[0] if isinstance(output, tuple) else output
 
 
 @pytest.fixture(scope="module")

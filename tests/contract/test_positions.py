@@ -23,8 +23,7 @@ LOUD, QUIET = (torch.from_numpy(DRAW.normal(size=128).astype(np.float32) * 0.4) 
 
 @pytest.fixture(params=REAL)
 def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+    return request.getfixturevalue(f"{request.param}_client")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,6 @@ def test_each_vector_acts_at_its_own_tokens(
     assert found == pytest.approx(expected.tolist(), abs=PER_TOKEN)
     assert np.abs(expected - hooked.logprobs(*ids)).max() > 0.05
     receipt = answer.steering
-    assert receipt is not None
     read = [mask[:-1] for mask in masks]  # the last token is not read
     assert [vector.tokens for vector in receipt.vectors] == [int(mask.sum()) for mask in read]
     assert receipt.tokens_steered == int((read[0] | read[1]).sum())

@@ -189,7 +189,6 @@ def test_a_condition_acts_on_the_tokens_that_pass(
     found = answer.results[0].targets[0]
     assert near(found.logprobs, seen.logprobs[29:], PER_TOKEN)
     assert np.abs((seen.logprobs - plain.logprobs)[29:]).max() > 0.01
-    assert answer.steering is not None
     count = int(passes_T[:39].sum())
     assert answer.steering.vectors[0].passed == count
     assert answer.steering.layers[str(steered_at)].tokens == count
@@ -218,12 +217,10 @@ def test_a_condition_may_ask_for_the_prompt(
     assert near(found[high], pushed.logprobs[23:], PER_TOKEN)
     assert near(found[low], plain[low].logprobs[23:], PER_TOKEN)
     assert np.abs((pushed.logprobs - plain[high].logprobs)[23:]).max() > 0.05
-    assert answer.steering is not None
     assert answer.steering.vectors[0].passed == 9  # the prompt's last token, and 8 of the target
     for positions, passed in (("prompt", 1), ("completion", 8), ("predicting", 9)):
         steering = {"vectors": [vector], "positions": positions}
         again = client.logprob(items, steering=steering, cache=False)
-        assert again.steering is not None
         assert again.steering.vectors[0].passed == passed
 
 
@@ -257,7 +254,6 @@ def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
                 assert near(drawn[layer].after, np.array(scored[layer].after))
             assert near(drawn[3].context_before, np.array(scored[3].context_before))
             assert near(drawn[3].context_after, np.array(scored[3].context_after))
-        assert result.baseline is not None
         plain = by_layer(result.baseline[0])
         seen = reference.read([*prompt, *result.baseline[0].token_ids], None)
         assert near(plain[1].before, seen.project(1, MOOD)[12:32])
@@ -312,10 +308,8 @@ def test_texts_and_openai_clients_have_readings(
         [text], tokens=True, probes=asked, context_length=24, stride=8, protocol="sliding"
     )
     tokens = answer.results[0].tokens
-    assert tokens is not None
     assert len(by_layer(tokens)[2].before) == len(tokens.positions)
     whole = client.perplexity([text], tokens=True, probes=asked, cache=False).results[0].tokens
-    assert whole is not None
     front = len(ids) - len(whole.positions)
     assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[front:])
     plain = client.generate(
@@ -382,7 +376,6 @@ PAIRS = [
 
 def test_a_trained_vector_reads_probabilities(client: Client) -> None:
     card = client.vectors.train("glad", PAIRS, method="logistic", layers=[2]).vector
-    assert card.readouts is not None
     readout = card.readouts["2"]
     texts = [text for pair in PAIRS for text in (pair["positive"], pair["negative"])]
     asked = [{"name": "glad"}, {"name": "glad", "read": "probability"}]
@@ -409,7 +402,6 @@ def test_a_trained_vector_reads_probabilities(client: Client) -> None:
             [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]}],
             steering={"vectors": [vector]}, cache=False,
         )  # fmt: skip
-        assert scored.steering is not None
         passed.append(scored.steering.vectors[0].passed)
     assert passed[0] == passed[1]
     assert 0 < (passed[0] or 0) < (passed[2] or 0) == len(ids) - 1

@@ -179,7 +179,6 @@ def test_parameters_keep_their_names_and_numbers() -> None:
 
 def test_few_rows_times_a_large_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()._model
-    assert model._linear_head is not None
     hidden_RD = torch.randn(20, model.hidden_size, generator=torch.Generator().manual_seed(0))
     expected_RV = hidden_RD @ model._linear_head.weight.T
     monkeypatch.setattr("logsteer_server.engines.tlens.model.LARGE_HEAD", 1)

@@ -23,7 +23,6 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
     try:
         yield server
     finally:
-        assert server.process is not None
         group = [server.process.pid, *find_engines(server)]
         if server.process.poll() is None:
             server.stop()
@@ -34,7 +33,6 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
 
 def find_engines(server: Server) -> list[int]:
     """The pids of the server's engines, in the order of their start."""
-    assert server.process is not None
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for own in psutil.Process(server.process.pid).children():
@@ -52,7 +50,6 @@ def find_engine(server: Server) -> int:
 
 def find_family(server: Server) -> list[psutil.Process]:
     """Everything that the server has started, and what that has."""
-    assert server.process is not None
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
@@ -82,8 +79,7 @@ def wait_for(what: Callable[[], T], timeout_s: float = 60.0) -> T:
 
 def read_card(server: Server, model: str) -> dict[str, Any]:
     """The card of a model."""
-    card: dict[str, Any] = httpx.get(f"{server.url}/models/{model}", timeout=60).json()
-    return card
+    return httpx.get(f"{server.url}/models/{model}", timeout=60).json()
 
 
 def wait_for_state(server: Server, model: str, state: str, timeout_s: float = 60.0) -> float:

@@ -32,8 +32,7 @@ def reload(server: Server, config: dict[str, Any], wait_s: float = 30.0) -> dict
     write(server, config)
     answer = change(server, "/admin/reload", wait_s)
     assert answer.status_code == 200, answer.text
-    document: dict[str, Any] = answer.json()
-    return document
+    return answer.json()
 
 
 def write(server: Server, config: dict[str, Any]) -> None:
@@ -236,7 +235,6 @@ class TestReload:
         assert told["unchanged"] == ["a", "b", "slow"]
 
     def test_sighup_does_the_same(self, server: Server) -> None:
-        assert server.process is not None
         write(server, config_of(fake_model("a", delay_s=0.05), fake_model("d"), max_items=7))
         server.process.send_signal(signal.SIGHUP)
         wait_for(lambda: score(server, "d").status_code == 200)

@@ -90,7 +90,6 @@ def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
 
 def kill(engine: EngineHandle, number: int, how: signal.Signals = signal.SIGKILL) -> None:
     process = engine.replicas[number].process
-    assert process is not None
     assert process._pid is not None
     os.kill(process._pid, how)
 
@@ -211,7 +210,6 @@ async def test_each_replica_runs_on_its_share_of_the_cores() -> None:
     async with started(make_spec()) as engine:
         own = []
         for replica in engine.replicas:
-            assert replica.process is not None
             assert replica.process._pid is not None
             own.append(os.sched_getaffinity(replica.process._pid))
         cores = os.sched_getaffinity(0)

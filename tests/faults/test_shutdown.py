@@ -45,14 +45,12 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def signal_group(server: Server, number: int) -> None:
     """Send a signal to everything of the server's: group, engines and what these started."""
-    assert server.process is not None
     family = find_family(server)
     os.killpg(server.process.pid, number)
     signal_all(family, number)  # as systemd does: the whole control group
 
 
 def wait_for_end(server: Server) -> int:
-    assert server.process is not None
     return server.process.wait(60)
 
 
@@ -154,7 +152,6 @@ def test_no_engine_outlives_a_server_that_is_killed(server: Server, state: str) 
             wait_for_jobs(server, "fake")
         if state == "stopped":
             engine.suspend()
-        assert server.process is not None
         server.process.kill()
         server.process.wait()
     wait_for(lambda: not is_alive(engine), 20)

@@ -200,7 +200,6 @@ def test_a_killed_server_has_all_that_it_acknowledged(tmp_path: Path, seed: int)
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
-    assert process.stdout is not None
     told = [process.stdout.readline() for _ in range(12 + seed)]
     process.kill()
     told += process.stdout.readlines()

@@ -120,7 +120,6 @@ def test_what_a_killed_process_had_fetched_is_removed(bucket: Bucket, tmp_path: 
         stdout=subprocess.PIPE, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"held\n"
         assert remove_left_overs(objects.uploads, 0.0) == []

@@ -195,7 +195,6 @@ class TestDisk:
         assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
             "overrides": 0, "adapters": 0, "saes": 0,
         }  # fmt: skip
-        assert found.free_bytes is not None and found.size_bytes is not None
         assert 0 < found.free_bytes <= found.size_bytes
 
     def test_nothing_stored_yet_is_no_error(self, settings: Settings) -> None:

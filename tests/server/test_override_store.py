@@ -106,13 +106,11 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     lacking: EngineInfo = replace(INFO, lacks={"override": "use transformer_lens"})
     given = ParameterOverride(name="step", eta=-1e-3)
     found = resolve_override(given, store, INFO)
-    assert found is not None
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3, "cast": None}
     assert found.override == Override(
         Direction(str(store.look_up("step")[1].path), card.sha256), -1e-3
     )
     wide = resolve_override(given.model_copy(update={"cast": "float32"}), store, INFO)
-    assert wide is not None
     assert wide.used == found.used | {"cast": "float32"}
     assert wide.override == replace(found.override, cast="float32")
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))

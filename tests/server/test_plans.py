@@ -136,7 +136,6 @@ class TestTargets:
         assert codec.decode(context).endswith("<|assistant|>\n\n")
         assert context == read.tokens.tolist()
         assert target.token_ids == CODEC.encode_ids(["Once"])[0]
-        assert target.offsets is not None
         assert target.offsets[0][0] == 0
 
     def test_single_tokens_after_one_context_share_a_row(self) -> None:

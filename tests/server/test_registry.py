@@ -103,7 +103,6 @@ class TestReadiness:
         assert (card.id, card.state, card.context_length) == ("any", "ready", INFO.context_length)
         assert (card.vocab_size, card.has_chat_template) == (INFO.vocab_size, True)
         assert (card.num_layers, card.hidden_size) == (INFO.num_layers, INFO.hidden_size)
-        assert card.provenance is not None
         assert card.provenance.tokenizer_digest == load_codec().digest
         assert (card.provenance.protocol, card.provenance.context_length) == (None, None)
         told = make_model().provenance(Windowing("exl3", 64, 32, 5), "float64")

@@ -183,7 +183,6 @@ def test_a_text_longer_than_the_limit_is_refused(name: str, tmp_path: Path) -> N
     stores = replace(STORES, vectors=vectors)
     for body in LONG_TEXTS[name]:
         request = ENDPOINTS[name].request
-        assert request is not None
         task = TASKS[name](request.model_validate(body), register(make_model()), stores)
         with pytest.raises(APIError, match="max_text_chars") as caught:
             finish(task, SETTINGS.model_copy(update={"max_text_chars": len(LONG) - 1}))
@@ -194,7 +193,6 @@ def test_a_text_longer_than_the_limit_is_refused(name: str, tmp_path: Path) -> N
 def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
     for field, count, body in ENTRIES[name]:
         request = ENDPOINTS[name].request
-        assert request is not None
         task = TASKS[name](request.model_validate(body), register(make_model()), STORES)
         task.check_limits(SETTINGS.model_copy(update={"max_items": count}))
         with pytest.raises(APIError, match=f"has {count} entries, at most {count - 1}") as caught:

@@ -230,7 +230,6 @@ def test_features_of_tokens_are_those_of_their_activations(
     assert (found.row_starts == plain.row_starts).all()
     used = found.answer.sae
     assert used is not None and (used.name, used.sha256, used.layer) == ("own", card.sha256, 1)
-    assert found.feature_ids is not None
     shown = {str(feature) for feature in found.feature_ids.ravel()}
     assert used.labels == {i: label for i, label in LABELS.items() if i in shown}
     table = found.to_pandas()

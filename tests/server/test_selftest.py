@@ -101,7 +101,6 @@ def ignore_plan(_job: Job, _site: Site, x_D: np.ndarray) -> np.ndarray:
 
 def ignore_when_scored(job: Job, site: Site, x_D: np.ndarray) -> np.ndarray:
     """A sampler that steers the prompt alone, and scores that steer everything."""
-    assert job.plan is not None
     skips = isinstance(job, GenerateJob) and job.plan.positions.kind == "completion"
     return x_D if skips else apply_site(site, x_D)
 

@@ -73,7 +73,6 @@ class TestSweeps:
         made = finish(
             plan_sweep(items, texts, WINDOWS, CODEC, INFO, TargetOptions(bos="never"), READ)
         )
-        assert made.targets is not None
         assert [read_text(job) for job in made.next_jobs] == [
             ([5, 6], [7]),
             (CODEC.encode_ids(["Once"])[0], CODEC.encode_ids(["Once upon"])[0][1:][:1]),

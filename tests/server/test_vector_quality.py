@@ -59,7 +59,6 @@ def cosine(one_D: Double, other_D: Double) -> float:
 
 
 def probability(found: FoundDirection, x_ND: Double) -> Double:
-    assert found.readout is not None
     projection_N = x_ND @ found.vector_D / np.linalg.norm(found.vector_D)
     return 1 / (1 + np.exp(-(found.readout.slope * projection_N + found.readout.bias)))
 
@@ -169,7 +168,6 @@ def test_quality_is_what_it_says() -> None:
     # Of the second pair the direction is -1 and the middle -1.5: the first has -1.5, 1.5 of that.
     # Of the first pair they are 1 and 1.5: the second has -0.5 and 0.5.
     held = hold_out(positive_ND, negative_ND, "mean_difference", False)
-    assert held is not None
     assert (held.positive_N.tolist(), held.negative_N.tolist()) == ([-1.5, -0.5], [1.5, 0.5])
     assert (quality.accuracy, quality.auc, quality.pair_accuracy) == (0, 0, 0)
     assert quality.explained_variance == pytest.approx(1)
@@ -215,15 +213,12 @@ def quality(auc: float, effect: float | None, scale: float, norm: float = 10.0) 
 def test_the_layer_and_the_scales_to_try() -> None:
     vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0]), 5: np.zeros(2)})
     found = recommend(vectors, {1: quality(1, 3, 1), 2: quality(1, 9, 2), 5: quality(1, 99, 0)})
-    assert found is not None
     # Half an activation of 10 is 5 times the vector of norm 1.
     assert (found.layer, found.scales, found.relative_norms) == (2, [2, 5], [0.2, 0.5])
     assert "layer 2" in found.reason and "AUC 1" in found.reason
     found = recommend(vectors, {1: quality(0.9, 1, 9), 2: quality(0.8, 5, 1)})
-    assert found is not None  # 9 would change activations by 1.8 of their length
     assert (found.layer, found.scales, found.relative_norms) == (1, [1.25, 2.5], [0.25, 0.5])
     found = recommend(vectors, {1: quality(0.9, 1, -0.01)})
-    assert found is not None  # 0.01 would change nothing that shows
     assert (found.scales, found.relative_norms) == ([0.5, 2.5], [0.1, 0.5])
 
 
