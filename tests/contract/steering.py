@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,22 @@ class HookedReference:
         rows = logits[len(context) - 1 : -1].log_softmax(-1)
         return rows[torch.arange(len(target)), torch.tensor(target)].numpy()
 
-    def activations(self, ids: Sequence[int], hook: str = "resid_post") -> np.ndarray:
-        """An activation of each layer, [L, T, D]."""
+    def activations(
+        self,
+        ids: Sequence[int],
+        hook: str = "resid_post",
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> np.ndarray:
+        """An activation of each layer, [L, T, D]; `change` acts at LAYER."""
         found: list[Tensor] = []
+
+        def act(layer: int, x: Tensor) -> Tensor:
+            changed = x if change is None or layer != LAYER else change(x)
+            found.append(changed[0].clone())
+            return changed
+
         handles = [
-            self._attach(layer, hook, lambda x: found.append(x[0].clone()))
-            for layer in range(len(self.layers))
+            self._attach(layer, hook, partial(act, layer)) for layer in range(len(self.layers))
         ]
         try:
             with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from logsteer import Client
 from logsteer.schemas import ALL_COLUMNS, GenerateAnswer, SteerPiece
 from logsteer_server.contract.jobs import Policy
-from tests.conftest import DEMO_MODEL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import HookedReference
 from tests.server.test_rows import reference_columns
 
@@ -21,14 +21,7 @@ PROMPTS = ["Once upon a time", "The capital of France is"]
 SAMPLING: Any = {"max_tokens": 24, "n": 2, "seed": 5, **POLICY}
 
 
-@pytest.fixture(scope="module")
-def reference() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
-
-
-@pytest.fixture(params=["vllm", "tlens"])
-def client(request: pytest.FixtureRequest) -> Client:
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "tlens")
 
 
 def finite(values: list[float | None]) -> np.ndarray:
@@ -37,7 +30,7 @@ def finite(values: list[float | None]) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_every_column_is_its_definition(
-    client: Client, reference: HookedReference, precision: Any
+    client: Client, hooked: HookedReference, precision: Any
 ) -> None:
     answer = client.generate(PROMPTS, diagnostics=True, precision=precision, **SAMPLING)
     policy = Policy(POLICY["temperature"], int(POLICY["top_k"]), POLICY["top_p"])
@@ -51,7 +44,7 @@ def test_every_column_is_its_definition(
             assert columns.keys() == set(ALL_COLUMNS)
             ids = torch.tensor([*context, *completion.token_ids])
             with torch.no_grad():
-                logits_RV = reference.model(ids[None]).logits[0, len(context) - 1 : -1]
+                logits_RV = hooked.model(ids[None]).logits[0, len(context) - 1 : -1]
             expected = reference_columns(logits_RV, ids[len(context) :], policy, eos_ids=(2,))
             for name, values in expected.items():
                 found = finite(columns[name])

@@ -1,4 +1,4 @@
-"""vLLM through HTTP against transformers in float32: alone, batched, in any order, on two ranks."""
+"""Engines through HTTP against transformers in float32: alone, in a batch, on two ranks."""
 
 import random
 from collections.abc import Sequence
@@ -32,10 +32,15 @@ pytestmark = pytest.mark.engine
 PER_TOKEN = 1e-4
 WAVE = [0.2 * (-1) ** n for n in range(128)]
 
-MODELS = [
-    pytest.param("demo", DEMO_MODEL, id="demo"),
-    pytest.param("stories", STORIES_MODEL, id="stories", marks=needs_shared),
-]
+MODELS = pytest.mark.parametrize(
+    ("client", "model", "path"),
+    [
+        pytest.param("vllm", "demo", DEMO_MODEL, id="demo"),
+        pytest.param("vllm", "stories", STORIES_MODEL, id="stories", marks=needs_shared),
+        pytest.param("tlens", "demo", DEMO_MODEL, id="tlens"),
+    ],
+    indirect=["client"],
+)
 
 
 class Reference:
@@ -83,13 +88,13 @@ def differ(a: Sequence[float | None] | None, b: Sequence[float | None] | None) -
     return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
-@pytest.mark.parametrize(("model", "path"), MODELS)
+@MODELS
 def test_every_column_is_what_transformers_says(
-    vllm_client: Client, references: dict[str, Reference], model: str, path: Path
+    client: Client, references: dict[str, Reference], model: str, path: Path
 ) -> None:
     reference = references[model]
     items = make_items(reference.model.config.vocab_size, seed=1)
-    targets = iter(flatten(vllm_client, items, model))
+    targets = iter(flatten(client, items, model))
     worst = 0.0
     for item in items:
         for ids in item["target_ids"]:
@@ -110,15 +115,13 @@ def test_every_column_is_what_transformers_says(
     assert worst < PER_TOKEN
 
 
-@pytest.mark.parametrize(("model", "path"), MODELS)
-def test_alone_batched_and_shuffled_are_the_same(
-    vllm_client: Client, model: str, path: Path
-) -> None:
+@MODELS
+def test_alone_batched_and_shuffled_are_the_same(client: Client, model: str, path: Path) -> None:
     items = make_items(500, seed=2)
-    together = [t.logprobs for t in flatten(vllm_client, items, model)]
-    alone = [t.logprobs for item in items for t in flatten(vllm_client, [item], model)]
+    together = [t.logprobs for t in flatten(client, items, model)]
+    alone = [t.logprobs for item in items for t in flatten(client, [item], model)]
     order = random.Random(3).sample(range(len(items)), len(items))
-    shuffled_flat = iter(flatten(vllm_client, [items[i] for i in order], model))
+    shuffled_flat = iter(flatten(client, [items[i] for i in order], model))
     shuffled = {i: [next(shuffled_flat).logprobs for _ in items[i]["target_ids"]] for i in order}
     in_order = [logprobs for i in range(len(items)) for logprobs in shuffled[i]]
     worst = max(

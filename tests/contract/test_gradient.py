@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, ScoreJob
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, ScoreJob
 from logsteer_server.contract.plan import Direction, Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
@@ -21,7 +21,15 @@ from tests.contract.directions import (
     save_model,
     write_direction,
 )
-from tests.contract.tlens_cases import LAYER, OTHERS, build, draw_ids, draw_vector, run
+from tests.contract.tlens_cases import (
+    LAYER,
+    OTHERS,
+    build,
+    check_failure,
+    draw_ids,
+    draw_vector,
+    run,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -322,6 +330,4 @@ def test_what_cannot_be_differentiated_is_refused(engine: Any) -> None:
         ({"sites": ((1, "resid_post"),), "max_width": 127}, "payload_too_large", "fewer layers"),
     ):
         failure = run(engine, tail(ids, 2, **fields))[0]  # type: ignore[arg-type]
-        assert isinstance(failure, JobFailure)
-        assert failure.code == code
-        assert reason in failure.detail
+        check_failure(failure, code, reason)

@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from logsteer import APIError, Client
 from logsteer.extras.activations import Activations
-from tests.conftest import DEMO_MODEL, HOOKS, Server
+from tests.conftest import HOOKS, Server
 from tests.contract.agreement import PER_TOKEN
 from tests.contract.steering import LAYER, OPERATIONS, VECTOR, HookedReference, V
 from tests.contract.tlens_cases import draw_ids
@@ -28,11 +28,6 @@ CONTEXT, TARGET = (draw_ids(np.random.default_rng(3), n).tolist() for n in (30, 
 def client(parity_server: Server) -> Any:
     with Client(parity_server.url, max_retries=0, timeout=300) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def hooked() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
 
 
 def data(hook: str, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from logsteer import Client
 from logsteer.errors import APIError
 from logsteer.schemas import LensTarget
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
+from tests.contract.steering import HookedReference
 
 pytestmark = pytest.mark.engine
 
@@ -23,32 +24,19 @@ SAME = 1e-5
 """The last layer, read as all are, against `/logprob`, which reads it where it is."""
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "tlens")
 
 
-def read_streams(model: Any, ids: list[int], layer: int) -> torch.Tensor:
-    """Return the log-probabilities [T, V] that transformers' norm and head read at a layer."""
-    streams: list[torch.Tensor] = []
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        streams.append(output[0] if isinstance(output, tuple) else output)
-
-    hook = model.model.layers[layer].register_forward_hook(keep)
-    with torch.no_grad():
-        model(torch.tensor([ids]))
-        found: torch.Tensor = model.lm_head(model.model.norm(streams[0][0])).log_softmax(-1)
-    hook.remove()
-    return found
-
-
-def check_target(found: LensTarget, model: Any, context: list[int]) -> None:
+def check_target(found: LensTarget, hooked: HookedReference, context: list[int]) -> None:
     ids = [*context, *found.token_ids]
+    streams_LTD = torch.from_numpy(hooked.activations(ids))
+    with torch.no_grad():
+        normed_LTD = hooked.model.model.norm(streams_LTD)
+        log_p_LTV = hooked.model.lm_head(normed_LTD).log_softmax(-1)
     rows = slice(len(context) - 1, len(ids) - 1)
     for layer in range(LAYERS):
         read = found.layers[layer]
-        log_p_TV = read_streams(model, ids, layer)[rows]
+        log_p_TV = log_p_LTV[layer, rows]
         expected = log_p_TV[range(len(found.token_ids)), found.token_ids]
         assert read.logprobs == pytest.approx(expected.tolist(), abs=PER_TOKEN)
         assert read.logprob == pytest.approx(float(expected.sum()), abs=PER_TOKEN * len(expected))
@@ -59,17 +47,17 @@ def check_target(found: LensTarget, model: Any, context: list[int]) -> None:
 
 
 def test_every_layer_is_read_as_transformers_norm_and_head_read_it(
-    client: Client, reference: Any, tokenizer: Any
+    client: Client, hooked: HookedReference, tokenizer: Any
 ) -> None:
     answer = client.lens(ITEMS, top=3, columns=["rank", "entropy"])
     first, second = answer.results
     context = tokenizer(CONTEXT)["input_ids"]
     assert [target.target for target in first.targets] == ITEMS[0]["targets"]
     for target in first.targets:
-        check_target(target, reference, context)
+        check_target(target, hooked, context)
     (text,) = second.targets
     assert text.target == ITEMS[1]
-    check_target(text, reference, [tokenizer.bos_token_id])
+    check_target(text, hooked, [tokenizer.bos_token_id])
     spread = [rows.logprob for rows in first.targets[0].layers.values()]
     assert max(spread) - min(spread) > 1, "all layers say the same"
 

@@ -13,7 +13,6 @@ from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     CheckOverrideOutput,
     GenerateJob,
-    JobFailure,
     Policy,
     ScoreJob,
 )
@@ -36,6 +35,7 @@ from tests.contract.tlens_cases import (
     OTHERS,
     add_plan,
     build,
+    check_failure,
     draw_ids,
     draw_vector,
     run,
@@ -204,9 +204,7 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
     assert found == pytest.approx(expected, abs=PER_TOKEN)
     failure = run(engine, whole(ids, override=one, plan=inside))[0]
     if name == "gpt2":  # the bridge has its own copies of GPT-2's joint attention weights
-        assert isinstance(failure, JobFailure)
-        assert failure.code == "unsupported_by_engine"
-        assert "resid_post" in failure.detail
+        check_failure(failure, "unsupported_by_engine", "resid_post")
     else:
         assert failure.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
 
@@ -229,9 +227,7 @@ def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_pa
     ids = draw_ids(np.random.default_rng(9), 5)
     for job in (CheckOverrideJob(shapes=shapes), whole(ids, override=at(file, 1.0))):
         failure = run(engine, job)[0]
-        assert isinstance(failure, JobFailure)
-        assert failure.code == "invalid_vector"
-        assert reason in failure.detail
+        check_failure(failure, "invalid_vector", reason)
 
 
 def test_what_a_direction_moves_is_counted(engine: Any) -> None:
@@ -246,12 +242,12 @@ def test_a_file_that_is_gone_or_damaged_fails_its_own_jobs(engine: Any, tmp_path
     plain = score(engine, whole(ids))[0]
     Path(file.path).write_bytes(b"x" * 100)
     damaged, beside = run(engine, whole(ids, override=at(file, 1.0)), whole(ids))
-    assert (damaged.code, "cannot be read" in damaged.detail) == ("internal", True)
+    check_failure(damaged, "internal", "cannot be read")
     assert (beside.columns["logprob"] == plain).all()
     Path(file.path).unlink()
     for job in (whole(ids, override=at(file, 1.0)), GenerateJob(ids, 3, override=at(file, 1.0))):
         gone = run(engine, job)[0]
-        assert (gone.code, "deleted" in gone.detail) == ("unknown_override", True)
+        check_failure(gone, "unknown_override", "deleted")
 
 
 def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from logsteer import Client
 from logsteer.errors import InvalidRequestError
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
+from tests.contract.steering import HookedReference
 
 pytestmark = pytest.mark.engine
 
@@ -25,51 +26,41 @@ EMPTY = {"context": "The capital of Spain is", "targets": [" Paris", ""]}
 LONGER = {"context": "I say: the capital of Spain is", "targets": TARGETS}
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "tlens")
 
 
 class PatchedReference:
     """The demo model in transformers, with activations of one text put into another."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, hooked: HookedReference, tokenizer: Any) -> None:
+        self._hooked, self._tokenizer = hooked, tokenizer
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text)["input_ids"]
 
-    def capture(self, text: str) -> list[torch.Tensor]:
-        """Return what leaves each block [T, D]."""
-        kept: list[torch.Tensor] = []
-        hooks = [
-            layer.register_forward_hook(lambda _m, _i, out: kept.append(_stream(out)[0].clone()))
-            for layer in self._model.model.layers
-        ]
-        self._logits(self.encode(text))
-        for hook in hooks:
-            hook.remove()
-        return kept
+    def capture(self, text: str) -> torch.Tensor:
+        """Return what leaves each block [L, T, D]."""
+        return torch.from_numpy(self._hooked.activations(self.encode(text)))
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = self._model(torch.tensor([ids])).logits[0]
-        return logits
+            return self._hooked.model(torch.tensor([ids])).logits[0]
 
     def patch(
-        self, source: list[torch.Tensor], item: dict[str, Any], layers: list[int], moves: list[Any]
+        self, source: torch.Tensor, item: dict[str, Any], layers: list[int], moves: list[Any]
     ) -> tuple[list[float], torch.Tensor]:
         """Return the targets' log-probabilities and the next token's, under a patch."""
 
         def put(layer: int) -> Any:
             def hook(_module: Any, _inputs: Any, output: Any) -> Any:
+                stream_1TD = output[0] if isinstance(output, tuple) else output
                 for own, other in moves:
-                    _stream(output)[0, own] = source[layer][other]
+                    stream_1TD[0, own] = source[layer, other]
                 return output
 
             return hook
 
-        hooks = [self._model.model.layers[n].register_forward_hook(put(n)) for n in layers]
+        hooks = [self._hooked.layers[n].register_forward_hook(put(n)) for n in layers]
         context = self.encode(item["context"])
         sums = []
         for target in item["targets"]:
@@ -83,13 +74,9 @@ class PatchedReference:
         return sums, following
 
 
-def _stream(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
 @pytest.fixture(scope="module")
-def patched(reference: Any, tokenizer: Any) -> PatchedReference:
-    return PatchedReference(reference, tokenizer)
+def patched(hooked: HookedReference, tokenizer: Any) -> PatchedReference:
+    return PatchedReference(hooked, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from logsteer import APIError, Client
-from tests.conftest import DEMO_MODEL
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import LAYER, HookedReference, choose_tokens
 
 pytestmark = pytest.mark.engine
@@ -21,14 +20,7 @@ DRAW = np.random.default_rng(5)
 LOUD, QUIET = (torch.from_numpy(DRAW.normal(size=128).astype(np.float32) * 0.4) for _ in range(2))
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    return request.getfixturevalue(f"{request.param}_client")
-
-
-@pytest.fixture(scope="module")
-def hooked() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
+client = clients_of("vllm", "tlens")
 
 
 def write_vector(vector: Tensor, positions: Any, **more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from logsteer import APIError, Client
 from logsteer.schemas import ProbeReadings, ScoredTarget, SteerPiece
 from tests.conftest import DEMO_MODEL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import WIDTH
 from tests.contract.test_steering import draw_ids
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.engine
 
 PER_TOKEN = 1e-4
 READING = 1e-4
-ENGINES = ["vllm", "compiled", "tlens"]
 _DRAW = np.random.default_rng(21)
 MOOD, TOPIC, PUSH = (_DRAW.normal(size=WIDTH).astype(np.float32) for _ in range(3))
 
@@ -31,10 +30,7 @@ def unit(vector: np.ndarray) -> Tensor:
     return torch.tensor(vector / np.linalg.norm(vector))
 
 
-@pytest.fixture(params=ENGINES)
-def client(request: pytest.FixtureRequest) -> Any:
-    """A client of each engine."""
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "compiled", "tlens")
 
 
 @dataclass(frozen=True)
@@ -295,36 +291,6 @@ def test_neighbours_with_other_probes_get_their_own(client: Client) -> None:
         assert (one.probes is not None) == ("probes" in case[2])
         for own, beside in zip(one.probes or [], other.probes or [], strict=True):
             assert near(beside.before, np.array(own.before))
-
-
-def test_texts_and_openai_clients_have_readings(
-    client: Client, reference: ConditionalReference
-) -> None:
-    text = "Once upon a time there was a little girl who had a dog. She was happy. " * 3
-    ids = client.tokenize([text]).results[0].token_ids
-    seen = reference.read(ids, None)
-    asked = [probe(MOOD, 2)]
-    answer = client.perplexity(
-        [text], tokens=True, probes=asked, context_length=24, stride=8, protocol="sliding"
-    )
-    tokens = answer.results[0].tokens
-    assert len(by_layer(tokens)[2].before) == len(tokens.positions)
-    whole = client.perplexity([text], tokens=True, probes=asked, cache=False).results[0].tokens
-    front = len(ids) - len(whole.positions)
-    assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[front:])
-    plain = client.generate(
-        None, prompt_ids=[ids], max_tokens=5, temperature=0, probes=asked, ignore_eos=True
-    )
-    wanted = by_layer(plain.results[0].completions[0])[2].before
-    body = {
-        "model": plain.model, "prompt": ids, "max_tokens": 5, "temperature": 0, "probes": asked,
-        "ignore_eos": True,
-    }  # fmt: skip
-    url = f"{client.base_url}/v1/completions"
-    found = httpx.post(url, json=body, timeout=120).json()["choices"][0]
-    assert near(found["probes"][0]["before"], np.array(wanted))
-    chunks = httpx.post(url, json=body | {"stream": True}, timeout=120).text
-    assert chunks.count('"probes"') == 6  # the last token is read after the others
 
 
 REFUSALS = [

@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from logsteer import APIError, Client
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
 
 pytestmark = pytest.mark.engine
 
@@ -19,9 +19,7 @@ CONTEXT = "The capital of France is"
 ITEM = {"context": CONTEXT, "targets": [" Paris", " a big town", " Madrid"]}
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "tlens")
 
 
 def test_rows_of_the_vocabulary_are_those_of_transformers(

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, GPT2Config, OPTConfig
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     Job,
+    JobFailure,
     JobResult,
     Policy,
     ScoreJob,
@@ -51,6 +52,12 @@ def run(engine: Any, *jobs: Job) -> list[Any]:
 
 def score(engine: Any, *jobs: ScoreJob) -> list[np.ndarray]:
     return [output.columns["logprob"] for output in run(engine, *jobs)]
+
+
+def check_failure(result: Any, code: str, reason: str = "") -> None:
+    """Make sure that a job has failed, and that it says why."""
+    assert isinstance(result, JobFailure), result
+    assert (result.code, reason in result.detail) == (code, True), result
 
 
 def draw_ids(rng: np.random.Generator, count: int, vocab: int = 1400) -> np.ndarray:

@@ -52,27 +52,3 @@ def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: S
     assert first.usage.prompt_tokens == second.usage.prompt_tokens
     assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
     assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]
-
-
-def test_cache_false_neither_reads_nor_writes(client: Client, slow: Server) -> None:
-    items = [{"context_ids": [50, 51], "target_ids": [[52, 53]]}] * 2
-    before = engine_tokens(slow)
-    unkept = client.logprob(items, cache=False)
-    assert client.logprob(items).usage.cached_results == 1
-    unread = client.logprob(items, cache=False)
-    assert (unkept.usage.cached_results, unread.usage.cached_results) == (0, 0)
-    assert engine_tokens(slow) - before == 3 * (2 + 1 + 2)
-
-
-def test_perplexity_is_cached_by_window(client: Client, slow: Server) -> None:
-    text = "one two three four five six seven eight nine ten " * 3
-    options: dict[str, Any] = {"context_length": 16, "stride": 8}
-    first = client.perplexity([text], **options)
-    before = engine_tokens(slow)
-    second = client.perplexity([text], **options)
-    assert engine_tokens(slow) == before
-    assert first.usage.cached_results == 0 < second.usage.cached_results
-    assert first.total.sum_logprob == second.total.sum_logprob
-    assert client.perplexity([text], cache=False, **options).usage.cached_results == 0
-    third = client.perplexity([text], reference="fake", **options)
-    assert third.usage.cached_results == 0, "comparisons go through files and are computed"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError
-from logsteer.schemas import ActivationsRequest, ContrastPair, LogprobItem, Steering
+from logsteer.schemas import ActivationsRequest, LogprobItem, Steering
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import UNCHANGED
-from logsteer_server.tasks.activations import ActivationsTask, CaptureSite
+from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
@@ -19,8 +19,6 @@ from logsteer_server.tasks.targets import (
     ColumnOptions,
     TargetOptions,
 )
-from logsteer_server.tasks.training import list_sides, plan_pairs, read_sides
-from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.windows import Windowing
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, SETTINGS, STORES, load_codec, make_model, register
@@ -100,75 +98,16 @@ class TestSweeps:
         assert [job.double for job in made.jobs] == [True, True, True]
 
 
-class TestCaptures:
-    PAIRS = (
-        ContrastPair(positive="a cat", negative="a dog"),
-        ContrastPair(positive="Once upon a time", negative="b"),
-    )
+def test_ids_and_positions_count_among_the_numbers_of_an_answer() -> None:
+    """Of 30 tokens the last one's activation, its place, and all ids."""
+    body = ActivationsRequest(items=[{"token_ids": [5] * 30}], layers=[1], read="last")  # type: ignore[list-item]
+    numbers = INFO.hidden_size + 30 + 1
 
-    def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
-        info = replace(INFO, **changes)
-        sides = list_sides(self.PAIRS)
-        sequences = read_sides(sides, site.read, ChatForm(), "auto", CODEC)
-        return finish(plan_pairs(sequences, len(sides), site, info, max_bytes))
+    def ask(limit: int) -> dict[str, Any]:
+        task = ActivationsTask(body, register(make_model()), STORES)
+        settings = SETTINGS.model_copy(update={"max_activation_bytes": limit})
+        return asyncio.run(Run(task, Capacity(settings)).finish())
 
-    def test_positive_then_negative_of_each_pair(self) -> None:
-        jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))
-        texts = ["a cat", "a dog", "Once upon a time", "b"]
-        wanted = [[BOS, *ids] for ids in CODEC.encode_ids(texts)]
-        assert [job.tokens.tolist() for job in jobs] == wanted
-        assert {(job.layers, job.hook, job.read) for job in jobs} == {
-            ((0, 2), "resid_post", "mean")
-        }
-
-    def test_no_layers_are_all_layers(self) -> None:
-        assert self.captures(CaptureSite("resid_post", None, "last"))[0].layers == (0, 1, 2, 3)
-
-    @pytest.mark.parametrize(
-        ("site", "changes", "code", "param"),
-        [
-            (CaptureSite("attn_out", None, "last"), {}, "unsupported_by_engine", "hook"),
-            (
-                CaptureSite("resid_post", None, "last"),
-                {"hooks": ()},
-                "unsupported_by_engine",
-                "hook",
-            ),
-            (CaptureSite("resid_post", [4], "last"), {}, "invalid_request", "layers"),
-            (
-                CaptureSite("resid_post", None, "last"),
-                {"context_length": 4},
-                "context_too_long",
-                "pairs[1].positive",
-            ),
-        ],
-    )
-    def test_what_cannot_be_captured_is_named(
-        self, site: CaptureSite, changes: dict[str, Any], code: str, param: str
-    ) -> None:
-        with pytest.raises(APIError) as caught:
-            self.captures(site, **changes)
-        assert (caught.value.code, caught.value.param) == (code, param)
-
-    def test_activations_are_bounded(self) -> None:
-        """Four texts, two layers, float32."""
-        needed = 4 * 4 * 2 * INFO.hidden_size
-        site = CaptureSite("resid_post", [0, 1], "last")
-        assert len(self.captures(site, needed)) == 4
-        with pytest.raises(APIError, match=f"{needed} bytes") as caught:
-            self.captures(site, needed - 1)
-        assert caught.value.code == "payload_too_large"
-
-    def test_ids_and_positions_count_among_the_numbers_of_an_answer(self) -> None:
-        """Of 30 tokens the last one's activation, its place, and all ids."""
-        body = ActivationsRequest(items=[{"token_ids": [5] * 30}], layers=[1], read="last")  # type: ignore[list-item]
-        numbers = INFO.hidden_size + 30 + 1
-
-        def ask(limit: int) -> dict[str, Any]:
-            task = ActivationsTask(body, register(make_model()), STORES)
-            settings = SETTINGS.model_copy(update={"max_activation_bytes": limit})
-            return asyncio.run(Run(task, Capacity(settings)).finish())
-
-        assert len(ask(numbers * BYTES_PER_NUMBER)["results"]) == 1
-        with pytest.raises(APIError, match="max_activation_bytes"):
-            ask(numbers * BYTES_PER_NUMBER - 1)
+    assert len(ask(numbers * BYTES_PER_NUMBER)["results"]) == 1
+    with pytest.raises(APIError, match="max_activation_bytes"):
+        ask(numbers * BYTES_PER_NUMBER - 1)

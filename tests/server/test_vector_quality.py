@@ -124,6 +124,11 @@ def test_logistic_is_the_regression_on_the_activations_or_on_whitened_ones(
     x_ND = np.random.default_rng(7).normal(1, 2, (30, shape[1]))
     expected = model.predict_proba((x_ND - both_MD.mean(0)) @ matrix_DD / spread)[:, 1]
     found = find_direction(positive_ND, negative_ND, "logistic", whiten)
+    assert found.readout.kind == "logistic"
+    if not whiten:
+        length = np.linalg.norm(found.vector_D)
+        apart_D = positive_ND.mean(0) - negative_ND.mean(0)
+        assert apart_D @ found.vector_D / length == pytest.approx(length, rel=1e-4)
     assert np.ptp(expected) > 0.3
     assert np.allclose(probability(found, x_ND), expected, atol=1e-4)
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
-from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
@@ -82,38 +81,6 @@ def test_pca_is_the_component_of_the_centred_pairs() -> None:
         vector = trained.vectors.layers[layer]
         assert abs(cosine(vector, component)) == pytest.approx(1, abs=1e-6)
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
-
-
-def test_logistic_is_as_long_as_the_means_are_apart_along_it() -> None:
-    positive, negative = draw()
-    trained = train(positive, negative, "logistic")
-    for place, layer in enumerate(LAYERS):
-        vector = trained.vectors.layers[layer].astype(float)
-        apart = (positive[:, place].astype(float) - negative[:, place]).mean(0)
-        length = np.linalg.norm(vector)
-        assert apart @ vector / length == pytest.approx(length, rel=1e-4)
-
-
-def test_a_logistic_readout_gives_the_regression_s_probability() -> None:
-    positive, negative = draw()
-    positive += 5  # away from 0, so that the centre counts
-    negative += 5
-    trained = train(positive, negative, "logistic").vectors
-    random = np.random.default_rng(1)
-    for place, layer in enumerate(LAYERS):
-        both = np.concatenate([positive[:, place], negative[:, place]]).astype(float)
-        centre, spread = both.mean(0), (both - both.mean(0)).std()
-        labels = np.repeat([1, 0], len(positive))
-        model = LogisticRegression(tol=1e-6, max_iter=1000).fit((both - centre) / spread, labels)
-        x = 5 + 3 * random.standard_normal((50, WIDTH))
-        vector = trained.layers[layer].astype(float)
-        readout = trained.readouts[layer]
-        z = readout.slope * (x @ vector) / np.linalg.norm(vector) + readout.bias
-        expected = model.predict_proba((x - centre) / spread)[:, 1]
-        assert readout.kind == "logistic"
-        assert np.ptp(expected) > 0.5
-        assert np.allclose(1 / (1 + np.exp(-z)), expected, atol=1e-6)
-    assert not train(positive, negative, "pca").vectors.readouts
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -196,26 +163,30 @@ def test_a_job_for_each_text() -> None:
     texts = [codec.decode(job.tokens.tolist()) for job in jobs]
     assert [text.strip() for text in texts] == ["once upon a time", "the end"]
     assert {(job.layers, job.hook, job.read) for job in jobs} == {((2, 4), "resid_post", "mean")}
-    assert plan()[0].layers == tuple(range(6))
+    every = plan(max_bytes=2 * 6 * WIDTH * 4)  # two texts, all layers, float32
+    assert (every[0].layers, every[0].tokens[0]) == (tuple(range(6)), codec.bos_id)
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "reason"),
+    ("fields", "code", "param", "reason"),
     [
-        ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not"),
-        ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
-        ({"max_bytes": 100}, "payload_too_large", "at most 100 are allowed"),
+        ({"hook": "attn_out"}, "unsupported_by_engine", "hook", "steers resid_post, not"),
+        ({"layers": [2, 6]}, "invalid_request", "layers", "has 6; this model's layers are 0 to 5"),
+        ({"max_bytes": 1151}, "payload_too_large", None, "1152 bytes.*at most 1151 are allowed"),
         (
             {"pairs": [PAIR, {"positive": "a", "negative": "word " * 99}]},
             "context_too_long",
+            "pairs[1].negative",
             r"pairs\[1\]\.negative has",
         ),
     ],
 )
-def test_requests_that_cannot_be_met(fields: dict[str, Any], code: str, reason: str) -> None:
+def test_requests_that_cannot_be_met(
+    fields: dict[str, Any], code: str, param: str | None, reason: str
+) -> None:
     with pytest.raises(APIError, match=reason) as caught:
         plan(**fields)
-    assert caught.value.code == code
+    assert (caught.value.code, param in (None, caught.value.param)) == (code, True)
 
 
 def test_a_layer_is_summed_in_place() -> None:
