@@ -1,6 +1,8 @@
 """The Dockerfile, docker-compose.yml and the configurations agree with each other and the code."""
 
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from logsteer_server.app import create_app
 from logsteer_server.runtime.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
-from logsteer_server.serving import END_S, main
+from logsteer_server.serving import END_S, main, parse_arguments
 from logsteer_server.settings import Settings, load_settings
+from tests.conftest import ROOT, fake_model
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(ROOT.glob("deploy/models*.yaml"))
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -120,3 +123,154 @@ def test_the_demo_is_served_on_both_engines(capsys: pytest.CaptureFixture[str]) 
     assert {(path.parent / model.path).resolve() for model in models} == {ROOT / "demo/model"}
     assert {model.dtype for model in models} == {"float32"}
     assert "demo/both.yaml" in (ROOT / "demo/README.md").read_text()
+
+
+KUBERNETES = ROOT / "deploy/kubernetes"
+BASE = {
+    document["kind"]: document
+    for path in sorted((KUBERNETES / "base").glob("*.yaml"))
+    if "kind" in (document := yaml.safe_load(path.read_text()))
+}
+POD: dict[str, Any] = BASE["Deployment"]["spec"]["template"]["spec"]
+(SERVER,) = POD["containers"]
+UNIT = ROOT / "deploy/systemd/logsteer.service"
+STOP_S = Settings.model_fields["drain_s"].default + END_S + CLOSE_TIMEOUT_S + 2 * END_TIMEOUT_S
+"""What a server may take between SIGTERM and its end."""
+
+
+def read_unit() -> dict[str, list[str]]:
+    """Options of the unit's sections, each with all its values."""
+    options: dict[str, list[str]] = {}
+    for line in UNIT.read_text().splitlines():
+        name, is_option, value = line.partition("=")
+        if is_option and not line.startswith("#"):
+            options.setdefault(name, []).append(value)
+    return options
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of a fake model."""
+    config = tmp_path_factory.mktemp("config") / "models.yaml"
+    config.write_text(yaml.safe_dump({"models": [fake_model()]}))
+    return config
+
+
+@pytest.fixture(scope="module")
+def paths(config: Path) -> set[str]:
+    """The paths that a server answers."""
+    return set(create_app(load_settings(config)).openapi()["paths"])
+
+
+# ------------------------------------------------------------------ Kubernetes
+
+
+@pytest.mark.parametrize("probe", ["startup", "readiness", "liveness"])
+def test_a_probe_asks_a_path_that_the_server_has(probe: str, paths: set[str]) -> None:
+    asked = SERVER[f"{probe}Probe"]["httpGet"]
+    assert asked["port"] in {port["name"] for port in SERVER["ports"]}
+    assert asked["path"] in paths
+
+
+def test_a_pod_is_given_time_to_close_its_engines() -> None:
+    (_, waited) = SERVER["lifecycle"]["preStop"]["exec"]["command"]
+    assert POD["terminationGracePeriodSeconds"] > STOP_S + float(waited)
+
+
+def test_variables_are_settings() -> None:
+    names = {variable["name"] for variable in SERVER["env"]}
+    own = {name.removeprefix("LOGSTEER_").lower() for name in names if name.startswith("LOGSTEER_")}
+    assert own and own <= set(Settings.model_fields)
+
+
+def test_configurations_are_those_of_the_other_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> Any:
+        return yaml.safe_load(path.read_text())["models"]
+
+    assert read(KUBERNETES / "base/models.yaml") == read(ROOT / "deploy/models.cpu.yaml")
+    (model,) = read(KUBERNETES / "gpu/models.gpu.yaml")
+    assert model == read(ROOT / "deploy/models.gpu.yaml")[0]
+    patch = yaml.safe_load((KUBERNETES / "gpu/deployment.yaml").read_text())
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == SERVER["name"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == str(len(model["devices"]))
+
+
+@pytest.mark.parametrize("overlay", ["base", "gpu"])
+def test_kustomize_makes_what_kubernetes_takes(overlay: str, tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("MANIFESTS ARE NOT BUILT: no kubectl")
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="MANIFESTS ARE NOT VALIDATED: no kubernetes-validate"
+    )
+    command = ["kubectl", "kustomize", str(KUBERNETES / overlay)]
+    made = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    documents = list(yaml.safe_load_all(made))
+    assert len(documents) == len(BASE)
+    for document in documents:
+        # The oldest version with all fields, and the newest that there are schemas for.
+        for version in ("1.31", schemas.latest_version()):
+            schemas.validate(document, version, strict=True)
+    (deployment,) = [document for document in documents if document["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == {"base": "logsteer:cpu", "gpu": "logsteer:cuda"}[overlay]
+    (policy,) = [document for document in documents if document["kind"] == "NetworkPolicy"]
+    callers = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert callers == {"logsteer-client": "true"}
+
+
+# ------------------------------------------------------------------ Ray's pods
+
+RAY = ROOT / "deploy/ray"
+PODS_OF_RAY = list(yaml.safe_load_all((RAY / "pods.yaml").read_text()))
+POLICY_OF_RAY, SERVICE_OF_RAY, BUDGET_OF_RAY = (own["spec"] for own in PODS_OF_RAY)
+GROUPS = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+HEAD, (WORKER,) = GROUPS["headGroupSpec"], GROUPS["workerGroupSpecs"]
+
+
+@pytest.mark.parametrize("document", PODS_OF_RAY, ids=lambda document: document["kind"])
+def test_kubernetes_takes_rays_policy_and_budget(document: dict[str, Any]) -> None:
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="MANIFESTS ARE NOT VALIDATED: no kubernetes-validate"
+    )
+    for version in ("1.31", schemas.latest_version()):
+        schemas.validate(document, version, strict=True)
+
+
+# ------------------------------------------------------------------ Prometheus in Kubernetes
+
+
+# ------------------------------------------------------------------ systemd
+
+
+def test_the_unit_runs_a_command_that_the_server_takes() -> None:
+    program, *arguments = read_unit()["ExecStart"][0].split()
+    assert Path(program).name == "logsteer-server"
+    assert parse_arguments(arguments).config == Path("/etc/logsteer/models.yaml")
+
+
+def test_the_unit_gives_a_server_time_to_close_its_engines() -> None:
+    unit = read_unit()
+    assert float(unit["TimeoutStopSec"][0]) > STOP_S
+    assert unit["KillMode"] == ["mixed"], "the server ends its engines itself"
+
+
+def analyze(tmp_path: Path, *arguments: str) -> str:
+    """What systemd-analyze says of the unit, whose program is replaced by one that is here."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("THE UNIT IS NOT VERIFIED: no systemd-analyze")
+    (program, *_) = read_unit()["ExecStart"][0].split()
+    (tmp_path / UNIT.name).write_text(UNIT.read_text().replace(program, "/bin/true"))
+    command = ["systemd-analyze", *arguments, str(tmp_path / UNIT.name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    assert analyze(tmp_path, "verify") == ""
+
+
+def test_systemd_finds_the_unit_confined(tmp_path: Path) -> None:
+    # Out of 10, times ten. Without the sandbox it is 96.
+    assert "OK" in analyze(tmp_path, "security", "--offline=yes", "--threshold=20")
