@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import Configuration, Server
 
@@ -103,6 +105,40 @@ def score(server: Server, model: str, *ids: int, timeout: float = 60.0) -> httpx
     item = {"context_ids": [5, *ids], "target_ids": [[6]]}
     body = {"model": model, "items": [item]}
     return httpx.post(f"{server.url}/logprob", json=body, timeout=timeout)
+
+
+def read_metric(server: Server, name: str, **labels: str) -> float:
+    """A metric's value, summed over the samples that have these labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"logsteer_{name}" and labels.items() <= sample.labels.items()
+    )
+
+
+def read_memory(server: Server, field: str) -> int:
+    """Bytes of the server's memory: VmRSS, or VmHWM, its highest since `forget_peak`."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def forget_peak(server: Server) -> None:
+    """Have the highest memory be counted from now on."""
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+
+
+def open_request(
+    server: Server, line: str, content: bytes, length: int | None = None, *headers: str
+) -> socket.socket:
+    """Send a request, or the beginning of one whose body has a greater length."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), 60)
+    size = len(content) if length is None else length
+    lines = [f"{line} HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *headers]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + content)
+    return connection
 
 
 def check_retryable(response: httpx.Response) -> None:

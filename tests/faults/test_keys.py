@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from logsteer_server.keys.keyring import KeyRing, change_keys, read_keys
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.keys import add_key, connect, serve
-from tests.faults.processes import wait_for
+from tests.faults.processes import open_request, read_metric, wait_for
 from tests.held import HOLD, HOLD_FILE, held, may_hold
 
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
@@ -87,12 +86,6 @@ def count_jobs(server: Server, token: str, model: str = "quick") -> int:
         return sum(card["num_jobs"] for card in http.get(f"/models/{model}").json()["replicas"])
 
 
-def count_pending(server: Server) -> float:
-    """Tokens of the work for `slow` that is not done."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return float(text.partition('logsteer_pending_tokens{model="slow"} ')[2].partition("\n")[0])
-
-
 def read_callers(server: Server) -> list[str]:
     """Whose requests to score were answered, in the server's order."""
     lines = map(json.loads, (server.directory / "access.log").read_text().splitlines())
@@ -118,10 +111,8 @@ def test_the_key_is_asked_for_before_the_body_is_read(
 
 
 def test_a_body_that_never_comes_is_not_waited_for(server: Server) -> None:
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=25) as begun:
-        head = "POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-        begun.sendall(head.encode() + b"{")
+    with open_request(server, "POST /logprob", b"{", 100) as begun:
+        begun.settimeout(25)
         assert begun.recv(4096).startswith(b"HTTP/1.1 401 ")  # a body may take 30 s
 
 
@@ -279,11 +270,11 @@ def test_a_flood_of_one_key_keeps_no_other_waiting(server: Server, tokens: dict[
     with ThreadPoolExecutor(len(callers)) as pool, held(server.directory / HOLD_FILE):
         sent = [pool.submit(send, 0, HOLD)]
         wait_for(lambda: count_jobs(server, tokens["scorer"], "slow") == 1)
-        each = count_pending(server)
+        each = read_metric(server, "pending_tokens", model="slow")
         sent += [pool.submit(send, number, 5) for number in range(1, 41)]
-        wait_for(lambda: count_pending(server) == 41 * each)
+        wait_for(lambda: read_metric(server, "pending_tokens", model="slow") == 41 * each)
         sent += [pool.submit(send, number, 5) for number in (41, 42)]
-        wait_for(lambda: count_pending(server) == 43 * each)
+        wait_for(lambda: read_metric(server, "pending_tokens", model="slow") == 43 * each)
     assert {answer.result() for answer in sent} == {200}
     wait_for(lambda: len(read_callers(server)) == before + len(sent))
     served = read_callers(server)[before:]

@@ -18,6 +18,7 @@ from tests.faults.processes import (
     find_engine,
     find_family,
     is_alive,
+    open_request,
     running,
     score,
     signal_all,
@@ -85,6 +86,7 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
 @pytest.mark.parametrize("server", [LONG | {"drain_s": 0.5}], indirect=True)
 def test_after_its_time_each_request_is_told(server: Server) -> None:
     """Two wait for the engine, one for its own body, one for its caller to send the rest."""
+    json_ = "Content-Type: application/json"
     with ThreadPoolExecutor(3) as pool:
         plain = pool.submit(score, server, "fake", 7)
         events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
@@ -95,8 +97,8 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
             timeout=60,
         )
         with (
-            upload(server, "/perplexity/stream", b"Some ") as text,
-            upload(server, "/logprob", b'{"items": ') as body,
+            open_request(server, "POST /perplexity/stream", b"Some ", 100) as text,
+            open_request(server, "POST /logprob", b'{"items": ', 100, json_) as body,
         ):
             wait_for_jobs(server, "fake", 3)
             signal_group(server, signal.SIGTERM)
@@ -109,15 +111,6 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
                 assert b" 503 " in answer.splitlines()[0], answer
                 assert b'"engine_restarting"' in answer
     assert wait_for_end(server) == 0
-
-
-def upload(server: Server, path: str, start: bytes) -> socket.socket:
-    """A request whose body has begun."""
-    url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port), 60)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + start)
-    return connection
 
 
 def read_all(connection: socket.socket) -> bytes:

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from logsteer import Client
 from logsteer_server.contract.batches import ScoreOutputs
@@ -34,6 +32,7 @@ from logsteer_server.models.cache import (
 )
 from logsteer_server.settings import ModelSettings
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.processes import read_metric
 from tests.server import steering_cases
 
 SCOPE = b"s" * 32
@@ -265,23 +264,13 @@ def client(slow: Server) -> Iterator[Client]:
         yield client
 
 
-def engine_tokens(server: Server) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "logsteer_prompt_tokens_total"
-    )
-
-
 def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: Server) -> None:
-    before = engine_tokens(slow)
+    before = read_metric(slow, "prompt_tokens_total")
     first = client.logprob(ITEMS, **OPTIONS)
-    between = engine_tokens(slow)
+    between = read_metric(slow, "prompt_tokens_total")
     second = client.logprob(ITEMS, **OPTIONS)
     assert between > before
-    assert engine_tokens(slow) == between
+    assert read_metric(slow, "prompt_tokens_total") == between
     assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
     assert first.usage.prompt_tokens == second.usage.prompt_tokens
     assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
