@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from logsteer import APIError, Client
+from logsteer import Client
 from logsteer.schemas.steering import parse_vector
 from tests.contract.steering import WIDTH
+from tests.refusals import refused
 from tests.server.test_saes import encode, save_sae
 
 pytestmark = pytest.mark.engine
@@ -103,6 +104,5 @@ def test_a_probe_reads_the_activation_that_the_encoder_gives(client: Client) -> 
     ],
 )
 def test_features_that_are_refused(client: Client, vector: Any, code: str, reason: str) -> None:
-    with pytest.raises(APIError, match=reason) as caught:
+    with refused(code, reason):
         score(client, vector)
-    assert caught.value.code == code

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from logsteer.errors import APIError
 from logsteer.schemas import LogprobRequest
 from logsteer_server.api.routes import resources
 from logsteer_server.api.routes.resources import UploadLimit, open_upload, write_body
@@ -20,6 +19,7 @@ from logsteer_server.api.routing import (
     LimitedRequest,
     parse_body,
 )
+from tests.refusals import refused
 
 ITEM = {"context": "Infinity and NaN", "targets": [" a"]}
 
@@ -67,9 +67,8 @@ def test_faults_are_located_in_the_body(content: bytes, kind: str) -> None:
     ],
 )
 def test_what_would_take_long_to_look_at_is_too_large(content: bytes) -> None:
-    with pytest.raises(APIError) as caught:
+    with refused("payload_too_large"):
         parse_body(content, LogprobRequest)
-    assert caught.value.code == "payload_too_large"
 
 
 class Calls:
@@ -107,9 +106,8 @@ def test_a_body_reserves_memory_as_it_comes_up_to_its_limit() -> None:
     assert asyncio.run(request.body()) == b"1234512345" == asyncio.run(request.body())
     covered = [("cover", 5 * BODY_MEMORY), ("cover", 10 * BODY_MEMORY)]
     assert list(memory.given) == covered
-    with pytest.raises(APIError, match="larger than 10 bytes") as caught:
+    with refused("payload_too_large", "larger than 10 bytes"):
         asyncio.run(request_of([b"12345", b"123456", b"never read"], memory).body())
-    assert caught.value.code == "payload_too_large"
     assert list(memory.given) == covered, "what is too large reserves no more than the limit"
 
 
@@ -132,9 +130,8 @@ def test_an_upload_is_taken_up_to_its_limit(
         asyncio.run(upload())
         assert ("write", b"x" * 10) in calls.given
     else:
-        with pytest.raises(APIError, match="larger than 10 bytes: raise setting") as caught:
+        with refused("payload_too_large", "larger than 10 bytes: raise setting"):
             asyncio.run(upload())
-        assert caught.value.code == "payload_too_large"
 
 
 def test_an_upload_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:

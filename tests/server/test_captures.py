@@ -5,12 +5,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer.errors import APIError
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Job, ScoreJob
@@ -22,6 +20,7 @@ from logsteer_server.engines.vllm.extra_args import describe_capture
 from logsteer_server.engines.vllm.requests import RunningJob
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
+from tests.refusals import refused
 from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 
@@ -197,9 +196,8 @@ def plan(length: int = 9, site: CaptureSite | None = None, **changes: object) ->
 
 def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None:
     assert plan(9, capture_rows=18)[0].num_rows == 9
-    with pytest.raises(APIError, match=r"items\[0\]: 18 activations .* capture_bytes") as caught:
+    with refused("payload_too_large", r"items\[0\]: 18 activations .* capture_bytes"):
         plan(9, capture_rows=17)
-    assert caught.value.code == "payload_too_large"
     assert plan(9, CaptureSite("resid_post", [2, 0], "mean"), capture_rows=17)
     some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
     assert plan(9, some, capture_rows=8)[0].layers == (0, 1, 2, 3)
@@ -208,9 +206,8 @@ def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None
 def test_what_is_too_long_loses_its_beginning_where_that_is_wanted() -> None:
     (job,) = plan(INFO.context_length + 2, on_overflow="truncate_left")
     assert job.tokens.tolist() == list(range(2, INFO.context_length + 2))
-    with pytest.raises(APIError, match=r"items\[0\] has") as caught:
+    with refused("context_too_long", r"items\[0\] has"):
         plan(INFO.context_length + 2)
-    assert caught.value.code == "context_too_long"
 
 
 def test_activations_of_a_changed_model_that_are_not_finite_fail_the_job() -> None:

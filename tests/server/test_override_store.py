@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from logsteer.errors import APIError, NotFoundError
+from logsteer.errors import NotFoundError
 from logsteer.schemas import ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob
@@ -25,6 +25,7 @@ from logsteer_server.stores.formats.tensor_file import (
 )
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import OVERRIDES, Store
+from tests.refusals import refused
 from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 from tests.server.store_cases import make_content, put_content
@@ -95,9 +96,8 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
     data, reason = BAD[name]
     file.write_bytes(data)
-    with pytest.raises(APIError, match=reason) as caught:
+    with refused("invalid_vector", reason):
         read_direction(file)
-    assert caught.value.code == "invalid_vector"
 
 
 def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
@@ -119,8 +119,7 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     ]
     assert finish(UNCHANGED.apply([job]))[0] is job
     assert resolve_override(None, store, INFO) is None
-    with pytest.raises(APIError, match="transformer_lens") as caught:
+    with refused("unsupported_by_engine", "transformer_lens"):
         resolve_override(given, store, lacking)
-    assert caught.value.code == "unsupported_by_engine"
     with pytest.raises(NotFoundError, match="'other'"):
         resolve_override(ParameterOverride(name="other", eta=0.0), store, INFO)

@@ -24,6 +24,7 @@ from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.text.windows import Windowing
 from tests.own_time import run_in_own_time
+from tests.refusals import refused
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
 
 
@@ -54,9 +55,8 @@ class TestFind:
 
     def test_the_only_one_need_not_be_named(self) -> None:
         assert registry("a").find(None).id == "a"
-        with pytest.raises(APIError, match="name one of them as model: a, b") as caught:
+        with refused("invalid_request", "name one of them as model: a, b", param="model"):
             registry("a", "b").find(None)
-        assert (caught.value.code, caught.value.param) == ("invalid_request", "model")
 
     def test_of_several_the_default_need_not_be_named(self) -> None:
         models = [
@@ -69,9 +69,8 @@ class TestFind:
 
     @pytest.mark.parametrize("name", ["c", "", "A"])
     def test_an_unknown_id_is_told_which_there_are(self, name: str) -> None:
-        with pytest.raises(APIError, match="these are: a, b") as caught:
+        with refused("unknown_model", "these are: a, b", param="model"):
             registry("a", "b").find(name)
-        assert (caught.value.code, caught.value.param) == ("unknown_model", "model")
 
 
 class TestReadiness:
@@ -80,9 +79,8 @@ class TestReadiness:
         model._codec = None
         assert not model.is_ready
         assert model.describe().state == "loading"
-        with pytest.raises(APIError, match="tokenizer") as caught:
+        with refused("model_loading", "tokenizer", retry_after=2):
             model.require()
-        assert (caught.value.code, caught.value.retry_after) == ("model_loading", 2)
         asyncio.run(model.load_codec())
         assert model.is_ready
         assert model.require()[0].digest == load_codec().digest

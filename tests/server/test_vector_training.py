@@ -47,6 +47,7 @@ from logsteer_server.tasks.vector_methods import (
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
+from tests.refusals import refused
 from tests.server import steering_cases
 from tests.server.plan_steps import finish
 from tests.server.store_cases import ABOUT
@@ -134,9 +135,8 @@ def test_a_layer_where_nothing_differs_is_zero_and_of_no_quality() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_that_do_not_differ_are_an_error(method: TrainMethod) -> None:
     positive, _ = draw()
-    with pytest.raises(APIError, match="do not differ at any layer") as caught:
+    with refused("invalid_vector", "do not differ at any layer"):
         train(positive, positive, method)
-    assert caught.value.code == "invalid_vector"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -232,9 +232,8 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
         ([one, narrow], "different width cannot be combined: 2, 3"),
         ([one, attention], "different hook cannot be combined: attn_out, resid"),
     ):
-        with pytest.raises(APIError, match=reason) as caught:
+        with refused("invalid_vector", reason):
             check_parts(parts)
-        assert caught.value.code == "invalid_vector"
 
 
 SHAPES = [(40, 12), (8, 30)]
