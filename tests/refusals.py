@@ -10,7 +10,7 @@ from logsteer.errors import APIError
 
 
 @contextmanager
-def refused(code: str, match: str = "", **fields: Any) -> Iterator[None]:
+def refused(code: str, match: str | None = None, **fields: Any) -> Iterator[None]:
     """Make sure that the block raises an APIError with this code, these words and these fields.
 
     with refused("payload_too_large", "max_items", param="items"):

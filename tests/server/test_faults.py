@@ -14,7 +14,7 @@ from logsteer.errors import APIError, AuthenticationError, DeadlineError
 from tests.conftest import Server, ServerFactory, fake_model
 from tests.faults.processes import open_request, wait_for
 from tests.held import HOLD, held, may_hold
-from tests.server.test_metrics import Readings
+from tests.server.test_observation import Readings
 
 CRASH, FAIL = 77, 78
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
