@@ -33,6 +33,7 @@ from tests.contract.tlens_cases import (
     add_plan,
     build,
     check_failure,
+    check_trace,
     draw_ids,
     draw_vector,
     run,
@@ -383,43 +384,33 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_context_is_read_once(engine: Any, read: list[int], name: str) -> None:
-    jobs = make_jobs(PLANS[name])
+def check_together(engine: Any, read: list[int], jobs: list[ScoreJob], reads: list[int]) -> None:
+    """Make sure that jobs together take these reads, and that each gives what it gives alone."""
     alone = [run(engine, job)[0] for job in jobs]
     read.clear()
     together = run(engine, *jobs)
-    # Contexts up to the first scored row, padded; behind each the row and its target's tokens.
-    assert read == [3 * 59, 9 * 6]
+    assert read == reads
     for one, two in zip(alone, together, strict=True):
         assert two.columns["logprob"] == pytest.approx(one.columns["logprob"], abs=BATCH)
-        if one.trace:
-            assert two.trace.tokens == one.trace.tokens
-            for site, (count, ratio) in one.trace.sites.items():
-                assert two.trace.sites[site] == (count, pytest.approx(ratio, rel=1e-4))
+        check_trace(two.trace, one.trace)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_context_is_read_once(engine: Any, read: list[int], name: str) -> None:
+    # Contexts up to the first scored row, padded; behind each the row and its target's tokens.
+    check_together(engine, read, make_jobs(PLANS[name]), [3 * 59, 9 * 6])
 
 
 def test_what_differs_is_not_shared(engine: Any, read: list[int]) -> None:
     """Other steering is another context, and what is read or steered inside of blocks is whole."""
     inside = SteeringPlan((Site(2, "mlp_out", draw_vector()),))
     for plans in ((None, add_plan()), (add_plan(), add_plan(seed=1)), (inside, inside)):
-        jobs = [make_jobs(plan)[0] for plan in plans]
-        alone = [run(engine, job)[0] for job in jobs]
-        read.clear()
-        together = run(engine, *jobs)
-        assert read == [2 * 60]
-        for one, two in zip(alone, together, strict=True):
-            assert two.columns["logprob"] == pytest.approx(one.columns["logprob"], abs=BATCH)
+        check_together(engine, read, [make_jobs(plan)[0] for plan in plans], [2 * 60])
 
 
 def test_others_are_scored_beside(engine: Any, read: list[int]) -> None:
     jobs = [*make_jobs(), ScoreJob(TARGETS[1][:-1], TARGETS[1][1:])]
-    alone = [run(engine, job)[0] for job in jobs]
-    read.clear()
-    together = run(engine, *jobs)
-    assert read == [5, 3 * 59, 9 * 6]
-    for one, two in zip(alone, together, strict=True):
-        assert two.columns["logprob"] == pytest.approx(one.columns["logprob"], abs=BATCH)
+    check_together(engine, read, jobs, [5, 3 * 59, 9 * 6])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "opt", "bloom", "gemma2"])

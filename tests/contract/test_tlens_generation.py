@@ -28,6 +28,8 @@ from tests.contract.tlens_cases import (
     PER_TOKEN,
     add_plan,
     build,
+    check_trace,
+    drain,
     draw_ids,
     draw_vector,
     run,
@@ -169,11 +171,9 @@ def test_cancelled_jobs_go_at_once_and_leave_the_others_as_they_are(
     engine.cancel([0, 3, 77])
     engine.add([(9, GenerateJob(prompt, 40, seed=9)), (10, whole(prompt))])
     engine.cancel([9, 10])
-    while engine.busy:
-        found |= dict(engine.step())
+    found |= drain(engine)
     assert found.keys() == {1, 2}
     for i, output in found.items():
-        assert isinstance(output, GenerateOutput)
         assert output.token_ids.tolist() == alone[i].token_ids.tolist()
         assert output.logprobs == pytest.approx(alone[i].logprobs, abs=BATCH)
         assert (output.trace and output.trace.tokens) == (alone[i].trace and alone[i].trace.tokens)
@@ -197,7 +197,6 @@ def test_a_steered_row_is_cancelled_after_another_has_ended(
     found = dict(result for _ in range(20) for result in engine.step())
     assert found.keys() == {2}
     output = found[2]
-    assert isinstance(output, GenerateOutput)
     assert output.token_ids.tolist() == alone.token_ids.tolist()
     assert (output.trace and output.trace.tokens) == alone.trace.tokens
 
@@ -269,10 +268,7 @@ def test_continuations_join_those_that_run(engine: Any, prompt: np.ndarray, stee
             assert two.text == one.text
             assert two.logprobs == pytest.approx(one.logprobs, abs=BATCH)
             assert two.top_logprobs == pytest.approx(one.top_logprobs, abs=BATCH)
-            if one.trace:
-                assert two.trace.tokens == one.trace.tokens
-                for site, (count, ratio) in one.trace.sites.items():
-                    assert two.trace.sites[site] == (count, pytest.approx(ratio, rel=1e-4))
+            check_trace(two.trace, one.trace)
 
 
 def test_what_is_much_longer_does_not_join(engine: Any, prompt: np.ndarray) -> None:
@@ -328,8 +324,7 @@ def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None
         for _ in range(4):
             found |= dict(engine.step())
     assert len([turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]) == 1
-    while engine.busy:
-        found |= dict(engine.step())
+    found |= drain(engine)
     for i, one in enumerate(alone):
         assert found[i].token_ids.tolist() == one.token_ids.tolist()
         assert found[i].logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)
@@ -392,13 +387,10 @@ def test_a_family_decodes_as_by_its_modules(
     monkeypatch.setattr(engine._model, "_decode_step", None)
     expected = run(engine, *jobs)
     assert not reads
-    for job, found, wanted in zip(jobs, together, expected, strict=True):
+    for found, wanted in zip(together, expected, strict=True):
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=CLOSE)
-        if job.plan:
-            assert found.trace.tokens == wanted.trace.tokens
-            for name, (count, ratio) in wanted.trace.sites.items():
-                assert found.trace.sites[name] == (count, pytest.approx(ratio, rel=1e-4))
+        check_trace(found.trace, wanted.trace)
     assert alone.token_ids.tolist() == expected[2].token_ids.tolist()
 
 

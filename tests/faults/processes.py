@@ -141,9 +141,12 @@ def open_request(
     return connection
 
 
-def check_retryable(response: httpx.Response) -> None:
-    """Make sure that an answer says to try again."""
+def check_retryable(
+    response: httpx.Response, code: str = "engine_restarting", detail: str = ""
+) -> None:
+    """Make sure that an answer says to try again, and why."""
     document = response.json()
-    assert (response.status_code, document["code"]) == (503, "engine_restarting"), document
+    assert (response.status_code, document["code"]) == (503, code), document
+    assert detail in document["detail"]
     assert document["retryable"]
     assert int(response.headers["retry-after"]) >= 1

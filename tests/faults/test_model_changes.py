@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from tests.conftest import Server, fake_model
-from tests.faults.callers import change, check_closed, load
+from tests.faults.callers import change, load
 from tests.faults.processes import (
+    check_retryable,
     find_engines,
     read_card,
     running,
@@ -87,7 +88,7 @@ class TestOneModel:
             assert [one.result().status_code for one in asked] == [200] * 8
         assert card["state"] == card["replicas"][0]["state"] == "unloaded"
         assert len(set(find_engines(server)) & engines) == 2
-        check_closed(score(server, "slow"), "unloaded")
+        check_retryable(score(server, "slow"), "model_loading", "unloaded")
         assert score(server, "b").status_code == 200
         status, ready = probe(server, "readyz")
         assert status == 503
@@ -103,7 +104,7 @@ class TestOneModel:
             card = change_at_work(server, "drain")
             assert [one.result().status_code for one in asked] == [200] * 4
         assert card["state"] == "draining"
-        check_closed(score(server, "slow"), "drained")
+        check_retryable(score(server, "slow"), "model_loading", "drained")
         assert find_engines(server) == engines
         assert change(server, "/models/slow/load").json()["state"] == "ready"
         assert score(server, "slow").status_code == 200
