@@ -98,6 +98,14 @@ def test_each_operation_is_a_plain_hook(client: Client, hooked: HookedReference,
     )  # fmt: skip
 
 
+def test_what_is_added_is_there_before_operations(client: Client, hooked: HookedReference) -> None:
+    context, target = draw_ids(12, 1), draw_ids(8, 2)
+    vectors = [DATA | {"scale": 1.5}, DATA | {"op": "ablate"}]
+    found = score(client, context, target, {"vectors": vectors})
+    wanted = hooked.logprobs(context, target, OPERATIONS["ablate"][1])
+    assert np.abs(found - wanted).max() < PER_TOKEN
+
+
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 def test_each_kind_of_positions_is_a_plain_hook(
     client: Client, hooked: HookedReference, positions: Any
