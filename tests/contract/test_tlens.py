@@ -78,6 +78,19 @@ def test_alternatives_are_read_from_the_last_row(engine: Any, prompt: np.ndarray
     assert output.columns["logprob"] == pytest.approx(np.concatenate(apart), abs=BATCH)
 
 
+def test_jobs_of_a_batch_get_what_each_asked_for(engine: Any, prompt: np.ndarray) -> None:
+    jobs = [
+        whole(prompt, columns=columns, top=top)
+        for columns, top in ((("logprob",), 0), (("rank", "entropy"), 2), (("logprob",), 3))
+    ]
+    for job, output in zip(jobs, run(engine, *jobs), strict=True):
+        (alone,) = run(engine, job)
+        for name in job.columns:
+            assert output.columns[name] == pytest.approx(alone.columns[name], abs=BATCH), name
+        if job.top:
+            assert output.top_logprobs == pytest.approx(alone.top_logprobs, abs=BATCH)
+
+
 def test_exported_rows_compare_with_themselves(engine: Any, tmp_path: Path) -> None:
     ids = draw_ids(np.random.default_rng(3), 30)
     path = str(tmp_path / "rows")
