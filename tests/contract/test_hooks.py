@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load
 
 from logsteer import Client
-from logsteer.extras.activations import Activations
 from tests.conftest import HOOKS, Server
 from tests.contract.agreement import PER_TOKEN
 from tests.contract.steering import LAYER, OPERATIONS, VECTOR, HookedReference, V
@@ -45,7 +44,6 @@ def test_a_point_is_read(client: Client, hooked: HookedReference, hook: str, eng
     ids = CONTEXT + TARGET
     wanted_LTD = hooked.activations(ids, hook)
     found = client.activations([{"token_ids": ids}], LAYERS, hook=hook, read="each", model=engine)
-    assert isinstance(found, Activations)
     for layer in LAYERS:
         assert np.abs(found[0].layers[layer] - wanted_LTD[layer]).max() < PER_TOKEN
     answer = score(client, engine, probes=[data(hook, layers=LAYERS)])

@@ -94,7 +94,6 @@ def score(client: Client, context: list[int], target: list[int], **more: Any) ->
 
 
 def near(found: Sequence[float | None] | None, wanted: Any, tolerance: float = READING) -> bool:
-    assert found is not None
     values, wanted = np.array(found, dtype=np.float64), np.asarray(wanted)
     return values.shape == np.shape(wanted) and bool(np.abs(values - wanted).max() < tolerance)
 

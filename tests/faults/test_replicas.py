@@ -90,7 +90,6 @@ def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
 
 def kill(engine: EngineHandle, number: int, how: signal.Signals = signal.SIGKILL) -> None:
     process = engine.replicas[number].process
-    assert process._pid is not None
     os.kill(process._pid, how)
 
 
@@ -204,10 +203,7 @@ async def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None
 
 async def test_each_replica_runs_on_its_share_of_the_cores() -> None:
     async with started(make_spec()) as engine:
-        own = []
-        for replica in engine.replicas:
-            assert replica.process._pid is not None
-            own.append(os.sched_getaffinity(replica.process._pid))
+        own = [os.sched_getaffinity(replica.process._pid) for replica in engine.replicas]
         cores = os.sched_getaffinity(0)
         assert own[0] | own[1] <= cores
         assert len(own[0]) == len(own[1]) == max(1, len(cores) // 2)

@@ -72,7 +72,6 @@ def refused_after(admission: Admission) -> float:
     """What a caller is told to wait who is refused."""
     with pytest.raises(OverloadedError) as caught:
         admission.enter()
-    assert caught.value.retry_after is not None
     return caught.value.retry_after
 
 

@@ -299,7 +299,6 @@ def kill(vmstat: Path, counts: int | None, number: signal.Signals = signal.SIGKI
             vmstat.unlink()
         else:
             vmstat.write_text(f"oom_kill {counts}\n")
-        assert process.pid is not None
         os.kill(process.pid, number)
         while not isinstance(found := messages.get(timeout=START_S), Ended):
             pass

@@ -38,11 +38,6 @@ def request(
     return ReadRequest(prompt_len, 1, first_kept, where, conditions)
 
 
-def components_of(sequence: SequenceReadings) -> list[float]:
-    taken = sequence.take()
-    return [] if taken is None else taken.values_TGR[:, 0, 0].tolist()
-
-
 def test_components_are_those_of_the_docstring() -> None:
     read = read_components(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
     assert read.tolist() == [[3.0, 5.0]]
@@ -96,7 +91,7 @@ def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> Non
     sequence = SequenceReadings(asked)
     sequence.add(0, values(0.9, 0.9, 0.9, 0.1))
     assert sequence.passed == (1,)
-    assert np.allclose(components_of(sequence), [0.9, 0.9, 0.1])
+    assert np.allclose(components(sequence.take().values_TGR), [0.9, 0.9, 0.1])
     nothing = SequenceReadings(request(2, HIGH, first_kept=None))
     nothing.add(0, values(0.9))
     assert (nothing.passed, nothing.take()) == ((1,), None)

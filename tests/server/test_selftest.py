@@ -11,7 +11,7 @@ import pytest
 
 from logsteer.errors import APIError, OverloadedError, api_error
 from logsteer.schemas import SelftestAnswer, SelftestCheck, SelftestRequest
-from logsteer_server.contract.jobs import GenerateJob, Job, Routing, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Routing
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
@@ -92,7 +92,6 @@ def by_leak(moment: Moment) -> float:
 
 
 def by_row(moment: Moment) -> float:
-    assert isinstance(moment.job, ScoreJob)
     return OFF * (0 < moment.job.first_row <= 8)
 
 

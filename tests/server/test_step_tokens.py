@@ -47,7 +47,6 @@ class CaptureRank:
 
     def begin(self, name: str, job: CaptureJob) -> None:
         rows = self.pool.take(job.num_rows * len(job.layers))
-        assert rows is not None
         self.jobs[name] = job, rows
         self.steering.begin(name, describe_capture(job, rows), 0)
 
@@ -131,7 +130,6 @@ def test_a_capture_is_of_the_steered_stream() -> None:
     rank.steering.tables.load({1: SteeringPlan((Site(1, "resid_post", offset),))})
     job = make_job("each")
     rows = rank.pool.take(20)
-    assert rows is not None
     steered = {"logsteer_steer": (((1, Positions("slices", ((2, 4),))),), 10)}
     rank.steering.begin("a", steered | describe_capture(job, rows), 0)
     rank.jobs["a"] = job, rows

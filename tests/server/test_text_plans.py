@@ -17,7 +17,6 @@ from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
-    GenerateOutput,
     Policy,
     ScoreJob,
     ScoreOutput,
@@ -243,7 +242,6 @@ class TestContinuations:
         (job,), _ = continue_(Prompts([[5, 6]]))
         whole = Continuation(replace(job, columns=("rank", "entropy")))
         for piece in fake_generation(whole.job):
-            assert isinstance(piece, GenerateOutput)
             whole.pieces.append(piece)
         assert len(whole.pieces) == 4
         assert whole.token_ids == [5, 6, 5, 6]
@@ -261,7 +259,6 @@ class TestContinuations:
         places = []
         for index, job in enumerate(all_.jobs):
             for piece in fake_generation(job):
-                assert isinstance(piece, GenerateOutput)
                 told = all_.add(index, piece, UNCHANGED)
             places.append((told["prompt"], told["completion"]))
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
