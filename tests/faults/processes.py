@@ -136,8 +136,9 @@ def open_request(
     url = httpx.URL(server.url)
     connection = socket.create_connection((url.host, url.port), 60)
     size = len(content) if length is None else length
-    lines = [f"{line} HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *headers]
-    connection.sendall("\r\n".join([*lines, "", ""]).encode() + content)
+    lines = [f"{line} HTTP/1.1", "Host: localhost", f"Content-Length: {size}"]
+    lines += ["Content-Type: application/json", *headers, "", ""]
+    connection.sendall("\r\n".join(lines).encode() + content)
     return connection
 
 

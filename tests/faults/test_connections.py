@@ -15,7 +15,7 @@ import pytest
 
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import wait_for
+from tests.faults.processes import open_request, wait_for
 from tests.held import HOLD, HOLD_FILE, held
 
 pytestmark = pytest.mark.full
@@ -89,9 +89,7 @@ def test_a_connection_without_a_byte_is_closed(server: Server) -> None:
 
 
 def test_a_body_that_stops_is_cut(server: Server) -> None:
-    with connect(server) as connection:
-        head = b"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-        connection.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+    with open_request(server, "POST /logprob", b"{", 100) as connection:
         began = time.monotonic()
         assert read_all(connection) == b""
         assert time.monotonic() - began < 20, "it is 30 s without the setting"
@@ -187,9 +185,7 @@ async def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
 
 
 def test_what_follows_an_answer_is_dropped_to_a_bound(server: Server) -> None:
-    with connect(server) as connection:
-        head = b"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n"
-        connection.sendall(head + b"Content-Type: application/json\r\n\r\n")
+    with open_request(server, "POST /logprob", b"", 10**9) as connection:
         sent = 0
         with pytest.raises(OSError, match=r"reset|pipe|abort"):
             while sent < 200_000_000:

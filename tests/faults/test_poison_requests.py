@@ -162,8 +162,7 @@ def asked(server: Server, *ids: int) -> Iterator[None]:
     """A request to the slow model, whose caller leaves with the block and half a second later."""
     item = {"context_ids": [5, *ids], "target_ids": [[6]]}
     content = json.dumps({"model": "slow", "items": [item]}).encode()
-    json_ = "Content-Type: application/json"
-    with open_request(server, "POST /logprob", content, None, json_):
+    with open_request(server, "POST /logprob", content):
         yield
         time.sleep(0.5)  # a quarter of the step that has begun
 

@@ -86,7 +86,6 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
 @pytest.mark.parametrize("server", [LONG | {"drain_s": 0.5}], indirect=True)
 def test_after_its_time_each_request_is_told(server: Server) -> None:
     """Two wait for the engine, one for its own body, one for its caller to send the rest."""
-    json_ = "Content-Type: application/json"
     with ThreadPoolExecutor(3) as pool:
         plain = pool.submit(score, server, "fake", 7)
         events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
@@ -98,7 +97,7 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
         )
         with (
             open_request(server, "POST /perplexity/stream", b"Some ", 100) as text,
-            open_request(server, "POST /logprob", b'{"items": ', 100, json_) as body,
+            open_request(server, "POST /logprob", b'{"items": ', 100) as body,
         ):
             wait_for_jobs(server, "fake", 3)
             signal_group(server, signal.SIGTERM)

@@ -129,9 +129,9 @@ def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server, hol
     before = count_ended(server)
     items = work(100, 10, HOLD)
     content = httpx.Request("POST", server.url, json={"model": "slow", "items": items}).content
-    headers = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
+    key = f"Authorization: Bearer {KEY}"
     with held(hold):
-        with open_request(server, "POST /logprob", content, None, *headers):
+        with open_request(server, "POST /logprob", content, None, key):
             wait_for_tokens(server, 1000)
         wait_for(lambda: count_ended(server) != before)
         assert count_ended(server) == before | {"499": before["499"] + 1}, (
