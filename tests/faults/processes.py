@@ -142,6 +142,17 @@ def open_request(
     return connection
 
 
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    found = b""
+    try:
+        while piece := connection.recv(65_536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
 def check_retryable(
     response: httpx.Response, code: str = "engine_restarting", detail: str = ""
 ) -> None:

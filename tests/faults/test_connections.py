@@ -15,7 +15,7 @@ import pytest
 
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import open_request, wait_for
+from tests.faults.processes import open_request, read_all, wait_for
 from tests.held import HOLD, HOLD_FILE, held
 
 pytestmark = pytest.mark.full
@@ -52,17 +52,6 @@ def address_of(server: Server) -> tuple[str, int]:
 
 def connect(server: Server) -> socket.socket:
     return socket.create_connection(address_of(server), timeout=60)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    found = b""
-    try:
-        while piece := connection.recv(65_536):
-            found += piece
-    except ConnectionResetError:
-        pass
-    return found
 
 
 def check_health(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.faults.processes import (
     find_family,
     is_alive,
     open_request,
+    read_all,
     running,
     score,
     signal_all,
@@ -110,13 +110,6 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
                 assert b" 503 " in answer.splitlines()[0], answer
                 assert b'"engine_restarting"' in answer
     assert wait_for_end(server) == 0
-
-
-def read_all(connection: socket.socket) -> bytes:
-    answer = b""
-    while piece := connection.recv(65536):
-        answer += piece
-    return answer
 
 
 @pytest.mark.parametrize("server", [ENDLESS], indirect=True)
