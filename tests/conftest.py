@@ -55,6 +55,12 @@ def _garbage() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What async tests run on: asyncio, though trio be installed."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """Starts servers that end with the file: `start_server(config, **environment)`."""

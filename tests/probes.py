@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_probe(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What the `main` of a module of the tests finds, in a process of its own."""
-    found: dict[str, Any] = _run(["-m", module, *arguments], environment)
-    return found
+    return _run(["-m", module, *arguments], environment)
 
 
 def run_script(code: str, *arguments: str, **environment: str) -> Any:

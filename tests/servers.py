@@ -86,7 +86,6 @@ class Server:
         return server
 
     def _wait_for(self, pattern: str) -> str:
-        assert self.process is not None
         deadline = time.monotonic() + LISTEN_TIMEOUT_S
         while time.monotonic() < deadline:
             if found := re.search(pattern, self.output):
@@ -109,7 +108,6 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Wait until `/readyz` says so. Errors: RuntimeError where a model failed."""
-        assert self.process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         # On a busy machine a poll may come so late that the server has closed the connection.
         with Client(self.url, max_retries=3) as client:
@@ -124,7 +122,6 @@ class Server:
 
     def stop(self) -> None:
         """End the server as Ctrl-C does."""
-        assert self.process is not None
         self.process.terminate()
         try:
             self.process.wait(60)

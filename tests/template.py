@@ -101,8 +101,6 @@ class Template:
                     stdout=subprocess.PIPE,
                     text=True,
                 )
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
             return ForkedProcess(int(self._process.stdout.readline()), exit_file)

@@ -17,11 +17,20 @@ REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "tlens
 PROMPT = "Once upon a time"
 
 
-@pytest.fixture(params=["fake", *REAL])
-def client(request: pytest.FixtureRequest) -> Client:
-    """A client of a server with this engine, whose default model has the demo's tokenizer."""
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+def clients_of(*engines: Any) -> Any:
+    """Make the fixture of a client of a server with each of these engines in turn.
+
+    Its default model has the demo's tokenizer.
+    """
+
+    @pytest.fixture(params=engines)
+    def client(request: pytest.FixtureRequest) -> Client:
+        return request.getfixturevalue(f"{request.param}_client")
+
+    return client
+
+
+client = clients_of("fake", *REAL)
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +51,14 @@ def reference() -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def hooked() -> Any:
+    """The demo model in transformers, whose activations a test may read and change."""
+    from tests.contract.steering import HookedReference
+
+    return HookedReference(DEMO_MODEL)
 
 
 @pytest.fixture(scope="session")

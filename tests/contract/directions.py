@@ -88,8 +88,7 @@ def read_logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
     ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
     with torch.no_grad():
         log_p_TV = model(ids_1T).logits[0, :-1].log_softmax(-1)
-    found: np.ndarray = log_p_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].numpy()
-    return found
+    return log_p_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].numpy()
 
 
 def at(direction: Direction, eta: float, cast: Cast | None = None) -> Override:

@@ -136,15 +136,21 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
 def run(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
     """The numbers of each job."""
     engine.add(list(jobs.items()))
+    return go_on(engine)
+
+
+def go_on(engine: VllmEngine, steps: int = 10**9) -> dict[int, list[float]]:
+    """The numbers of the jobs that are finished in so many steps, or when nothing is left."""
     found = {}
-    while engine.busy:
-        found |= step(engine)
+    while engine.busy and steps:
+        found |= {index: read(result) for index, result in engine.step()}
+        steps -= 1
     return found
 
 
-def step(engine: VllmEngine) -> dict[int, list[float]]:
-    """The numbers of the jobs that one step finished."""
-    return {index: read(result) for index, result in engine.step()}
+def empty_cache(engine: VllmEngine, *, running: bool = True) -> None:
+    """Empty the prefix cache, and throw running requests out of it."""
+    engine._vllm.engine_core.scheduler.reset_prefix_cache(reset_running_requests=running)
 
 
 def read(result: JobResult) -> list[float]:
@@ -174,13 +180,10 @@ def resume(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
     """The numbers of jobs that are thrown out of the cache whenever they have generated a bit."""
     engine.add(list(jobs.items()))
     found: dict[int, list[float]] = {}
-    steps = 0
-    while engine.busy:
-        found |= step(engine)
-        steps += 1
-        if steps in (13, 27, 42):  # they are read in eleven
-            engine._vllm.engine_core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    return found
+    for steps in (13, 14, 15):  # they are read in eleven
+        found |= go_on(engine, steps)
+        empty_cache(engine)
+    return found | go_on(engine)
 
 
 def cancel_refused(engine: VllmEngine) -> None:
@@ -195,32 +198,24 @@ def cancel_refused(engine: VllmEngine) -> None:
 
 def run_pressed(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
     """The numbers of jobs that run together, and are thrown out of the cache in between."""
-    scheduler = engine._vllm.engine_core.scheduler
-    scheduler.reset_prefix_cache()
+    empty_cache(engine, running=False)
     engine.add(list(jobs.items()))
     found: dict[int, list[float]] = {}
     for _ in range(12):
-        found |= step(engine)
-        found |= step(engine)
-        scheduler.reset_prefix_cache(reset_running_requests=True)  # throws all running ones out
-    while engine.busy:
-        found |= step(engine)
-    return found
+        found |= go_on(engine, 2)
+        empty_cache(engine)
+    return found | go_on(engine)
 
 
 def run_cancelled(
     engine: VllmEngine, jobs: dict[int, Job], cancelled: list[int]
 ) -> dict[int, list[float]]:
     """The numbers of jobs of which some are cancelled after three steps."""
-    engine._vllm.engine_core.scheduler.reset_prefix_cache()
+    empty_cache(engine, running=False)
     engine.add(list(jobs.items()))
-    kept: dict[int, list[float]] = {}
-    for _ in range(3):
-        kept |= step(engine)
+    kept = go_on(engine, 3)
     engine.cancel(cancelled)
-    while engine.busy:
-        kept |= step(engine)
-    return kept
+    return kept | go_on(engine)
 
 
 def main() -> None:

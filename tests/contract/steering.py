@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,24 @@ class HookedReference:
         finally:
             handle.remove()
         rows = logits[len(context) - 1 : -1].log_softmax(-1)
-        found: np.ndarray = rows[torch.arange(len(target)), torch.tensor(target)].numpy()
-        return found
+        return rows[torch.arange(len(target)), torch.tensor(target)].numpy()
 
-    def activations(self, ids: Sequence[int], hook: str = "resid_post") -> np.ndarray:
-        """An activation of each layer, [L, T, D]."""
+    def activations(
+        self,
+        ids: Sequence[int],
+        hook: str = "resid_post",
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> np.ndarray:
+        """An activation of each layer, [L, T, D]; `change` acts at LAYER."""
         found: list[Tensor] = []
+
+        def act(layer: int, x: Tensor) -> Tensor:
+            changed = x if change is None or layer != LAYER else change(x)
+            found.append(changed[0].clone())
+            return changed
+
         handles = [
-            self._attach(layer, hook, lambda x: found.append(x[0].clone()))
-            for layer in range(len(self.layers))
+            self._attach(layer, hook, partial(act, layer)) for layer in range(len(self.layers))
         ]
         try:
             with torch.no_grad():
@@ -193,5 +203,4 @@ class HookedReference:
         finally:
             for handle in handles:
                 handle.remove()
-        outputs: np.ndarray = torch.stack(found).numpy()
-        return outputs
+        return torch.stack(found).numpy()

@@ -7,12 +7,11 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load
 
 from logsteer import Client
 from logsteer.extras.activations import Activations
-from tests.conftest import DEMO_MODEL, VOCAB_SIZE
+from tests.conftest import VOCAB_SIZE
 from tests.contract.steering import LAYER, VECTOR, HookedReference, V
 from tests.contract.tlens_cases import draw_ids
 
@@ -20,32 +19,6 @@ WITHIN = 1e-4
 LAYERS = [4, 0, 2]
 REAL = pytest.mark.parametrize("client", ["vllm", "tlens"], indirect=True)
 STEERING = {"vectors": [{"data": {str(LAYER): VECTOR.tolist()}, "scale": 1.5}]}
-
-
-@pytest.fixture(scope="module")
-def hooked() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
-
-
-def read_streams(hooked: HookedReference, ids: np.ndarray, steered: bool = False) -> np.ndarray:
-    """The output of every block over a sequence: [L, T, D]; steered behind block LAYER."""
-    found: list[torch.Tensor] = []
-
-    def keep(_module: Any, _args: Any, output: Any) -> Any:
-        stream_1TD = output[0] if isinstance(output, tuple) else output
-        if steered and len(found) == LAYER:
-            stream_1TD = stream_1TD + 1.5 * V
-        found.append(stream_1TD[0])
-        return (stream_1TD, *output[1:]) if isinstance(output, tuple) else stream_1TD
-
-    handles = [layer.register_forward_hook(keep) for layer in hooked.layers]
-    try:
-        with torch.inference_mode():
-            hooked.model(torch.tensor([ids.tolist()]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(found).numpy()
 
 
 def draw_items() -> list[np.ndarray]:
@@ -70,6 +43,7 @@ def test_each_token_the_last_and_the_mean(
 ) -> None:
     """A batch of many lengths; what leaves the hook, steering there included."""
     changes = {"steering": STEERING} if steered else {}
+    change = (lambda x: x + 1.5 * V) if steered else None
     slices = {"slices": [[0, 1], [20, 40], [290, 400]]}
     found = {
         (read, where is None): ask(
@@ -88,21 +62,19 @@ def test_each_token_the_last_and_the_mean(
                 if whole or any(a <= t < b for a, b in slices["slices"])
             ])  # fmt: skip
             places = places[-1:] if read == "last" else places
-            streams_LTD = read_streams(hooked, ids, steered)
+            streams_LTD = hooked.activations(ids.tolist(), change=change)
             for layer in LAYERS:
                 wanted = streams_LTD[layer, places]
                 if read == "mean":
                     assert item.positions is None
                     wanted = wanted.mean(0, keepdims=True)
                 else:
-                    assert item.positions is not None
                     assert item.positions.tolist() == places.tolist()
                 worst = max(worst, float(np.abs(item.layers[layer] - wanted).max()))
     print(f"largest difference from transformers {worst:.2e}")
     assert worst < WITHIN
     if steered:
         receipt = found["each", True].answer.steering
-        assert receipt is not None
         assert receipt.tokens_steered == sum(map(len, ITEMS))
         assert receipt.layers[str(LAYER)].tokens == sum(map(len, ITEMS))
 

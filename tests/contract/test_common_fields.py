@@ -161,11 +161,9 @@ def document_of(response: httpx.Response) -> dict[str, Any]:
     if kind.startswith("text/event-stream"):
         *_, name, data = response.text.strip().splitlines()
         assert name == "event: result"
-        found: dict[str, Any] = json.loads(data.removeprefix("data: "))
-        return found
+        return json.loads(data.removeprefix("data: "))
     if kind == "application/msgpack":
-        document: dict[str, Any] = msgpack.unpackb(response.content, object_hook=read_array)
-        return document
+        return msgpack.unpackb(response.content, object_hook=read_array)
     return dict(response.json())
 
 
@@ -269,18 +267,16 @@ def score_rows(path: str, document: dict[str, Any]) -> dict[str, Any]:
     if "layers" in (result.get("targets") or [{}])[0]:
         target = result["targets"][0]
         return {**target, **next(iter(target["layers"].values()))}
-    found: dict[str, Any] = (
+    return (
         result["targets"][0]
         if "targets" in result
         else result["completions"][0] if "completions" in result else result["tokens"]
     )  # fmt: skip
-    return found
 
 
 def known(http: httpx.Client, path: str, body: dict[str, Any]) -> int:
     """How many results of a request came from the result cache."""
-    count: int = document_of(post(http, path, body))["usage"]["cached_results"]
-    return count
+    return document_of(post(http, path, body))["usage"]["cached_results"]
 
 
 def check_columns(http: httpx.Client, path: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from logsteer import Client
 from logsteer.schemas import ALL_COLUMNS, GenerateAnswer, SteerPiece
 from logsteer_server.contract.jobs import Policy
-from tests.conftest import DEMO_MODEL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import HookedReference
 from tests.server.test_rows import reference_columns
 
@@ -21,15 +21,7 @@ PROMPTS = ["Once upon a time", "The capital of France is"]
 SAMPLING: Any = {"max_tokens": 24, "n": 2, "seed": 5, **POLICY}
 
 
-@pytest.fixture(scope="module")
-def reference() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
-
-
-@pytest.fixture(params=["vllm", "tlens"])
-def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+client = clients_of("vllm", "tlens")
 
 
 def finite(values: list[float | None]) -> np.ndarray:
@@ -38,15 +30,13 @@ def finite(values: list[float | None]) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_every_column_is_its_definition(
-    client: Client, reference: HookedReference, precision: Any
+    client: Client, hooked: HookedReference, precision: Any
 ) -> None:
     answer = client.generate(PROMPTS, diagnostics=True, precision=precision, **SAMPLING)
     policy = Policy(POLICY["temperature"], int(POLICY["top_k"]), POLICY["top_p"])
     for prompt, result in zip(PROMPTS, answer.results, strict=True):
         context = client.tokenize(prompt).results[0].token_ids
         for completion in result.completions:
-            assert completion.columns is not None
-            assert completion.ranks is not None
             columns = completion.columns | {
                 "logprob": completion.logprobs,
                 "rank": [float(rank) for rank in completion.ranks],
@@ -54,7 +44,7 @@ def test_every_column_is_its_definition(
             assert columns.keys() == set(ALL_COLUMNS)
             ids = torch.tensor([*context, *completion.token_ids])
             with torch.no_grad():
-                logits_RV = reference.model(ids[None]).logits[0, len(context) - 1 : -1]
+                logits_RV = hooked.model(ids[None]).logits[0, len(context) - 1 : -1]
             expected = reference_columns(logits_RV, ids[len(context) :], policy, eos_ids=(2,))
             for name, values in expected.items():
                 found = finite(columns[name])
@@ -88,10 +78,6 @@ def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client)
             [{"context_ids": context, "target_ids": targets}], policy=POLICY, cache=False
         )
         for completion, target in zip(result.completions, again.results[0].targets, strict=True):
-            assert completion.columns is not None
-            assert completion.aggregates is not None
-            assert target.aggregates is not None
-            assert target.columns is not None
             assert target.logprobs == pytest.approx(completion.logprobs, abs=1e-4)
             for name in ALL_COLUMNS:
                 if name in target.columns:
@@ -126,7 +112,6 @@ def test_streamed_pieces_have_the_columns_of_their_tokens(client: Client) -> Non
     assert isinstance(last, GenerateAnswer)
     for prompt, result in enumerate(whole.results):
         for index, completion in enumerate(result.completions):
-            assert completion.columns is not None
             own = [
                 event
                 for event in events
@@ -137,13 +122,10 @@ def test_streamed_pieces_have_the_columns_of_their_tokens(client: Client) -> Non
             ranks = [rank for piece in own for rank in piece.ranks or []]
             assert len(ranks) == completion.num_tokens
             assert ranks == completion.ranks == streamed.ranks
-            assert streamed.aggregates is not None
-            assert completion.aggregates is not None
             assert streamed.aggregates.keys() == completion.aggregates.keys()
             for name, values in completion.columns.items():
                 told = [value for piece in own for value in (piece.columns or {})[name]]
                 assert finite(told) == pytest.approx(finite(values), abs=1e-4, rel=1e-4), name
-                assert streamed.columns is not None
                 assert streamed.columns[name] == told
 
 
@@ -157,7 +139,6 @@ def test_columns_of_float64_are_of_what_drew_the_tokens(client: Client) -> None:
     for one, other in zip(coarse.results, fine.results, strict=True):
         for few, many in zip(one.completions, other.completions, strict=True):
             assert few.token_ids == many.token_ids
-            assert many.columns is not None and few.columns is not None
             assert set(many.columns) == {"log_q", "rb_entropy"}
             for name in many.columns:
                 assert finite(many.columns[name]) == pytest.approx(

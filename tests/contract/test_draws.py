@@ -69,8 +69,7 @@ def tlens(checkpoint: Path, prompt: np.ndarray) -> dict[str, Any]:
 def read_rows(reference: Any, job: GenerateJob, drawn: list[int]) -> torch.Tensor:
     """The logits of transformers that each token was drawn from [N, V]."""
     ids = torch.tensor([[*job.tokens.tolist(), *drawn]])
-    logits_NV: torch.Tensor = reference(ids).logits[0, len(job.tokens) - 1 : -1].double()
-    return logits_NV
+    return reference(ids).logits[0, len(job.tokens) - 1 : -1].double()
 
 
 def check_draws(reference: Any, job: GenerateJob, drawn: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM through HTTP against transformers in float32: alone, batched, in any order, on two ranks."""
+"""Engines through HTTP against transformers in float32: alone, in a batch, on two ranks."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import make_model
 from logsteer import APIError, Client
-from logsteer.extras.activations import Activations
 from logsteer.schemas import ScoredTarget
 from logsteer_server.contract.jobs import CaptureJob
 from tests.conftest import (
@@ -32,10 +31,15 @@ pytestmark = pytest.mark.engine
 PER_TOKEN = 1e-4
 WAVE = [0.2 * (-1) ** n for n in range(128)]
 
-MODELS = [
-    pytest.param("demo", DEMO_MODEL, id="demo"),
-    pytest.param("stories", STORIES_MODEL, id="stories", marks=needs_shared),
-]
+MODELS = pytest.mark.parametrize(
+    ("client", "model", "path"),
+    [
+        pytest.param("vllm", "demo", DEMO_MODEL, id="demo"),
+        pytest.param("vllm", "stories", STORIES_MODEL, id="stories", marks=needs_shared),
+        pytest.param("tlens", "demo", DEMO_MODEL, id="tlens"),
+    ],
+    indirect=["client"],
+)
 
 
 class Reference:
@@ -83,13 +87,13 @@ def differ(a: Sequence[float | None] | None, b: Sequence[float | None] | None) -
     return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
-@pytest.mark.parametrize(("model", "path"), MODELS)
+@MODELS
 def test_every_column_is_what_transformers_says(
-    vllm_client: Client, references: dict[str, Reference], model: str, path: Path
+    client: Client, references: dict[str, Reference], model: str, path: Path
 ) -> None:
     reference = references[model]
     items = make_items(reference.model.config.vocab_size, seed=1)
-    targets = iter(flatten(vllm_client, items, model))
+    targets = iter(flatten(client, items, model))
     worst = 0.0
     for item in items:
         for ids in item["target_ids"]:
@@ -97,8 +101,6 @@ def test_every_column_is_what_transformers_says(
             log_p_RV = reference.log_probs(item["context_ids"] + ids)[-len(ids) - 1 : -1]
             own_R = log_p_RV[range(len(ids)), ids]
             worst = max(worst, differ(target.logprobs, own_R.tolist()))
-            assert target.top is not None
-            assert target.columns is not None
             best = log_p_RV.topk(3)
             assert differ(np.ravel(target.top.logprobs), best.values.flatten().tolist()) < PER_TOKEN
             entropy_R = -(log_p_RV.exp() * log_p_RV).sum(-1)
@@ -112,15 +114,13 @@ def test_every_column_is_what_transformers_says(
     assert worst < PER_TOKEN
 
 
-@pytest.mark.parametrize(("model", "path"), MODELS)
-def test_alone_batched_and_shuffled_are_the_same(
-    vllm_client: Client, model: str, path: Path
-) -> None:
+@MODELS
+def test_alone_batched_and_shuffled_are_the_same(client: Client, model: str, path: Path) -> None:
     items = make_items(500, seed=2)
-    together = [t.logprobs for t in flatten(vllm_client, items, model)]
-    alone = [t.logprobs for item in items for t in flatten(vllm_client, [item], model)]
+    together = [t.logprobs for t in flatten(client, items, model)]
+    alone = [t.logprobs for item in items for t in flatten(client, [item], model)]
     order = random.Random(3).sample(range(len(items)), len(items))
-    shuffled_flat = iter(flatten(vllm_client, [items[i] for i in order], model))
+    shuffled_flat = iter(flatten(client, [items[i] for i in order], model))
     shuffled = {i: [next(shuffled_flat).logprobs for _ in items[i]["target_ids"]] for i in order}
     in_order = [logprobs for i in range(len(items)) for logprobs in shuffled[i]]
     worst = max(
@@ -152,7 +152,6 @@ def test_a_long_text_is_what_a_plain_loop_in_transformers_says(
         if end == len(ids):
             break
     assert answer.total.num_scored == count
-    assert answer.total.sum_logprob is not None
     difference = abs(answer.total.sum_logprob - total) / count
     print(f"wikitext: {count} tokens, mean difference {difference:.2e} nats a token")
     assert difference < 2e-6  # 1e-3 over 500 tokens
@@ -270,7 +269,6 @@ def compare_points(client: Client) -> None:
     for hook in HOOKS:
         wanted_LTD = hooked.activations(ids, hook)
         read = client.activations([{"token_ids": ids}], [1, 4], hook=hook, read="each")
-        assert isinstance(read, Activations)
         for layer in (1, 4):
             assert np.abs(read[0].layers[layer] - wanted_LTD[layer]).max() < PER_TOKEN
             steering = {"vectors": [{"data": {str(layer): WAVE}, "hook": hook}]}
@@ -301,8 +299,6 @@ def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = 
     print(f"{model}, {split}: largest difference {steered:.2e} nats a token, steered")
     assert steered < PER_TOKEN
     one_receipt, two_receipt = (answer.steering for answer in answers)
-    assert one_receipt is not None
-    assert two_receipt is not None
     assert one_receipt.tokens_steered == two_receipt.tokens_steered > 0
     for answer, receipt in zip(answers, (one_receipt, two_receipt), strict=True):
         assert receipt.layers.keys() == {"0", "1", "4"}

@@ -41,7 +41,6 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_logprob(
             model=model, prompt=PROMPT, max_tokens=max_tokens, echo=True, logprobs=2, temperature=0
         )
         choice = answer.choices[0]
-        assert choice.logprobs is not None
         values = choice.logprobs.token_logprobs or []
         assert len(values) == len(ids) + max_tokens
         assert values[0] is None
@@ -49,10 +48,8 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_logprob(
         assert choice.text.startswith(PROMPT)
         top = choice.logprobs.top_logprobs or []
         assert len(top) == len(values)
-        assert scored.top is not None
         for found, tokens in zip(top[1 : len(ids)], scored.top.tokens, strict=True):
             assert set(tokens) <= set(found)
-        assert answer.usage is not None
         assert answer.usage.completion_tokens == max_tokens
 
 
@@ -96,7 +93,6 @@ def test_an_echo_is_streamed_in_front_of_the_pieces(outside: openai.OpenAI, mode
     assert len(pieces) > 2
     assert "".join(piece.text for piece in (first, *pieces)) == whole.choices[0].text
     wanted = whole.choices[0].logprobs
-    assert wanted is not None
     found = [piece.logprobs for piece in (first, *pieces) if piece.logprobs]
     values = [value for each in found for value in each.token_logprobs or []]
     assert values[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=PER_TOKEN)
@@ -133,7 +129,6 @@ def test_chats_and_their_streams(outside: openai.OpenAI, model: str) -> None:
     assert pieces[0].choices[0].delta.role == "assistant"
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     assert text == whole.message.content
-    assert whole.logprobs is not None
     assert all(len(token.top_logprobs) == 2 for token in whole.logprobs.content or [])
 
 

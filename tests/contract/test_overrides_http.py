@@ -82,7 +82,6 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     plain = score(client)
     answer = client.logprob([ITEM, ITEM], override=OVERRIDE, columns=["logprob", "entropy"])
     sha256 = client.overrides.get("drawn").sha256
-    assert answer.override is not None
     assert answer.override.model_dump() == OVERRIDE | {"sha256": sha256, "cast": None}
     moved = moved_model(DEMO_MODEL, tensors, ETA)
     wanted = read_logprobs(moved, IDS)[len(CONTEXT) - 1 :]
@@ -104,7 +103,6 @@ def test_a_cast_is_told_and_what_moves_nothing_is_refused(client: Client) -> Non
     sha256 = client.overrides.get("drawn").sha256
     used = OVERRIDE | {"cast": "float32"}
     plain, cast = (client.logprob([ITEM], override=each) for each in (OVERRIDE, used))
-    assert cast.override is not None
     assert cast.override.model_dump() == used | {"sha256": sha256}
     assert (plain.provenance.cast, cast.provenance.cast) == (None, "float32")
     found, wanted = (answer.results[0].targets[0].logprobs for answer in (cast, plain))
@@ -151,8 +149,6 @@ def test_gradients_through_http(client: Client) -> None:
     assert first.positions == list(range(len(CONTEXT) - 1, length))
     assert second.positions == [len(CONTEXT) - 1]
     wanted = autograd_reference(load_model(DEMO_MODEL), IDS, len(TARGET), (0, 3))
-    assert first.gradients is not None
-    assert first.norms is not None
     for layer, expected in zip(("0", "3"), wanted, strict=True):
         rows = np.array(first.gradients[layer])
         assert relative(rows, expected[len(CONTEXT) - 1 :]) < 1e-4
@@ -163,7 +159,6 @@ def test_gradients_through_http(client: Client) -> None:
     with Client(client.base_url, encoding="msgpack", timeout=300) as packed:
         same = packed.gradient([ITEM], {"layers": [3, 0], "positions": "predicting"})
     other = same.results[0].targets[0].gradients
-    assert other is not None
     assert relative(np.array(other["3"]), np.array(first.gradients["3"])) < 1e-5
 
 
@@ -174,9 +169,7 @@ def test_directional_derivatives_through_both_clients(client: Client, tensors: A
     whole = sum(map(float, sum_products(load_model(DEMO_MODEL), IDS, tensors)))
     front = sum(map(float, sum_products(load_model(DEMO_MODEL), IDS[: len(CONTEXT)], tensors)))
     assert first.directional == pytest.approx(whole - front, rel=1e-3)
-    assert first.directional_per_token is not None
     assert sum(map(float, first.directional_per_token)) == pytest.approx(first.directional)  # type: ignore[arg-type]
-    assert answer.along is not None
     assert answer.along.name == "drawn"
 
     async def ask() -> tuple[Any, Any]:

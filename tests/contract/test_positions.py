@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from logsteer import APIError, Client
-from tests.conftest import DEMO_MODEL
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import LAYER, HookedReference, choose_tokens
 
 pytestmark = pytest.mark.engine
@@ -21,15 +20,7 @@ DRAW = np.random.default_rng(5)
 LOUD, QUIET = (torch.from_numpy(DRAW.normal(size=128).astype(np.float32) * 0.4) for _ in range(2))
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
-
-
-@pytest.fixture(scope="module")
-def hooked() -> HookedReference:
-    return HookedReference(DEMO_MODEL)
+client = clients_of("vllm", "tlens")
 
 
 def write_vector(vector: Tensor, positions: Any, **more: Any) -> dict[str, Any]:
@@ -76,7 +67,6 @@ def test_each_vector_acts_at_its_own_tokens(
     assert found == pytest.approx(expected.tolist(), abs=PER_TOKEN)
     assert np.abs(expected - hooked.logprobs(*ids)).max() > 0.05
     receipt = answer.steering
-    assert receipt is not None
     read = [mask[:-1] for mask in masks]  # the last token is not read
     assert [vector.tokens for vector in receipt.vectors] == [int(mask.sum()) for mask in read]
     assert receipt.tokens_steered == int((read[0] | read[1]).sum())

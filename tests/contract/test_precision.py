@@ -32,14 +32,12 @@ def reference(dtype: torch.dtype, head: torch.dtype) -> np.ndarray:
         hidden_TD = model.model(ids_1T[:, :-1]).last_hidden_state[0, 3:]
         logits_RV = hidden_TD.to(head) @ model.lm_head.weight.to(head).T
     log_p_RV = logits_RV.double().log_softmax(-1)
-    found: np.ndarray = log_p_RV.gather(-1, ids_1T[0, 4:, None])[:, 0].numpy()
-    return found
+    return log_p_RV.gather(-1, ids_1T[0, 4:, None])[:, 0].numpy()
 
 
 def share_on_grid(client: Client, model: str) -> float:
     """The share of differences between likely tokens' logits that bfloat16 can express."""
     target = client.logprob([ITEM], model=model, top=8).results[0].targets[0]
-    assert target.top is not None
     logprobs_RK = np.array(target.top.logprobs, np.float64)
     steps = (logprobs_RK[:, 1:] - logprobs_RK[:, :1]) * 2**7
     return float((np.abs(steps - steps.round()) < 1e-3).mean())
@@ -78,7 +76,6 @@ def test_log_q_of_what_was_drawn_is_finite_in_half_precision(client: Client) -> 
                 columns=["log_q", "head_mass"], **policy,
             )  # fmt: skip
             for completion in answer.results[0].completions:
-                assert completion.columns is not None
                 values = np.array(completion.columns["log_q"], np.float64)
                 assert len(values) == 24 and np.isfinite(values).all()
                 assert (values >= np.array(completion.logprobs) - 1e-6).all() or "top_p" in policy

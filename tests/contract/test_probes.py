@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from logsteer import APIError, Client
 from logsteer.schemas import ProbeReadings, ScoredTarget, SteerPiece
 from tests.conftest import DEMO_MODEL
+from tests.contract.conftest import clients_of
 from tests.contract.steering import WIDTH
 from tests.contract.test_steering import draw_ids
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.engine
 
 PER_TOKEN = 1e-4
 READING = 1e-4
-ENGINES = ["vllm", "compiled", "tlens"]
 _DRAW = np.random.default_rng(21)
 MOOD, TOPIC, PUSH = (_DRAW.normal(size=WIDTH).astype(np.float32) for _ in range(3))
 
@@ -31,10 +30,7 @@ def unit(vector: np.ndarray) -> Tensor:
     return torch.tensor(vector / np.linalg.norm(vector))
 
 
-@pytest.fixture(params=ENGINES)
-def client(request: pytest.FixtureRequest) -> Any:
-    """A client of each engine."""
-    return request.getfixturevalue(f"{request.param}_client")
+client = clients_of("vllm", "compiled", "tlens")
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,6 @@ def score(client: Client, context: list[int], target: list[int], **more: Any) ->
 
 
 def near(found: Sequence[float | None] | None, wanted: Any, tolerance: float = READING) -> bool:
-    assert found is not None
     values, wanted = np.array(found, dtype=np.float64), np.asarray(wanted)
     return values.shape == np.shape(wanted) and bool(np.abs(values - wanted).max() < tolerance)
 
@@ -189,7 +184,6 @@ def test_a_condition_acts_on_the_tokens_that_pass(
     found = answer.results[0].targets[0]
     assert near(found.logprobs, seen.logprobs[29:], PER_TOKEN)
     assert np.abs((seen.logprobs - plain.logprobs)[29:]).max() > 0.01
-    assert answer.steering is not None
     count = int(passes_T[:39].sum())
     assert answer.steering.vectors[0].passed == count
     assert answer.steering.layers[str(steered_at)].tokens == count
@@ -218,12 +212,10 @@ def test_a_condition_may_ask_for_the_prompt(
     assert near(found[high], pushed.logprobs[23:], PER_TOKEN)
     assert near(found[low], plain[low].logprobs[23:], PER_TOKEN)
     assert np.abs((pushed.logprobs - plain[high].logprobs)[23:]).max() > 0.05
-    assert answer.steering is not None
     assert answer.steering.vectors[0].passed == 9  # the prompt's last token, and 8 of the target
     for positions, passed in (("prompt", 1), ("completion", 8), ("predicting", 9)):
         steering = {"vectors": [vector], "positions": positions}
         again = client.logprob(items, steering=steering, cache=False)
-        assert again.steering is not None
         assert again.steering.vectors[0].passed == passed
 
 
@@ -257,7 +249,6 @@ def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
                 assert near(drawn[layer].after, np.array(scored[layer].after))
             assert near(drawn[3].context_before, np.array(scored[3].context_before))
             assert near(drawn[3].context_after, np.array(scored[3].context_after))
-        assert result.baseline is not None
         plain = by_layer(result.baseline[0])
         seen = reference.read([*prompt, *result.baseline[0].token_ids], None)
         assert near(plain[1].before, seen.project(1, MOOD)[12:32])
@@ -299,38 +290,6 @@ def test_neighbours_with_other_probes_get_their_own(client: Client) -> None:
         assert (one.probes is not None) == ("probes" in case[2])
         for own, beside in zip(one.probes or [], other.probes or [], strict=True):
             assert near(beside.before, np.array(own.before))
-
-
-def test_texts_and_openai_clients_have_readings(
-    client: Client, reference: ConditionalReference
-) -> None:
-    text = "Once upon a time there was a little girl who had a dog. She was happy. " * 3
-    ids = client.tokenize([text]).results[0].token_ids
-    seen = reference.read(ids, None)
-    asked = [probe(MOOD, 2)]
-    answer = client.perplexity(
-        [text], tokens=True, probes=asked, context_length=24, stride=8, protocol="sliding"
-    )
-    tokens = answer.results[0].tokens
-    assert tokens is not None
-    assert len(by_layer(tokens)[2].before) == len(tokens.positions)
-    whole = client.perplexity([text], tokens=True, probes=asked, cache=False).results[0].tokens
-    assert whole is not None
-    front = len(ids) - len(whole.positions)
-    assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[front:])
-    plain = client.generate(
-        None, prompt_ids=[ids], max_tokens=5, temperature=0, probes=asked, ignore_eos=True
-    )
-    wanted = by_layer(plain.results[0].completions[0])[2].before
-    body = {
-        "model": plain.model, "prompt": ids, "max_tokens": 5, "temperature": 0, "probes": asked,
-        "ignore_eos": True,
-    }  # fmt: skip
-    url = f"{client.base_url}/v1/completions"
-    found = httpx.post(url, json=body, timeout=120).json()["choices"][0]
-    assert near(found["probes"][0]["before"], np.array(wanted))
-    chunks = httpx.post(url, json=body | {"stream": True}, timeout=120).text
-    assert chunks.count('"probes"') == 6  # the last token is read after the others
 
 
 REFUSALS = [
@@ -382,7 +341,6 @@ PAIRS = [
 
 def test_a_trained_vector_reads_probabilities(client: Client) -> None:
     card = client.vectors.train("glad", PAIRS, method="logistic", layers=[2]).vector
-    assert card.readouts is not None
     readout = card.readouts["2"]
     texts = [text for pair in PAIRS for text in (pair["positive"], pair["negative"])]
     asked = [{"name": "glad"}, {"name": "glad", "read": "probability"}]
@@ -409,7 +367,6 @@ def test_a_trained_vector_reads_probabilities(client: Client) -> None:
             [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]}],
             steering={"vectors": [vector]}, cache=False,
         )  # fmt: skip
-        assert scored.steering is not None
         passed.append(scored.steering.vectors[0].passed)
     assert passed[0] == passed[1]
     assert 0 < (passed[0] or 0) < (passed[2] or 0) == len(ids) - 1

@@ -50,8 +50,7 @@ which are rounded, too."""
 @pytest.fixture(scope="module", params=QUANTIZED)
 def scheme(request: pytest.FixtureRequest) -> str:
     """How the model of a test is quantised: the models' ids, too."""
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -207,11 +206,9 @@ def test_divergence_from_float32_is_that_of_the_scheme(
     found = client.perplexity(texts, reference="demo").divergence
     print(f"KL(float32 || quantised) {found}")
     print(f"  emulated: mean {np.mean(kl):.4e}, max {max(kl):.4e}")
-    assert found is not None
     assert found.num_tokens == len(kl)
     assert found.kl_mean == pytest.approx(np.mean(kl), rel=KL)
     assert found.kl_max == pytest.approx(max(kl), rel=KL)
-    assert found.top1_agreement is not None
     assert found.top1_agreement == pytest.approx(np.mean(agrees), abs=0.005)
     assert found.top1_agreement > agreement
 
@@ -227,7 +224,6 @@ def test_the_other_direction_of_the_divergence_is_told_apart(
     print(f"KL(quantised || float32) {found}")
     print(f"  emulated: mean {np.mean(reverse):.4e}, max {max(reverse):.4e}")
     print(f"  the other direction: mean {np.mean(forward):.4e}, max {max(forward):.4e}")
-    assert found is not None
     assert abs(max(forward) / max(reverse) - 1) > 2 * KL
     assert found.kl_mean == pytest.approx(np.mean(reverse), rel=KL)
     assert found.kl_max == pytest.approx(max(reverse), rel=KL)

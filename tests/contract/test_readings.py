@@ -53,8 +53,7 @@ def read(client: Client) -> Read:
 
     def project(ids: Sequence[int], steering: Any = None) -> list[float]:
         found = client.activations([{"token_ids": list(ids)}], [LAYER], steering=steering)
-        readings: list[float] = (found.layers[LAYER] @ vector_D / np.linalg.norm(vector_D)).tolist()
-        return readings
+        return (found.layers[LAYER] @ vector_D / np.linalg.norm(vector_D)).tolist()
 
     return project
 
@@ -109,7 +108,6 @@ def test_scores(
     answer = client.logprob([{"context": CONTEXT, "targets": [TARGET]}], probes=[CONTEXTUAL])
     (target,) = answer.results[0].targets
     front = len(wanted) - target.num_tokens
-    assert target.probes is not None
     near(target.probes[0].before, wanted[front:])
     near(target.probes[0].context_before or (), wanted[:front])
     assert answer.usage.scored_tokens == target.num_tokens
@@ -124,7 +122,6 @@ def test_scores(
     item = {"context_ids": encoded.token_ids[:front], "target_ids": [[token] for token in choices]}
     for token, one in zip(choices, client.logprob([item], probes=[PROBE]).results[0].targets,
                           strict=True):  # fmt: skip
-        assert one.probes is not None
         near(one.probes[0].before, read([*encoded.token_ids[:front], token])[-1:])
 
 
@@ -133,7 +130,6 @@ def test_texts(client: Client, read: Read) -> None:
     wanted = read(encoded.token_ids)
     asked: dict[str, Any] = {"tokens": True, "probes": [CONTEXTUAL]}
     tokens = client.perplexity(CONTEXT + TARGET, **asked).results[0].tokens
-    assert tokens is not None and tokens.probes is not None
     front = len(wanted) - len(tokens.positions)
     near(tokens.probes[0].before, wanted[front:])
     near(tokens.probes[0].context_before or (), wanted[:front])
@@ -144,7 +140,6 @@ def test_texts(client: Client, read: Read) -> None:
     for protocol in ("sliding", "disjoint", "rolling"):
         more = {"protocol": protocol, "context_length": 2, "windows": True}
         result = client.perplexity(CONTEXT + TARGET, **asked, **more).results[0]
-        assert result.tokens is not None and result.tokens.probes is not None
         assert result.windows is not None and len(result.windows) > 1
         last = result.windows[-1]
         assert result.tokens.positions[-1] == last.end - 1

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from logsteer_server.contract.jobs import (
     CaptureJob,
-    CaptureOutput,
     GenerateJob,
     Job,
     JobFailure,
@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
-from tests.contract.directions import read_logprobs
+from tests.contract.directions import load_model, read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
     GREEDY,
@@ -32,6 +32,8 @@ from tests.contract.tlens_cases import (
     U,
     add_plan,
     build,
+    check_failure,
+    check_trace,
     draw_ids,
     draw_vector,
     run,
@@ -69,32 +71,24 @@ def test_every_kind_of_job_has_a_queue(engine: Any) -> None:
     assert {kind.__name__ for kind in engine._queues} == kinds - answered
 
 
-def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: Any) -> None:
-    rng = np.random.default_rng(1)
-    texts = [draw_ids(rng, int(n)) for n in rng.integers(2, 300, 30)]
-    jobs = [
-        ScoreJob(ids[:-1], ids[-k:], ("logprob", "rank", "entropy"), top=i % 3)
-        for i, ids in enumerate(texts)
-        for k in [1 + i % (len(ids) - 1)]
-    ]
-    together = run(engine, *jobs)
-    for job, output, ids in zip(jobs, together, texts, strict=True):
-        expected = read_logprobs(reference, ids)[-len(job.targets) :]
-        assert output.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
-        assert output.trace is None
-        if job.top:
-            assert output.top_logprobs.shape == (len(job.targets), job.top)
-            assert (output.top_logprobs[:, 0] >= output.columns["logprob"] - BATCH).all()
-        alone = run(engine, job)[0]
-        for name, values in output.columns.items():
-            assert alone.columns[name] == pytest.approx(values, abs=BATCH), name
-
-
 def test_alternatives_are_read_from_the_last_row(engine: Any, prompt: np.ndarray) -> None:
     targets = np.arange(5, 90, dtype=np.int32)
     output = run(engine, ScoreJob(prompt, targets, shares_row=True))[0]
     apart = score(engine, *(ScoreJob(prompt, np.array([t], np.int32)) for t in targets))
     assert output.columns["logprob"] == pytest.approx(np.concatenate(apart), abs=BATCH)
+
+
+def test_jobs_of_a_batch_get_what_each_asked_for(engine: Any, prompt: np.ndarray) -> None:
+    jobs = [
+        whole(prompt, columns=columns, top=top)
+        for columns, top in ((("logprob",), 0), (("rank", "entropy"), 2), (("logprob",), 3))
+    ]
+    for job, output in zip(jobs, run(engine, *jobs), strict=True):
+        (alone,) = run(engine, job)
+        for name in job.columns:
+            assert output.columns[name] == pytest.approx(alone.columns[name], abs=BATCH), name
+        if job.top:
+            assert output.top_logprobs == pytest.approx(alone.top_logprobs, abs=BATCH)
 
 
 def test_exported_rows_compare_with_themselves(engine: Any, tmp_path: Path) -> None:
@@ -147,40 +141,23 @@ def test_every_hook_is_transformerlenss_own(engine: Any, bridge: Any, whole_widt
 
 
 def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
+    """Whole sequences and parts, at hooks of any width."""
     rng = np.random.default_rng(8)
-    texts = [draw_ids(rng, n) for n in (9, 30, 4)]
-    asked = [
-        (ids, hook, full, read)
-        for hook, full in (("resid_post", "hook_resid_post"), ("attn.hook_z", "attn.hook_z"))
-        for read in ("last", "mean")
-        for ids in texts
-    ]
-    outputs = run(engine, *(CaptureJob(ids, (3, 0), hook, read) for ids, hook, _, read in asked))
-    for (ids, _, full, read), output in zip(asked, outputs, strict=True):
-        with torch.inference_mode():
-            _, cache = bridge.run_with_cache(torch.from_numpy(ids.astype(np.int64))[None])
-        assert isinstance(output, CaptureOutput)
-        for row, layer in enumerate((3, 0)):
-            activation_TD = cache[f"blocks.{layer}.{full}"][0].flatten(1)
-            expected = activation_TD[-1] if read == "last" else activation_TD.mean(0)
-            assert output.activations_LD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
-
-
-def test_each_token_at_hooks_of_any_width(engine: Any, bridge: Any) -> None:
-    rng = np.random.default_rng(9)
-    texts = [draw_ids(rng, n) for n in (9, 30, 4)]
     where = Positions("slices", ((0, 2), (3, 20)))
-    hooks = ("mlp.hook_pre", "attn.hook_q", "resid_mid")
-    jobs = [CaptureJob(i, (4, 1), hook, "each", where) for hook in hooks for i in texts]
+    own = {"resid_post": "hook_resid_post", "resid_mid": "hook_resid_mid"}
+    jobs = [
+        CaptureJob(draw_ids(rng, count), (3, 0), hook, read, positions)
+        for hook in ("resid_post", "resid_mid", "attn.hook_z", "attn.hook_q", "mlp.hook_pre")
+        for read, positions in (("last", Positions()), ("mean", Positions()), ("each", where))
+        for count in (9, 30, 4)
+    ]
     for job, output in zip(jobs, run(engine, *jobs), strict=True):
         with torch.inference_mode():
             _, cache = bridge.run_with_cache(torch.from_numpy(job.tokens.astype(np.int64))[None])
-        name = "hook_resid_mid" if job.hook == "resid_mid" else job.hook
-        assert isinstance(output, CaptureOutput)
-        for row, layer in enumerate((4, 1)):
-            expected = cache[f"blocks.{layer}.{name}"][0].flatten(1)[job.places]
-            width = engine.info.hook_widths.get(job.hook, engine.info.hidden_size)
-            assert output.activations_LTD[row].shape == (len(job.places), width)
+        for row, layer in enumerate(job.layers):
+            activation_TD = cache[f"blocks.{layer}.{own.get(job.hook, job.hook)}"][0].flatten(1)
+            wanted_TD = activation_TD[job.places]
+            expected = wanted_TD.mean(0, keepdim=True) if job.read == "mean" else wanted_TD
             assert output.activations_LTD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
 
 
@@ -197,38 +174,64 @@ def test_small_bounds_only_make_more_batches(engine: Any) -> None:
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
 
 
-def bad_jobs(ids: np.ndarray) -> list[tuple[str, Job, str, str]]:
+def test_the_example_of_padded_prompts() -> None:
+    """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
+    from logsteer_server.engines.tlens.probes import TokenRange
+    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+
+    plan = add_plan("last_prompt")
+    steering = BatchSteering([SteeredRow(plan, ((),), None, length) for length in (2, 4)])
+    tokens = steering._find_tokens([TokenRange(2, 0, 2), TokenRange(0, 0, 4)], 4)
+    assert (tokens.place_N.tolist(), tokens.part_N.tolist()) == ([3, 7], [0, 1])
+    tokens = steering._find_tokens([TokenRange(0, 2, 3), TokenRange(0, 4, 5)], 1)
+    assert not len(tokens.place_N)
+
+
+def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
+    engine = build(dtype="bfloat16")
+    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
+    model = load_model(DEMO_MODEL, torch.bfloat16)
+    ids = draw_ids(np.random.default_rng(9), 20)
+    vector = torch.from_numpy(draw_vector()).bfloat16()
+    model.model.layers[LAYER].register_forward_hook(lambda block, args, x: x + vector)
+    ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
+    with torch.inference_mode():
+        log_p_TV = model(ids_1T).logits[0].float().log_softmax(-1)
+    expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    values = score(engine, whole(ids, plan=add_plan()))[0]
+    assert values == pytest.approx(expected.numpy(), abs=BATCH)
+
+
+def bad_jobs(ids: np.ndarray) -> list[tuple[Job, str, str]]:
     def steered(*sites: Site) -> ScoreJob:
         return whole(ids, plan=SteeringPlan(sites))
 
     nan = np.full(128, np.nan, np.float32)
     v = draw_vector()
     return [
-        ("width", steered(Site(1, "resid_post", v[:64])), "invalid_vector", "128 wide"),
-        ("mixed", steered(Site(1, "resid_post", v, (ResidualOp(U[:9]),))), "invalid_vector", "9"),
-        ("nan", steered(Site(1, "resid_post", nan)), "invalid_vector", "finite"),
-        ("nothing", steered(Site(1, "resid_post", None)), "invalid_vector", "nothing"),
-        ("twice", steered(Site(1, "resid_pre", v), Site(1, "hook_in", v)), "invalid_vector", "two"),
-        ("hook", steered(Site(1, "resid", v)), "unsupported_by_engine", "resid_post"),
-        ("layer", steered(Site(5, "resid_post", v)), "invalid_request", "0 to 4"),
-        ("capture", CaptureJob(ids, (0, 7)), "invalid_request", "layer 7"),
-        ("no layers", CaptureJob(ids, ()), "invalid_request", "at least one"),
-        ("long", GenerateJob(ids, 1024), "context_too_long", "1024"),
-        ("id", whole(np.append(ids, [9999, 3]).astype(np.int32)), "invalid_request", "1435"),
-        ("empty", GenerateJob(ids[:0], 3), "invalid_request", "no tokens"),
-        ("none", GenerateJob(ids, 0), "invalid_request", "max_tokens"),
+        (steered(Site(1, "resid_post", v[:64])), "invalid_vector", "128 wide"),
+        (steered(Site(1, "resid_post", v, (ResidualOp(U[:9]),))), "invalid_vector", "9"),
+        (steered(Site(1, "resid_post", nan)), "invalid_vector", "finite"),
+        (steered(Site(1, "resid_post", None)), "invalid_vector", "nothing"),
+        (steered(Site(1, "resid_pre", v), Site(1, "hook_in", v)), "invalid_vector", "two"),
+        (steered(Site(1, "resid", v)), "unsupported_by_engine", "resid_post"),
+        (steered(Site(5, "resid_post", v)), "invalid_request", "0 to 4"),
+        (CaptureJob(ids, (0, 7)), "invalid_request", "layer 7"),
+        (CaptureJob(ids, ()), "invalid_request", "at least one"),
+        (GenerateJob(ids, 1024), "context_too_long", "1024"),
+        (whole(np.append(ids, [9999, 3]).astype(np.int32)), "invalid_request", "1435"),
+        (GenerateJob(ids[:0], 3), "invalid_request", "no tokens"),
+        (GenerateJob(ids, 0), "invalid_request", "max_tokens"),
     ]  # fmt: skip
 
 
 def test_a_job_that_does_not_fit_fails_alone(engine: Any, prompt: np.ndarray) -> None:
     cases = bad_jobs(prompt)
     good = whole(prompt)
-    *failures, output = run(engine, *(job for _, job, _, _ in cases), good)
+    *failures, output = run(engine, *(job for job, _, _ in cases), good)
     assert isinstance(output, ScoreOutput)
-    for (name, _, code, hint), failure in zip(cases, failures, strict=True):
-        assert isinstance(failure, JobFailure), name
-        assert failure.code == code, name
-        assert hint in failure.detail, name
+    for (_, code, hint), failure in zip(cases, failures, strict=True):
+        check_failure(failure, code, hint)
 
 
 def test_running_out_of_memory_costs_one_batch(
@@ -351,3 +354,86 @@ def test_attention_is_not_fused_where_that_would_change_scores(
     fused_calls.clear()
     score(engine, whole(draw_ids(np.random.default_rng(13), 20)))
     assert not fused_calls
+
+
+RNG = np.random.default_rng(6)
+CONTEXTS = [draw_ids(RNG, length, 600) for length in (60, 47, 60)]
+TARGETS = [draw_ids(RNG, length, 600) for length in (1, 6, 3)]
+
+
+@pytest.fixture
+def read(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tokens, padding included, the model reads in each pass."""
+    counts: list[int] = []
+    own = type(engine._model).read
+
+    def count(self: Any, tokens_BT: Tensor, *args: Any, **options: Any) -> Tensor:
+        counts.append(tokens_BT.numel())
+        return own(self, tokens_BT, *args, **options)
+
+    monkeypatch.setattr(type(engine._model), "read", count)
+    return counts
+
+
+def make_jobs(plan: SteeringPlan | None = None) -> list[ScoreJob]:
+    return [
+        ScoreJob(np.concatenate([context, target[:-1]]), target, plan=plan)
+        for context in CONTEXTS
+        for target in TARGETS
+    ]
+
+
+PLANS = {
+    "plain": None,
+    "all": add_plan(),
+    "prompt": add_plan("prompt"),
+    "last_prompt": add_plan("last_prompt"),
+    "completion": add_plan("completion"),
+    "predicting": add_plan("predicting"),
+    "slices": SteeringPlan(
+        (Site(1, "resid_pre", draw_vector()), Site(3, "resid_post", draw_vector(seed=1))),
+        Positions("slices", ((3, 48),)),
+    ),
+}
+
+
+def check_together(engine: Any, read: list[int], jobs: list[ScoreJob], reads: list[int]) -> None:
+    """Make sure that jobs together take these reads, and that each gives what it gives alone."""
+    alone = [run(engine, job)[0] for job in jobs]
+    read.clear()
+    together = run(engine, *jobs)
+    assert read == reads
+    for one, two in zip(alone, together, strict=True):
+        assert two.columns["logprob"] == pytest.approx(one.columns["logprob"], abs=BATCH)
+        check_trace(two.trace, one.trace)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_context_is_read_once(engine: Any, read: list[int], name: str) -> None:
+    # Contexts up to the first scored row, padded; behind each the row and its target's tokens.
+    check_together(engine, read, make_jobs(PLANS[name]), [3 * 59, 9 * 6])
+
+
+def test_what_differs_is_not_shared(engine: Any, read: list[int]) -> None:
+    """Other steering is another context, and what is read or steered inside of blocks is whole."""
+    inside = SteeringPlan((Site(2, "mlp_out", draw_vector()),))
+    for plans in ((None, add_plan()), (add_plan(), add_plan(seed=1)), (inside, inside)):
+        check_together(engine, read, [make_jobs(plan)[0] for plan in plans], [2 * 60])
+
+
+def test_others_are_scored_beside(engine: Any, read: list[int]) -> None:
+    jobs = [*make_jobs(), ScoreJob(TARGETS[1][:-1], TARGETS[1][1:])]
+    check_together(engine, read, jobs, [5, 3 * 59, 9 * 6])
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "opt", "bloom", "gemma2"])
+def test_families(name: str, tmp_path: Path) -> None:
+    """A window shorter than the context, and positions that are learned or found in the mask."""
+    from tests.families.checkpoints import FAMILIES
+
+    FAMILIES[name].make(tmp_path)
+    engine = build(tmp_path)
+    jobs = make_jobs()
+    alone = [run(engine, job)[0] for job in jobs]
+    for one, two in zip(alone, run(engine, *jobs), strict=True):
+        assert two.columns["logprob"] == pytest.approx(one.columns["logprob"], abs=PER_TOKEN)

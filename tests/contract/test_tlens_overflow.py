@@ -14,7 +14,7 @@ from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from tests.contract.directions import at, write_direction
 from tests.contract.lora import write_adapter
-from tests.contract.test_overrides_cast import store_adapter
+from tests.contract.test_overrides import store_adapter
 from tests.contract.tlens_cases import GREEDY, U, build, draw_ids, run, whole
 
 pytestmark = pytest.mark.engine

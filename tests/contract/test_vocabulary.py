@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from logsteer import APIError, Client
 from tests.contract.agreement import PER_TOKEN
-from tests.contract.conftest import REAL
+from tests.contract.conftest import clients_of
 
 pytestmark = pytest.mark.engine
 
@@ -19,10 +19,7 @@ CONTEXT = "The capital of France is"
 ITEM = {"context": CONTEXT, "targets": [" Paris", " a big town", " Madrid"]}
 
 
-@pytest.fixture(params=REAL)
-def client(request: pytest.FixtureRequest) -> Client:
-    found: Client = request.getfixturevalue(f"{request.param}_client")
-    return found
+client = clients_of("vllm", "tlens")
 
 
 def test_rows_of_the_vocabulary_are_those_of_transformers(
@@ -61,7 +58,6 @@ def test_rows_of_the_vocabulary_are_those_of_transformers(
 
 def test_json_has_them_too_and_what_does_not_fit_is_refused(client: Client) -> None:
     found = client.logprob([ITEM], vocabulary=True).results[0].targets[1]
-    assert found.vocabulary_logprobs is not None
     assert [
         row[token] for row, token in zip(found.vocabulary_logprobs, found.token_ids, strict=True)
     ] == pytest.approx(found.logprobs, abs=PER_TOKEN)

@@ -4,17 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import Gemma2Config, GPT2Config, OPTConfig
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     Job,
+    JobFailure,
     JobResult,
     Policy,
     ScoreJob,
 )
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, SteeringTrace
 from tests.conftest import DEMO_MODEL
 
 PER_TOKEN = 1e-4
@@ -51,6 +53,30 @@ def run(engine: Any, *jobs: Job) -> list[Any]:
 
 def score(engine: Any, *jobs: ScoreJob) -> list[np.ndarray]:
     return [output.columns["logprob"] for output in run(engine, *jobs)]
+
+
+def drain(engine: Any) -> dict[int, JobResult]:
+    """The last result of each job that is left."""
+    found: dict[int, JobResult] = {}
+    while engine.busy:
+        found |= dict(engine.step())
+    return found
+
+
+def check_trace(found: SteeringTrace | None, wanted: SteeringTrace | None) -> None:
+    """Make sure that as many tokens were steered, and as much."""
+    assert (found and found.tokens) == (wanted and wanted.tokens)
+    if wanted:
+        assert found.sites == {
+            site: (count, pytest.approx(ratio, rel=1e-4))
+            for site, (count, ratio) in wanted.sites.items()
+        }
+
+
+def check_failure(result: Any, code: str, reason: str = "") -> None:
+    """Make sure that a job has failed, and that it says why."""
+    assert isinstance(result, JobFailure), result
+    assert (result.code, reason in result.detail) == (code, True), result
 
 
 def draw_ids(rng: np.random.Generator, count: int, vocab: int = 1400) -> np.ndarray:

@@ -31,15 +31,6 @@ def change(
     return httpx.post(f"{server.url}{what}", params=params, headers=headers, timeout=60)
 
 
-def check_closed(answer: httpx.Response, state: str) -> None:
-    """Make sure that an answer says to come back, and why."""
-    document = answer.json()
-    assert (answer.status_code, document["code"]) == (503, "model_loading"), document
-    assert document["retryable"]
-    assert state in document["detail"]
-    assert int(answer.headers["retry-after"]) >= 1
-
-
 @dataclass
 class Load:
     """What came of requests that many callers send, one after another each: statuses, codes of

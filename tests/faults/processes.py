@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import Configuration, Server
 
@@ -23,7 +25,6 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
     try:
         yield server
     finally:
-        assert server.process is not None
         group = [server.process.pid, *find_engines(server)]
         if server.process.poll() is None:
             server.stop()
@@ -34,7 +35,6 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
 
 def find_engines(server: Server) -> list[int]:
     """The pids of the server's engines, in the order of their start."""
-    assert server.process is not None
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for own in psutil.Process(server.process.pid).children():
@@ -52,7 +52,6 @@ def find_engine(server: Server) -> int:
 
 def find_family(server: Server) -> list[psutil.Process]:
     """Everything that the server has started, and what that has."""
-    assert server.process is not None
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
@@ -82,8 +81,7 @@ def wait_for(what: Callable[[], T], timeout_s: float = 60.0) -> T:
 
 def read_card(server: Server, model: str) -> dict[str, Any]:
     """The card of a model."""
-    card: dict[str, Any] = httpx.get(f"{server.url}/models/{model}", timeout=60).json()
-    return card
+    return httpx.get(f"{server.url}/models/{model}", timeout=60).json()
 
 
 def wait_for_state(server: Server, model: str, state: str, timeout_s: float = 60.0) -> float:
@@ -109,9 +107,58 @@ def score(server: Server, model: str, *ids: int, timeout: float = 60.0) -> httpx
     return httpx.post(f"{server.url}/logprob", json=body, timeout=timeout)
 
 
-def check_retryable(response: httpx.Response) -> None:
-    """Make sure that an answer says to try again."""
+def read_metric(server: Server, name: str, **labels: str) -> float:
+    """A metric's value, summed over the samples that have these labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"logsteer_{name}" and labels.items() <= sample.labels.items()
+    )
+
+
+def read_memory(server: Server, field: str) -> int:
+    """Bytes of the server's memory: VmRSS, or VmHWM, its highest since `forget_peak`."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def forget_peak(server: Server) -> None:
+    """Have the highest memory be counted from now on."""
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+
+
+def open_request(
+    server: Server, line: str, content: bytes, length: int | None = None, *headers: str
+) -> socket.socket:
+    """Send a request, or the beginning of one whose body has a greater length."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), 60)
+    size = len(content) if length is None else length
+    lines = [f"{line} HTTP/1.1", "Host: localhost", f"Content-Length: {size}"]
+    lines += ["Content-Type: application/json", *headers, "", ""]
+    connection.sendall("\r\n".join(lines).encode() + content)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    found = b""
+    try:
+        while piece := connection.recv(65_536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def check_retryable(
+    response: httpx.Response, code: str = "engine_restarting", detail: str = ""
+) -> None:
+    """Make sure that an answer says to try again, and why."""
     document = response.json()
-    assert (response.status_code, document["code"]) == (503, "engine_restarting"), document
+    assert (response.status_code, document["code"]) == (503, code), document
+    assert detail in document["detail"]
     assert document["retryable"]
     assert int(response.headers["retry-after"]) >= 1

@@ -15,7 +15,7 @@ import pytest
 
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import wait_for
+from tests.faults.processes import open_request, read_all, wait_for
 from tests.held import HOLD, HOLD_FILE, held
 
 pytestmark = pytest.mark.full
@@ -54,17 +54,6 @@ def connect(server: Server) -> socket.socket:
     return socket.create_connection(address_of(server), timeout=60)
 
 
-def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    found = b""
-    try:
-        while piece := connection.recv(65_536):
-            found += piece
-    except ConnectionResetError:
-        pass
-    return found
-
-
 def check_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz", timeout=60).status_code == 200
 
@@ -89,9 +78,7 @@ def test_a_connection_without_a_byte_is_closed(server: Server) -> None:
 
 
 def test_a_body_that_stops_is_cut(server: Server) -> None:
-    with connect(server) as connection:
-        head = b"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-        connection.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+    with open_request(server, "POST /logprob", b"{", 100) as connection:
         began = time.monotonic()
         assert read_all(connection) == b""
         assert time.monotonic() - began < 20, "it is 30 s without the setting"
@@ -173,26 +160,21 @@ def test_an_answer_that_is_not_read_is_cut(server: Server) -> None:
     assert 0 < len(body) < length
 
 
-def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
-    async def pause() -> bool:
-        protocol = LimitedProtocol.__new__(LimitedProtocol)
-        protocol._limits, protocol._writing = ConnectionLimits(1, 60.0), None
-        protocol.loop = asyncio.get_running_loop()
-        protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: 2**16)  # type: ignore[assignment]
-        protocol.flow = SimpleNamespace(pause_writing=int, resume_writing=int)  # type: ignore[assignment]
-        protocol.pause_writing()
-        watch = protocol._writing
-        protocol.resume_writing()
-        assert watch is not None and protocol._writing is None
-        return watch.cancelled()
-
-    assert asyncio.run(pause())
+async def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
+    protocol = LimitedProtocol.__new__(LimitedProtocol)
+    protocol._limits, protocol._writing = ConnectionLimits(1, 60.0), None
+    protocol.loop = asyncio.get_running_loop()
+    protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: 2**16)  # type: ignore[assignment]
+    protocol.flow = SimpleNamespace(pause_writing=int, resume_writing=int)  # type: ignore[assignment]
+    protocol.pause_writing()
+    watch = protocol._writing
+    protocol.resume_writing()
+    assert watch is not None and protocol._writing is None
+    assert watch.cancelled()
 
 
 def test_what_follows_an_answer_is_dropped_to_a_bound(server: Server) -> None:
-    with connect(server) as connection:
-        head = b"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n"
-        connection.sendall(head + b"Content-Type: application/json\r\n\r\n")
+    with open_request(server, "POST /logprob", b"", 10**9) as connection:
         sent = 0
         with pytest.raises(OSError, match=r"reset|pipe|abort"):
             while sent < 200_000_000:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, JobFailure, Policy, ScoreJob
-from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
-from tests.contract.tlens_cases import build, draw_ids, run, run_pieces, whole
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
+from tests.contract.tlens_cases import build, check_failure, draw_ids, run, run_pieces, whole
 
 pytestmark = pytest.mark.engine
 
@@ -127,7 +127,11 @@ def test_steering_that_leaves_float32_fails_alone(engine: Any) -> None:
         ScoreJob(ids[:-1], ids[1:], columns, plan=plan)
         for columns in (("logprob",), ("rank",), ("entropy", "log_q"))
     ]
-    steered.append(GenerateJob(ids, 5, plan=plan))
-    *failures, output = run(engine, *steered, whole(ids))
-    assert [failure.code for failure in failures if failure.failed] == ["non_finite"] * 4
+    later = SteeringPlan(plan.sites, Positions("completion"))  # it overflows in a decode step
+    steered += [GenerateJob(ids, 20, plan=own) for own in (plan, later)]
+    fine = GenerateJob(ids, 20, seed=2)
+    *failures, output, drawn = run(engine, *steered, whole(ids), fine)
+    for failure in failures:
+        check_failure(failure, "non_finite", "smaller scale")
     assert np.isfinite(output.columns["logprob"]).all()
+    assert drawn.token_ids.tolist() == run(engine, fine)[0].token_ids.tolist()

@@ -20,6 +20,7 @@ from tests.faults.processes import (
     find_family,
     is_alive,
     read_card,
+    read_metric,
     running,
     score,
     signal_all,
@@ -82,14 +83,6 @@ def find_ranks(server: Server) -> list[psutil.Process]:
     return [p for p in engine.children(recursive=True) if is_alive(p)]
 
 
-def count_pending(server: Server) -> int:
-    """Models that are at work."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-    return sum(
-        line.startswith("logsteer_pending_tokens{") and not line.endswith(" 0.0") for line in lines
-    )
-
-
 def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
     body = {"prompt_ids": [[5, 6, 7]], "ignore_eos": True, "n": 32}
     lengths = {"two": 100, "tlens": 900}  # so that both take seconds
@@ -104,7 +97,7 @@ def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
             for model, length in lengths.items()
             for stream in (False, True)
         ]
-        wait_for(lambda: count_pending(server) == 2)
+        wait_for(lambda: all(read_metric(server, "pending_tokens", model=m) for m in lengths))
         for number in INTERRUPTS:
             signal_all(find_family(server), number)
         for answer in answers:
@@ -140,7 +133,6 @@ def test_no_process_outlives_a_server_that_is_killed(server: Server, scratch: Pa
     family = find_family(server)
     assert len(find_engines(server)) == 2
     os.kill(find_tlens(server), signal.SIGSTOP)
-    assert server.process is not None
     server.process.kill()
     server.process.wait()
     wait_for(lambda: not any(map(is_alive, family)), 20)

@@ -10,13 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.processes import forget_peak, read_memory
 
 CONNECTIONS = 12
 ATTACK_S = float(os.environ.get("ATTACK_S", "1"))
@@ -163,18 +163,6 @@ class Bystander:
         self._thread.join()
 
 
-def read_memory(pid: int, field: str) -> int:
-    """Bytes of a process's memory: VmRSS now, VmHWM at most."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def forget_peak(pid: int) -> None:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
 @pytest.fixture(scope="module")
 def server(start_server: ServerFactory) -> Iterator[Server]:
     model = fake_model("fake", context_length=CONTEXT)
@@ -209,11 +197,10 @@ def attack(server: Server, path: str, content: bytes) -> list[str]:
 def test_a_bystander_is_answered(server: Server, name: str) -> None:
     path, make = ATTACKS[name]
     content = json.dumps(make(), ensure_ascii=False, separators=(",", ":")).encode()
-    assert server.process is not None
-    forget_peak(server.process.pid)
+    forget_peak(server)
     with Bystander(server.url) as bystander:
         answers = attack(server, path, content)
-    peak = read_memory(server.process.pid, "VmHWM")
+    peak = read_memory(server, "VmHWM")
     told = f"{len(content)} bytes, {len(answers)} answers, the first: {answers[0]}"
     print(f"{name}: {told}\n  peak {peak / 2**20:.0f} MiB, slowest {bystander.slowest}")
     assert not any(answer.startswith("5") and not answer.startswith("504") for answer in answers)

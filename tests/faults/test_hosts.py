@@ -174,25 +174,21 @@ class Delaying(socket.socket):
         return own, peer
 
 
-def test_answers_do_not_wait_for_acknowledgements() -> None:
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
     """Headers and body are two writes: without TCP_NODELAY the second waits 40 ms for an ACK."""
+    found = asyncio.get_running_loop().create_future()
 
-    async def work() -> int:
-        found = asyncio.get_running_loop().create_future()
+    async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own = writer.get_extra_info("socket")
+        found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
 
-        async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            own = writer.get_extra_info("socket")
-            found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        made = listen_at("127.0.0.1", 0)
-        listener = Delaying(made.family, made.type, made.proto, fileno=made.detach())
-        async with await asyncio.start_server(note, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            writer.close()
-            return int(await found)
-
-    assert asyncio.run(work()) != 0
+    made = listen_at("127.0.0.1", 0)
+    listener = Delaying(made.family, made.type, made.proto, fileno=made.detach())
+    async with await asyncio.start_server(note, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.close()
+        assert await found != 0
 
 
 class SocketServer(Server):

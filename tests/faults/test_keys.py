@@ -1,10 +1,8 @@
 """Keys: who is let in, for what, how often, and what it costs to find out."""
 
-import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ from logsteer_server.keys.keyring import KeyRing, change_keys, read_keys
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.keys import add_key, connect, serve
-from tests.faults.processes import wait_for
+from tests.faults.processes import open_request, read_metric, wait_for
 from tests.held import HOLD, HOLD_FILE, held, may_hold
 
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
@@ -88,12 +86,6 @@ def count_jobs(server: Server, token: str, model: str = "quick") -> int:
         return sum(card["num_jobs"] for card in http.get(f"/models/{model}").json()["replicas"])
 
 
-def count_pending(server: Server) -> float:
-    """Tokens of the work for `slow` that is not done."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return float(text.partition('logsteer_pending_tokens{model="slow"} ')[2].partition("\n")[0])
-
-
 def read_callers(server: Server) -> list[str]:
     """Whose requests to score were answered, in the server's order."""
     lines = map(json.loads, (server.directory / "access.log").read_text().splitlines())
@@ -119,10 +111,8 @@ def test_the_key_is_asked_for_before_the_body_is_read(
 
 
 def test_a_body_that_never_comes_is_not_waited_for(server: Server) -> None:
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=25) as begun:
-        head = "POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-        begun.sendall(head.encode() + b"{")
+    with open_request(server, "POST /logprob", b"{", 100) as begun:
+        begun.settimeout(25)
         assert begun.recv(4096).startswith(b"HTTP/1.1 401 ")  # a body may take 30 s
 
 
@@ -280,11 +270,11 @@ def test_a_flood_of_one_key_keeps_no_other_waiting(server: Server, tokens: dict[
     with ThreadPoolExecutor(len(callers)) as pool, held(server.directory / HOLD_FILE):
         sent = [pool.submit(send, 0, HOLD)]
         wait_for(lambda: count_jobs(server, tokens["scorer"], "slow") == 1)
-        each = count_pending(server)
+        each = read_metric(server, "pending_tokens", model="slow")
         sent += [pool.submit(send, number, 5) for number in range(1, 41)]
-        wait_for(lambda: count_pending(server) == 41 * each)
+        wait_for(lambda: read_metric(server, "pending_tokens", model="slow") == 41 * each)
         sent += [pool.submit(send, number, 5) for number in (41, 42)]
-        wait_for(lambda: count_pending(server) == 43 * each)
+        wait_for(lambda: read_metric(server, "pending_tokens", model="slow") == 43 * each)
     assert {answer.result() for answer in sent} == {200}
     wait_for(lambda: len(read_callers(server)) == before + len(sent))
     served = read_callers(server)[before:]
@@ -368,49 +358,40 @@ async def measure_wait(allowance: Allowance) -> float:
         ([864_000], 86_000, 86_400),
     ],
 )
-def test_tokens_are_counted_by_minute_hour_and_day(
+async def test_tokens_are_counted_by_minute_hour_and_day(
     charged: list[int], at_least: float, at_most: float
 ) -> None:
-    async def work() -> None:
-        counts = TokenCounts()
-        limits = KeyLimits(tokens_per_minute=600)
-        first, second = (Allowance(key, limits, counts) for key in "ab")
-        for num_tokens in charged:
-            assert await measure_wait(second) == 0
-            await first.charge(num_tokens)
-        assert at_least <= await measure_wait(first) <= at_most
+    counts = TokenCounts()
+    limits = KeyLimits(tokens_per_minute=600)
+    first, second = (Allowance(key, limits, counts) for key in "ab")
+    for num_tokens in charged:
         assert await measure_wait(second) == 0
-        await Allowance("c", KeyLimits(), counts).charge(10**9)  # one without a limit
-
-    asyncio.run(work())
-
-
-def test_servers_share_the_tokens_of_a_key_in_redis(redis_url: str) -> None:
-    async def work() -> None:
-        limits = KeyLimits(tokens_per_minute=600)
-        servers = TokenCounts(redis_url), TokenCounts(redis_url)
-        here, there = (Allowance("a", limits, counts) for counts in servers)
-        await here.charge(400)
-        assert await measure_wait(there) == 0
-        await there.charge(400)
-        assert 50 <= await measure_wait(here) <= 60
-        assert await measure_wait(Allowance("b", limits, servers[0])) == 0
-        for counts in servers:
-            await counts.close()
-
-    asyncio.run(work())
+        await first.charge(num_tokens)
+    assert at_least <= await measure_wait(first) <= at_most
+    assert await measure_wait(second) == 0
+    await Allowance("c", KeyLimits(), counts).charge(10**9)  # one without a limit
 
 
-def test_requests_are_served_while_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        counts = TokenCounts("redis://127.0.0.1:1/0")
-        allowance = Allowance("a", KeyLimits(tokens_per_minute=1), counts)
-        await allowance.charge(5)
-        assert await measure_wait(allowance) == 0
+async def test_servers_share_the_tokens_of_a_key_in_redis(redis_url: str) -> None:
+    limits = KeyLimits(tokens_per_minute=600)
+    servers = TokenCounts(redis_url), TokenCounts(redis_url)
+    here, there = (Allowance("a", limits, counts) for counts in servers)
+    await here.charge(400)
+    assert await measure_wait(there) == 0
+    await there.charge(400)
+    assert 50 <= await measure_wait(here) <= 60
+    assert await measure_wait(Allowance("b", limits, servers[0])) == 0
+    for counts in servers:
         await counts.close()
 
+
+async def test_requests_are_served_while_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
-    asyncio.run(work())
+    counts = TokenCounts("redis://127.0.0.1:1/0")
+    allowance = Allowance("a", KeyLimits(tokens_per_minute=1), counts)
+    await allowance.charge(5)
+    assert await measure_wait(allowance) == 0
+    await counts.close()
     assert caplog.text.count("limits_url: no answer") == 1  # and is left alone for a while
 
 

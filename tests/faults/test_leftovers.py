@@ -30,7 +30,6 @@ def leave(parent: Path) -> tuple[Path, subprocess.Popen[str]]:
     """A directory of a process that runs."""
     command = [sys.executable, "-c", OWNER, str(parent)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     return Path(process.stdout.readline().strip()), process
 
 

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from tests.conftest import Server, fake_model
-from tests.faults.callers import change, check_closed, load
+from tests.faults.callers import change, load
 from tests.faults.processes import (
+    check_retryable,
     find_engines,
     read_card,
     running,
@@ -32,8 +33,7 @@ def reload(server: Server, config: dict[str, Any], wait_s: float = 30.0) -> dict
     write(server, config)
     answer = change(server, "/admin/reload", wait_s)
     assert answer.status_code == 200, answer.text
-    document: dict[str, Any] = answer.json()
-    return document
+    return answer.json()
 
 
 def write(server: Server, config: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class TestOneModel:
             assert [one.result().status_code for one in asked] == [200] * 8
         assert card["state"] == card["replicas"][0]["state"] == "unloaded"
         assert len(set(find_engines(server)) & engines) == 2
-        check_closed(score(server, "slow"), "unloaded")
+        check_retryable(score(server, "slow"), "model_loading", "unloaded")
         assert score(server, "b").status_code == 200
         status, ready = probe(server, "readyz")
         assert status == 503
@@ -104,7 +104,7 @@ class TestOneModel:
             card = change_at_work(server, "drain")
             assert [one.result().status_code for one in asked] == [200] * 4
         assert card["state"] == "draining"
-        check_closed(score(server, "slow"), "drained")
+        check_retryable(score(server, "slow"), "model_loading", "drained")
         assert find_engines(server) == engines
         assert change(server, "/models/slow/load").json()["state"] == "ready"
         assert score(server, "slow").status_code == 200
@@ -236,7 +236,6 @@ class TestReload:
         assert told["unchanged"] == ["a", "b", "slow"]
 
     def test_sighup_does_the_same(self, server: Server) -> None:
-        assert server.process is not None
         write(server, config_of(fake_model("a", delay_s=0.05), fake_model("d"), max_items=7))
         server.process.send_signal(signal.SIGHUP)
         wait_for(lambda: score(server, "d").status_code == 200)

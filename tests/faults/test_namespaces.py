@@ -166,8 +166,7 @@ def score(http: httpx.Client, **fields: Any) -> dict[str, int]:
     """Usage of a text scored; the same text each time."""
     answer = http.post("/logprob", json={"items": [ITEM]} | fields)
     assert answer.status_code == 200, answer.text
-    usage: dict[str, int] = answer.json()["usage"]
-    return usage
+    return answer.json()["usage"]
 
 
 def test_a_result_tells_no_other_key_that_it_is_known(server: Server, tokens: Tokens) -> None:
@@ -219,8 +218,7 @@ def test_a_prefix_tells_no_other_key_that_it_is_known(
             body = {"prompt_ids": [[*prompt, last]], "max_tokens": 2}
             answer = http.post("/generate", json=body)
             assert answer.status_code == 200, answer.text
-            found: int = answer.json()["usage"]["cached_tokens"]
-            return found
+            return answer.json()["usage"]["cached_tokens"]
 
         assert score(ann, items=items, cache=False)["cached_tokens"] == 0
         assert score(bob, items=items, cache=False)["cached_tokens"] == 0

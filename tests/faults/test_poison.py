@@ -1,6 +1,5 @@
 """Steering that leaves the numbers of float32 fails, and reaches nobody else."""
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -72,20 +71,17 @@ def output_of(*logprobs: float, **columns: list[float]) -> ScoreOutput:
         (output_of(-1.0, rank=[1]), True),
     ],
 )
-def test_what_is_not_finite_is_never_kept(output: ScoreOutput, finite: bool) -> None:
+async def test_what_is_not_finite_is_never_kept(output: ScoreOutput, finite: bool) -> None:
     assert is_finite(output) is finite
     job = ScoreJob(IDS[: len(output.columns["logprob"])], IDS[:1], tuple(output.columns))
     (key,) = make_keys(b"scope", [job])
     assert key is not None
 
-    async def find() -> int:
-        cache = ResultCache(2**20)
-        cache.keep([([MissingJob(key, [0], job.columns)], ScoreOutputs.of([output]))])
-        found = len((await cache.find(b"scope", [job])).hits)
-        cache.close()
-        return found
-
-    assert asyncio.run(find()) == finite
+    cache = ResultCache(2**20)
+    cache.keep([([MissingJob(key, [0], job.columns)], ScoreOutputs.of([output]))])
+    found = len((await cache.find(b"scope", [job])).hits)
+    cache.close()
+    assert found == finite
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,6 @@ def test_a_changed_model_that_is_not_finite_fails(fields: dict[str, Any], hint: 
     if hint is None:
         assert failure is None, "the model's own scores are given, with a flag"
         return
-    assert failure is not None
     assert failure.code == "non_finite"
     assert hint in failure.detail
     assert find_failure(job, output_of(-1.0)) is None
@@ -115,5 +110,4 @@ def test_a_change_that_could_not_be_measured_fails(mean: float) -> None:
     job = GenerateJob(IDS, 3, plan=PLAN)
     output = ScoreOutput({}, trace=trace)
     failure = find_failure(job, output)
-    assert failure is not None
     assert failure.code == "non_finite"

@@ -1,14 +1,12 @@
 """Requests that end engines: remembered by their content, and refused after a second death."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 
@@ -19,7 +17,9 @@ from logsteer_server.runtime.poison import KEEP_S, PoisonMemory, fingerprint
 from tests.conftest import Server, fake_model
 from tests.faults.processes import (
     check_retryable,
+    open_request,
     read_card,
+    read_metric,
     running,
     score,
     wait_for,
@@ -160,12 +160,9 @@ def test_poison_is_refused_after_two_deaths_and_others_are_answered(
 @contextmanager
 def asked(server: Server, *ids: int) -> Iterator[None]:
     """A request to the slow model, whose caller leaves with the block and half a second later."""
-    url = httpx.URL(server.url)
     item = {"context_ids": [5, *ids], "target_ids": [[6]]}
     content = json.dumps({"model": "slow", "items": [item]}).encode()
-    with socket.create_connection((url.host, url.port), 60) as connection:
-        head = f"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+    with open_request(server, "POST /logprob", content):
         yield
         time.sleep(0.5)  # a quarter of the step that has begun
 
@@ -173,9 +170,7 @@ def asked(server: Server, *ids: int) -> Iterator[None]:
 def has_one(server: Server, where: str) -> bool:
     """Whether one sequence for the slow model is there: `queued` before its engine, or `waiting`
     in it, for the end of a step."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    own = [line for line in lines if line.startswith(f"logsteer_engine_sequences_{where}{{")]
-    return any('model="slow"' in line and line.endswith(" 1.0") for line in own)
+    return read_metric(server, f"engine_sequences_{where}", model="slow") == 1
 
 
 def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server) -> None:

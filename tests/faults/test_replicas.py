@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import httpx
 import numpy as np
 import pytest
 
-from logsteer.errors import APIError
 from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
@@ -30,6 +29,7 @@ from tests.faults.processes import (
     wait_for,
     wait_for_jobs,
 )
+from tests.refusals import refused
 
 pytestmark = pytest.mark.full
 
@@ -90,169 +90,125 @@ def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
 
 def kill(engine: EngineHandle, number: int, how: signal.Signals = signal.SIGKILL) -> None:
     process = engine.replicas[number].process
-    assert process is not None
-    assert process._pid is not None
     os.kill(process._pid, how)
 
 
-def on_loop(work: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await work()
-
-    asyncio.run(run())
-
-
-def test_a_call_is_split_over_replicas_that_both_work() -> None:
-    async def work() -> None:
-        async with started(make_spec(delay_s=0.02)) as engine:
-            jobs = make_jobs(400)
-            reading = asyncio.create_task(collect(engine, jobs))
-            seen: set[int] = set()
-            while not reading.done():
-                seen |= {n for n, own in enumerate(engine.read()) if own.num_jobs}
-                await asyncio.sleep(0.005)
-            check_answers(jobs, await reading)
-            assert seen == {0, 1}
-
-    on_loop(work)
+async def test_a_call_is_split_over_replicas_that_both_work() -> None:
+    async with started(make_spec(delay_s=0.02)) as engine:
+        jobs = make_jobs(400)
+        reading = asyncio.create_task(collect(engine, jobs))
+        seen: set[int] = set()
+        while not reading.done():
+            seen |= {n for n, own in enumerate(engine.read()) if own.num_jobs}
+            await asyncio.sleep(0.005)
+        check_answers(jobs, await reading)
+        assert seen == {0, 1}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
+async def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
     how: signal.Signals,
 ) -> None:
-    async def work() -> None:
-        async with started(make_spec(delay_s=0.02)) as engine:
-            jobs = make_jobs(2000)
-            reading = asyncio.create_task(collect(engine, jobs))
-            await until(lambda: engine._queue.replicas[0].jobs)
-            kill(engine, 0, how)
-            check_answers(jobs, await asyncio.wait_for(reading, 60))
-            await until(lambda: engine.read()[0].state == "ready")
-            assert [own.restarts for own in engine.read()] == [1, 0]
-            assert engine.state == "ready"
-
-    on_loop(work)
+    async with started(make_spec(delay_s=0.02)) as engine:
+        jobs = make_jobs(2000)
+        reading = asyncio.create_task(collect(engine, jobs))
+        await until(lambda: engine._queue.replicas[0].jobs)
+        kill(engine, 0, how)
+        check_answers(jobs, await asyncio.wait_for(reading, 60))
+        await until(lambda: engine.read()[0].state == "ready")
+        assert [own.restarts for own in engine.read()] == [1, 0]
+        assert engine.state == "ready"
 
 
-def test_while_one_restarts_the_other_takes_new_calls() -> None:
-    async def work() -> None:
-        async with started(make_spec()) as engine:
-            kill(engine, 1)
-            await until(lambda: engine.read()[1].state == "restarting")
-            assert "1 of 2 replicas answer; 1 is restarting" in engine.detail
-            assert engine.ready.is_set()
-            jobs = make_jobs(50)
-            check_answers(jobs, await collect(engine, jobs))
-
-    on_loop(work)
+async def test_while_one_restarts_the_other_takes_new_calls() -> None:
+    async with started(make_spec()) as engine:
+        kill(engine, 1)
+        await until(lambda: engine.read()[1].state == "restarting")
+        assert "1 of 2 replicas answer; 1 is restarting" in engine.detail
+        assert engine.ready.is_set()
+        jobs = make_jobs(50)
+        check_answers(jobs, await collect(engine, jobs))
 
 
 @pytest.mark.parametrize("poison", [EXIT, HANG])
-def test_poison_is_tried_on_a_second_replica_and_refused_then(poison: int) -> None:
-    async def work() -> None:
-        async with started(make_spec(replicas=3, exit_id=EXIT, hang_id=HANG)) as engine:
-            bad = ScoreJob(np.array([poison, 3], np.int32), np.array([7], np.int32))
-            for _ in range(2):
-                with pytest.raises(APIError, match="ended twice") as caught:
-                    await asyncio.wait_for(collect(engine, [bad]), 60)
-                assert caught.value.code == "internal"
-            await until(lambda: engine.restarts == 2)
-            assert engine.state == "ready", "the third one was not given it"
-            jobs = make_jobs(20)
-            check_answers(jobs, await collect(engine, jobs))
-
-    on_loop(work)
+async def test_poison_is_tried_on_a_second_replica_and_refused_then(poison: int) -> None:
+    async with started(make_spec(replicas=3, exit_id=EXIT, hang_id=HANG)) as engine:
+        bad = ScoreJob(np.array([poison, 3], np.int32), np.array([7], np.int32))
+        for _ in range(2):
+            with refused("internal", "ended twice"):
+                await asyncio.wait_for(collect(engine, [bad]), 60)
+        await until(lambda: engine.restarts == 2)
+        assert engine.state == "ready", "the third one was not given it"
+        jobs = make_jobs(20)
+        check_answers(jobs, await collect(engine, jobs))
 
 
-def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None:
+async def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None:
     """Killed by somebody, so the jobs are to blame for neither; the third one has its own."""
 
-    async def work() -> None:
-        async with started(make_spec(replicas=3, delay_s=600.0)) as engine:
-            call = asyncio.create_task(collect(engine, make_jobs(1)))
-            for _ in range(2):
-                await until(lambda: any(own.jobs for own in engine._queue.replicas))
-                (number,) = [own.number for own in engine._queue.replicas if own.jobs]
-                kill(engine, number)
-                await until(lambda n=number: not engine._queue.replicas[n].jobs)
-            with pytest.raises(APIError) as caught:
-                await asyncio.wait_for(call, 60)
-            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
-
-    on_loop(work)
+    async with started(make_spec(replicas=3, delay_s=600.0)) as engine:
+        call = asyncio.create_task(collect(engine, make_jobs(1)))
+        for _ in range(2):
+            await until(lambda: any(own.jobs for own in engine._queue.replicas))
+            (number,) = [own.number for own in engine._queue.replicas if own.jobs]
+            kill(engine, number)
+            await until(lambda n=number: not engine._queue.replicas[n].jobs)
+        with refused("engine_restarting", retryable=True):
+            await asyncio.wait_for(call, 60)
 
 
-def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
+async def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
     """One that has shown nothing yet is run again, and comes whole."""
 
-    async def work() -> None:
-        async with started(make_spec(delay_s=0.5)) as engine:
-            tokens = np.arange(5, dtype=np.int32)
-            job = GenerateJob(tokens, 4, stream=True, seed=1)
-            shown, hidden = (asyncio.create_task(collect(engine, [job])) for _ in range(2))
-            await until(lambda: sum(len(own.jobs) for own in engine._queue.replicas) == 2)
-            first = min(n for own in engine._queue.replicas for n in own.jobs)
-            piece = fake_generation(job)[0]
-            for number, own in enumerate(engine.replicas):
-                if first in engine._queue.replicas[number].jobs:
-                    engine._deliver(own, ResultPart([first], [piece], 0.0))
-                    kill(engine, number)
-            with pytest.raises(APIError) as caught:
-                await asyncio.wait_for(shown, 60)
-            assert caught.value.code == "engine_restarting"
-            found = await asyncio.wait_for(hidden, 60)
-            assert len(found[0]) == 4
-
-    on_loop(work)
+    async with started(make_spec(delay_s=0.5)) as engine:
+        tokens = np.arange(5, dtype=np.int32)
+        job = GenerateJob(tokens, 4, stream=True, seed=1)
+        shown, hidden = (asyncio.create_task(collect(engine, [job])) for _ in range(2))
+        await until(lambda: sum(len(own.jobs) for own in engine._queue.replicas) == 2)
+        first = min(n for own in engine._queue.replicas for n in own.jobs)
+        piece = fake_generation(job)[0]
+        for number, own in enumerate(engine.replicas):
+            if first in engine._queue.replicas[number].jobs:
+                engine._deliver(own, ResultPart([first], [piece], 0.0))
+                kill(engine, number)
+        with refused("engine_restarting"):
+            await asyncio.wait_for(shown, 60)
+        found = await asyncio.wait_for(hidden, 60)
+        assert len(found[0]) == 4
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
-    async def work() -> None:
-        async with started(make_spec(delay_s=0.3)) as engine:
-            job = GenerateJob(np.arange(5, dtype=np.int32), 4, stream=True, seed=1)
-            calls = [asyncio.create_task(collect(engine, [job])) for _ in range(4)]
-            await until(lambda: all(own.jobs for own in engine._queue.replicas))
-            kill(engine, number)
-            for call in calls:
-                found = await asyncio.wait_for(call, 60)
-                assert [len(piece.token_ids) for piece in found[0]] == [1, 1, 1, 1]
-
-    on_loop(work)
+async def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
+    async with started(make_spec(delay_s=0.3)) as engine:
+        job = GenerateJob(np.arange(5, dtype=np.int32), 4, stream=True, seed=1)
+        calls = [asyncio.create_task(collect(engine, [job])) for _ in range(4)]
+        await until(lambda: all(own.jobs for own in engine._queue.replicas))
+        kill(engine, number)
+        for call in calls:
+            found = await asyncio.wait_for(call, 60)
+            assert [len(piece.token_ids) for piece in found[0]] == [1, 1, 1, 1]
 
 
-def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
-    async def work() -> None:
-        async with started(make_spec(delay_s=0.05)) as engine:
-            reading = asyncio.create_task(collect(engine, make_jobs(2000)))
-            await until(lambda: all(own.jobs for own in engine._queue.replicas))
-            kill(engine, 0)
-            kill(engine, 1)
-            with pytest.raises(APIError) as caught:
-                await asyncio.wait_for(reading, 60)
-            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
-            assert not engine.ready.is_set()
-            await until(lambda: engine.state == "ready")
-
-    on_loop(work)
+async def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
+    async with started(make_spec(delay_s=0.05)) as engine:
+        reading = asyncio.create_task(collect(engine, make_jobs(2000)))
+        await until(lambda: all(own.jobs for own in engine._queue.replicas))
+        kill(engine, 0)
+        kill(engine, 1)
+        with refused("engine_restarting", retryable=True):
+            await asyncio.wait_for(reading, 60)
+        assert not engine.ready.is_set()
+        await until(lambda: engine.state == "ready")
 
 
-def test_each_replica_runs_on_its_share_of_the_cores() -> None:
-    async def work() -> None:
-        async with started(make_spec()) as engine:
-            own = []
-            for replica in engine.replicas:
-                assert replica.process is not None
-                assert replica.process._pid is not None
-                own.append(os.sched_getaffinity(replica.process._pid))
-            cores = os.sched_getaffinity(0)
-            assert own[0] | own[1] <= cores
-            assert len(own[0]) == len(own[1]) == max(1, len(cores) // 2)
-            if len(cores) > 1:
-                assert own[0].isdisjoint(own[1])
-
-    on_loop(work)
+async def test_each_replica_runs_on_its_share_of_the_cores() -> None:
+    async with started(make_spec()) as engine:
+        own = [os.sched_getaffinity(replica.process._pid) for replica in engine.replicas]
+        cores = os.sched_getaffinity(0)
+        assert own[0] | own[1] <= cores
+        assert len(own[0]) == len(own[1]) == max(1, len(cores) // 2)
+        if len(cores) > 1:
+            assert own[0].isdisjoint(own[1])
 
 
 def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:

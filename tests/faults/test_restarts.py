@@ -94,7 +94,6 @@ def test_a_required_model_that_is_given_up_ends_the_server(tmp_path: Path) -> No
     config = {"models": models, "max_restarts": 0}
     with running(config, tmp_path) as server:
         server.wait_until_ready()
-        assert server.process is not None
         os.kill(find_engines(server)[0], signal.SIGKILL)
         assert server.process.wait(60) == 3
         assert "The required model needed was given up" in server.lines[-1]
@@ -113,18 +112,13 @@ def test_a_model_that_is_given_up_can_leave_the_server_up(tmp_path: Path, case: 
         os.kill(find_engine(server), signal.SIGKILL)
         wait_for_state(server, "spare", "failed")
         time.sleep(0.5)
-        assert server.process is not None
         assert server.process.poll() is None
         answer = score(server, "spare")
         assert (answer.status_code, answer.json()["retryable"]) == (500, False)
         assert "given up" in answer.json()["detail"]
 
 
-def test_a_start_without_descriptors_is_tried_again() -> None:
-    asyncio.run(start_without_descriptors())
-
-
-async def start_without_descriptors() -> None:
+async def test_a_start_without_descriptors_is_tried_again() -> None:
     handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.2))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/proc/self/fd").iterdir()))
@@ -145,11 +139,7 @@ async def start_without_descriptors() -> None:
         await handle.close()
 
 
-def test_nothing_of_a_dead_engine_is_left() -> None:
-    asyncio.run(restart_and_count())
-
-
-async def restart_and_count() -> None:
+async def test_nothing_of_a_dead_engine_is_left() -> None:
     handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
     most_files, most_threads = 10_000, 10_000
@@ -169,7 +159,6 @@ async def restart_and_count() -> None:
                 await asyncio.sleep(0.1)
                 most_files, most_threads = count()
             (replica,) = handle.replicas
-            assert replica.process is not None
             replica.process.kill()
             restarts = handle.restarts
             while handle.restarts == restarts:

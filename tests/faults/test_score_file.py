@@ -42,7 +42,6 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
 
 def kill(server: Server) -> None:
     """End a server and its engines at once."""
-    assert server.process is not None
     if server.process.poll() is None:
         os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()

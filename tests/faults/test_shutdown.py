@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,8 @@ from tests.faults.processes import (
     find_engine,
     find_family,
     is_alive,
+    open_request,
+    read_all,
     running,
     score,
     signal_all,
@@ -45,14 +46,12 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def signal_group(server: Server, number: int) -> None:
     """Send a signal to everything of the server's: group, engines and what these started."""
-    assert server.process is not None
     family = find_family(server)
     os.killpg(server.process.pid, number)
     signal_all(family, number)  # as systemd does: the whole control group
 
 
 def wait_for_end(server: Server) -> int:
-    assert server.process is not None
     return server.process.wait(60)
 
 
@@ -97,8 +96,8 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
             timeout=60,
         )
         with (
-            upload(server, "/perplexity/stream", b"Some ") as text,
-            upload(server, "/logprob", b'{"items": ') as body,
+            open_request(server, "POST /perplexity/stream", b"Some ", 100) as text,
+            open_request(server, "POST /logprob", b'{"items": ', 100) as body,
         ):
             wait_for_jobs(server, "fake", 3)
             signal_group(server, signal.SIGTERM)
@@ -111,22 +110,6 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
                 assert b" 503 " in answer.splitlines()[0], answer
                 assert b'"engine_restarting"' in answer
     assert wait_for_end(server) == 0
-
-
-def upload(server: Server, path: str, start: bytes) -> socket.socket:
-    """A request whose body has begun."""
-    url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port), 60)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + start)
-    return connection
-
-
-def read_all(connection: socket.socket) -> bytes:
-    answer = b""
-    while piece := connection.recv(65536):
-        answer += piece
-    return answer
 
 
 @pytest.mark.parametrize("server", [ENDLESS], indirect=True)
@@ -154,7 +137,6 @@ def test_no_engine_outlives_a_server_that_is_killed(server: Server, state: str) 
             wait_for_jobs(server, "fake")
         if state == "stopped":
             engine.suspend()
-        assert server.process is not None
         server.process.kill()
         server.process.wait()
     wait_for(lambda: not is_alive(engine), 20)

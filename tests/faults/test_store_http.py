@@ -2,9 +2,8 @@
 
 import concurrent.futures
 import json
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,13 @@ from safetensors.numpy import save
 from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.conftest import Server, ServerFactory, fake_model
 from tests.faults.keys import add_key, connect, serve
-from tests.faults.processes import wait_for
+from tests.faults.processes import (
+    forget_peak,
+    open_request,
+    read_memory,
+    read_metric,
+    wait_for,
+)
 
 VECTOR = LayerVectors({1: np.arange(1, 17)}).content
 INVALID = b"no vector" * 20
@@ -38,19 +43,6 @@ def small(tmp_path: Path) -> Iterator[tuple[Server, httpx.Client]]:
         yield server, http
 
 
-@contextmanager
-def open_half(server: Server, http: httpx.Client, name: str, header: str) -> Iterator[None]:
-    """Begin an upload, and send nothing of it."""
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port)) as connection:
-        lines = [
-            f"PUT /vectors/{name} HTTP/1.1", f"Host: {url.host}", header,
-            f"Authorization: {http.headers['authorization']}", "", "",
-        ]  # fmt: skip
-        connection.sendall("\r\n".join(lines).encode())
-        yield
-
-
 def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
     small: tuple[Server, httpx.Client], tmp_path: Path
 ) -> None:
@@ -60,8 +52,9 @@ def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
     assert http.get("/vectors").json()["max_bytes"] == ROOM
     with ExitStack() as opened:
         for number in range(4):
-            header = f"Content-Length: {ROOM // 4}"
-            opened.enter_context(open_half(server, http, f"half{number}", header))
+            line, key = f"PUT /vectors/half{number}", http.headers["authorization"]
+            half = open_request(server, line, b"", ROOM // 4, f"Authorization: {key}")
+            opened.enter_context(half)
         wait_for(lambda: len(list((tmp_path / "store" / "uploads").glob("*.part"))) == 4)
         answer = http.put("/vectors/b", content=INVALID)
         assert (answer.status_code, "running uploads" in answer.text) == (429, True)
@@ -83,27 +76,11 @@ def large(start_server: ServerFactory) -> Server:
     return server
 
 
-def read_memory(server: Server, field: str) -> int:
-    """Return a field of the server's memory in bytes: VmRSS, or VmHWM, its highest."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
-
-
-def count_requests(server: Server) -> float:
-    """Requests that are not answered, this one among them."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return float(text.partition("\nlogsteer_requests_in_flight ")[2].partition("\n")[0])
-
-
-def forget_peak(server: Server) -> int:
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-    return read_memory(server, "VmRSS")
-
-
 def test_a_sum_of_many_parts_takes_the_room_of_three(large: Server) -> None:
     """64 parts took 64 vectors' room, and more: 5.6 GB."""
     parts = [{"name": "large", "weight": 1.0 + n} for n in range(64)]
-    before = forget_peak(large)
+    forget_peak(large)
+    before = read_memory(large, "VmRSS")
     url = f"{large.url}/vectors/sum/combine"
     answer = httpx.post(url, json={"vectors": parts, "overwrite": True}, timeout=300)
     assert answer.status_code == 200, answer.text
@@ -129,7 +106,7 @@ def test_many_sums_of_one_caller_keep_nobody_waiting(large: Server) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         calls = [pool.submit(combine, number) for number in range(16)]
-        wait_for(lambda: count_requests(large) > 16)
+        wait_for(lambda: read_metric(large, "requests_in_flight") > 16)
         assert httpx.get(f"{large.url}/vectors", timeout=60).status_code == 200
         assert not all(call.done() for call in calls), "it was answered after them"
         statuses = {call.result() for call in calls}

@@ -83,8 +83,7 @@ def put_adapter(client: httpx.Client, name: str, seed: int, **query: str) -> Any
 def score(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/logprob", json={"items": [ITEM], **fields})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
 def read_logprob(found: dict[str, Any]) -> float:

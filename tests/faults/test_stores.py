@@ -22,6 +22,7 @@ from logsteer_server.stores.store import OVERRIDES, Store
 from logsteer_server.stores.threads import FairTurns, StoreThreads
 from tests.conftest import ROOT
 from tests.faults.disk import CallCounter, Files, Recorder, fail_calls, list_states, record_calls
+from tests.refusals import refused
 from tests.server.store_cases import make_content, put_content, read_state
 
 MIB = 2**20
@@ -200,7 +201,6 @@ def test_a_killed_server_has_all_that_it_acknowledged(tmp_path: Path, seed: int)
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
-    assert process.stdout is not None
     told = [process.stdout.readline() for _ in range(12 + seed)]
     process.kill()
     told += process.stdout.readlines()
@@ -226,9 +226,8 @@ def test_a_full_disk_is_told_and_nothing_changes(tmp_path: Path, limit: int) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         for name in ("a", "c"):
-            with pytest.raises(APIError, match="make room on it") as caught:
+            with refused("internal", "make room on it", status=507):
                 put_content(store, name, content)
-            assert (caught.value.code, caught.value.status) == ("internal", 507)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_state(store) == BEFORE
@@ -282,7 +281,7 @@ def test_an_upload_that_is_given_up_is_written_no_more(tmp_path: Path) -> None:
     assert store.room.reserved == 0
 
 
-def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
+async def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
     release = threading.Event()
     ended: list[int] = []
 
@@ -290,22 +289,18 @@ def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
         release.wait(60)
         ended.append(number)
 
-    async def run() -> None:
-        threads = StoreThreads(2, 4)
-        calls = [asyncio.create_task(threads.run(work, number)) for number in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(APIError, match="stores are busy") as caught:
-            await threads.run(work, 9)
-        assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
-        assert await asyncio.to_thread(lambda: "done") == "done"  # the pool of everybody else
-        calls[3].cancel()  # it waits still, and never runs
-        await asyncio.sleep(0)
-        release.set()
-        await asyncio.gather(*calls[:3])
-        await threads.run(work, 5)
-        threads.close()
-
-    asyncio.run(run())
+    threads = StoreThreads(2, 4)
+    calls = [asyncio.create_task(threads.run(work, number)) for number in range(4)]
+    await asyncio.sleep(0)
+    with refused("overloaded", "stores are busy", retryable=True):
+        await threads.run(work, 9)
+    assert await asyncio.to_thread(lambda: "done") == "done"  # the pool of everybody else
+    calls[3].cancel()  # it waits still, and never runs
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*calls[:3])
+    await threads.run(work, 5)
+    threads.close()
     assert sorted(ended) == [0, 1, 2, 5]
 
 

@@ -119,8 +119,7 @@ class HonestEngine(ScriptedHandle):
     def _log_softmax(self, states_TD: np.ndarray) -> np.ndarray:
         logits_TV = states_TD @ self._head_DV
         shifted_TV = logits_TV - logits_TV.max(-1, keepdims=True)
-        found: np.ndarray = shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
-        return found
+        return shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
 
     def _find_cached(self, job: Job) -> int:
         """Tokens of whole blocks that were read before, in front of the first row."""

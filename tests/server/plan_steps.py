@@ -13,5 +13,4 @@ def finish(steps: Steps[T]) -> T:
         try:
             next(steps)
         except StopIteration as stop:
-            result: T = stop.value
-            return result
+            return stop.value

@@ -10,7 +10,7 @@ import pytest
 
 from logsteer.errors import APIError
 from logsteer.schemas import PerplexityRequest, SweepRequest
-from logsteer_server.contract.jobs import Job, JobFailure, JobResult, ScoreJob
+from logsteer_server.contract.jobs import Job, JobFailure, JobResult
 from logsteer_server.engines.fake import fake_scores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
@@ -33,7 +33,6 @@ TEXT = "Once upon a time there was a capital of France, and it was a long way of
 
 def score_or_fail(job: Job) -> Sequence[JobResult]:
     """Writes what is to be exported, as engines do; fails on a comparison."""
-    assert isinstance(job, ScoreJob)
     for file in (job.export, job.reference):
         assert file is None or Path(file).stat().st_size == 4 * len(job.targets) * INFO.vocab_size
     return fake_scores(job)
@@ -70,7 +69,6 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
 
     def answer(job: Job) -> Sequence[JobResult]:
         seen.append([path for path in tmp_path.rglob("*") if path.is_file()])
-        assert isinstance(job, ScoreJob)
         if end == "fail" and job.reference is not None:
             return [JobFailure("internal", "told to fail")]
         return score_or_fail(job)
@@ -100,7 +98,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
     assert model.admission.pending == reference.admission.pending == 0
 
 
-def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
+async def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both models: the first part is not the largest, as its window scores more tokens."""
@@ -110,13 +108,10 @@ def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
     model, reference = make_model(own, 10_000), make_model(other, 10_000, model_id="other")
     task = compare(model, reference, context_length=64, stride=16, stream=True)
 
-    async def run() -> list[tuple[str, int, int]]:
-        return [
-            (event.name, model.admission.pending, reference.admission.pending)
-            async for event in Run(task, Capacity(settings)).events()
-        ]
-
-    found = asyncio.run(run())
+    found = [
+        (event.name, model.admission.pending, reference.admission.pending)
+        async for event in Run(task, Capacity(settings)).events()
+    ]
     sizes = [sum(job.num_positions for job in call) for call in own.calls]
     assert len(sizes) > 2
     assert max(sizes) > sizes[0]

@@ -7,24 +7,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from logsteer_server.contract.engine import DeviceMemory
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm import engine as engine_module
 from logsteer_server.engines.vllm.engine import VllmEngine
 from tests.conftest import ServerFactory, vllm_model
-from tests.faults.processes import wait_for
+from tests.faults.processes import read_metric, wait_for
 
 PROMPTS = [[5 + n, 6, 7, 8 + n] for n in range(24)]
 TOKENS = 250
 HELD, FREE, SIZE = 6 * 2**30, 2 * 2**30, 8 * 2**30
-
-
-def read_counter(url: str, name: str) -> float:
-    """The sum over the samples of a counter."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
-    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 @pytest.mark.engine
@@ -42,10 +35,10 @@ def test_preemptions_of_a_small_cache_are_counted(start_server: ServerFactory) -
         return [each["completions"][0]["token_ids"] for each in answer.json()["results"]]
 
     (alone,) = draw(PROMPTS[:1])
-    assert read_counter(server.url, "logsteer_engine_preemptions_total") == 0
+    assert read_metric(server, "engine_preemptions_total") == 0
     together = draw(PROMPTS)
     # Readings come with heartbeats.
-    count = wait_for(lambda: read_counter(server.url, "logsteer_engine_preemptions_total"))
+    count = wait_for(lambda: read_metric(server, "engine_preemptions_total"))
     print(f"\n{count:.0f} preemptions of {len(PROMPTS)} sequences of {TOKENS} tokens")
     assert [len(ids) for ids in together] == [TOKENS] * len(PROMPTS)
     assert together[0] == alone

@@ -12,9 +12,9 @@ import pytest
 from logsteer import Client
 from logsteer.errors import APIError, AuthenticationError, DeadlineError
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import wait_for
+from tests.faults.processes import open_request, wait_for
 from tests.held import HOLD, held, may_hold
-from tests.server.test_metrics import Readings
+from tests.server.test_observation import Readings
 
 CRASH, FAIL = 77, 78
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
@@ -128,13 +128,10 @@ def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(
 def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server, hold: Path) -> None:
     before = count_ended(server)
     items = work(100, 10, HOLD)
-    request = httpx.Request("POST", server.url, json={"model": "slow", "items": items})
-    head = f"POST /logprob HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(request.content)}\r\n\r\n"
-    address = str(httpx.URL(server.url).host), port_of(server)
+    content = httpx.Request("POST", server.url, json={"model": "slow", "items": items}).content
+    key = f"Authorization: Bearer {KEY}"
     with held(hold):
-        with socket.create_connection(address) as leaving:
-            leaving.sendall(head.encode() + request.content)
+        with open_request(server, "POST /logprob", content, None, key):
             wait_for_tokens(server, 1000)
         wait_for(lambda: count_ended(server) != before)
         assert count_ended(server) == before | {"499": before["499"] + 1}, (
@@ -151,10 +148,6 @@ def count_ended(server: Server) -> dict[str, float]:
         status: now("requests_total", path="/logprob", status=status)
         for status in ("200", "499", "504")
     }
-
-
-def port_of(server: Server) -> int:
-    return httpx.URL(server.url).port or 80
 
 
 def test_a_long_call_does_not_keep_a_short_one_waiting(

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -372,10 +372,6 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def script(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 4 * LIMIT_S))
-
-
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is on its way here that a replaced model would have to wait for; only the version
@@ -391,101 +387,83 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_change_ends_as_the_table_says(rule: str) -> None:
+async def test_a_change_ends_as_the_table_says(rule: str) -> None:
     beside, lines = RULES[rule]
 
-    async def test() -> None:
-        machine = None
-        for line in lines.strip().splitlines():
-            verb, text, told = re.fullmatch(r" *(\S+(?: first)?) +(.*?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
-            if machine is None:
-                machine = Machine(read_models(text), reload_beside=beside)
-                await machine.begin()
-            else:
-                await machine.do(verb, text, told or "")
-
-    script(test)
+    machine = None
+    for line in lines.strip().splitlines():
+        verb, text, told = re.fullmatch(r" *(\S+(?: first)?) +(.*?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
+        if machine is None:
+            machine = Machine(read_models(text), reload_beside=beside)
+            await machine.begin()
+        else:
+            await machine.do(verb, text, told or "")
 
 
-def test_a_card_says_what_became_of_its_replacement() -> None:
-    async def test() -> None:
-        machine = Machine([model("a")], reload_beside="always")
-        await machine.begin()
-        await machine.reload(model("a", "unreadable"))
-        found = machine.models.by_id["a"]
-        await until(lambda: found.note == "its replacement failed: no such directory")
-        await machine.reload(model("a", "B"))
-        await until(lambda: found.note == "its replacement loads")
-        await machine.reload(model("a"))
-        await until(lambda: found.note == "")
-
-    script(test)
+async def test_a_card_says_what_became_of_its_replacement() -> None:
+    machine = Machine([model("a")], reload_beside="always")
+    await machine.begin()
+    await machine.reload(model("a", "unreadable"))
+    found = machine.models.by_id["a"]
+    await until(lambda: found.note == "its replacement failed: no such directory")
+    await machine.reload(model("a", "B"))
+    await until(lambda: found.note == "its replacement loads")
+    await machine.reload(model("a"))
+    await until(lambda: found.note == "")
 
 
-def test_who_asks_meanwhile_is_told_why_and_a_second_change_is_refused() -> None:
-    async def test() -> None:
-        machine = Machine([model("a"), model("b")])
-        await machine.begin()
-        asked = machine.models.by_id["a"].admission.enter()
-        await machine.reload(model("b"))
-        await until(lambda: "a" not in machine.models.by_id)
-        await machine.reload(model("a"), model("b"))
-        with pytest.raises(APIError, match="has to end first") as caught:
-            machine.models.by_id["a"].require()
-        assert caught.value.retryable
-        with pytest.raises(APIError, match="Another change of model a"):
-            await machine.changes.unload(machine.models.by_id["a"], 0.0)
-        asked.release()
-
-    script(test)
+async def test_who_asks_meanwhile_is_told_why_and_a_second_change_is_refused() -> None:
+    machine = Machine([model("a"), model("b")])
+    await machine.begin()
+    asked = machine.models.by_id["a"].admission.enter()
+    await machine.reload(model("b"))
+    await until(lambda: "a" not in machine.models.by_id)
+    await machine.reload(model("a"), model("b"))
+    with pytest.raises(APIError, match="has to end first") as caught:
+        machine.models.by_id["a"].require()
+    assert caught.value.retryable
+    with pytest.raises(APIError, match="Another change of model a"):
+        await machine.changes.unload(machine.models.by_id["a"], 0.0)
+    asked.release()
 
 
-def test_required_alone_changes_what_loads_without_a_new_start() -> None:
-    async def test() -> None:
-        machine = Machine([model("a")], reload_beside="always")
-        await machine.begin()
-        await machine.reload(model("a", "B"), model("c"))
-        await until(lambda: len(machine.running) == 3)
-        b, c = machine.find("a=B"), machine.find("c=A")
-        report = await machine.reload(model("a", "B", required=False), model("c", required=False))
-        assert (report.replaced, sorted(report.pending)) == (["a", "c"], ["a", "c"])
-        b.come_up()
-        c.come_up()
-        await until(lambda: not report.pending)
-        assert [own.settings.required for own in machine.models.by_id.values()] == [False, False]
-        assert machine.running == ["a=B", "c=A"]
-        assert (machine.find("a=B"), report.failed) == (b, {})
-
-    script(test)
+async def test_required_alone_changes_what_loads_without_a_new_start() -> None:
+    machine = Machine([model("a")], reload_beside="always")
+    await machine.begin()
+    await machine.reload(model("a", "B"), model("c"))
+    await until(lambda: len(machine.running) == 3)
+    b, c = machine.find("a=B"), machine.find("c=A")
+    report = await machine.reload(model("a", "B", required=False), model("c", required=False))
+    assert (report.replaced, sorted(report.pending)) == (["a", "c"], ["a", "c"])
+    b.come_up()
+    c.come_up()
+    await until(lambda: not report.pending)
+    assert [own.settings.required for own in machine.models.by_id.values()] == [False, False]
+    assert machine.running == ["a=B", "c=A"]
+    assert (machine.find("a=B"), report.failed) == (b, {})
 
 
-def test_of_reloads_at_once_the_last_one_counts() -> None:
-    async def test() -> None:
-        machine = Machine([model("a")], reload_beside="always")
-        await machine.begin()
-        reloads = []
-        for version in "BCDE":
-            reloads.append(asyncio.create_task(machine.reload(model("a", version))))
-            await asyncio.sleep(0)
-        await asyncio.gather(*reloads)
-        await until(lambda: machine.running == ["a=A", "a=E"])
-        machine.find("a=E").come_up()
-        await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
-        await machine.reload(model("b"), model("a", "E"))
-        assert list(machine.models.by_id) == ["b", "a"], "as the configuration has them"
-
-    script(test)
+async def test_of_reloads_at_once_the_last_one_counts() -> None:
+    machine = Machine([model("a")], reload_beside="always")
+    await machine.begin()
+    reloads = []
+    for version in "BCDE":
+        reloads.append(asyncio.create_task(machine.reload(model("a", version))))
+        await asyncio.sleep(0)
+    await asyncio.gather(*reloads)
+    await until(lambda: machine.running == ["a=A", "a=E"])
+    machine.find("a=E").come_up()
+    await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
+    await machine.reload(model("b"), model("a", "E"))
+    assert list(machine.models.by_id) == ["b", "a"], "as the configuration has them"
 
 
-def test_loads_at_once_start_one_engine() -> None:
-    async def test() -> None:
-        machine = Machine([model("a")])
-        await machine.begin()
-        own = machine.models.by_id["a"]
-        await machine.changes.unload(own, LIMIT_S)
-        await asyncio.gather(*(machine.changes.load(own, 0.0) for _ in range(3)))
-        assert machine.running == ["a=A"]
-        machine.find("a=A").come_up()
-        await until(lambda: own.is_ready)
-
-    script(test)
+async def test_loads_at_once_start_one_engine() -> None:
+    machine = Machine([model("a")])
+    await machine.begin()
+    own = machine.models.by_id["a"]
+    await machine.changes.unload(own, LIMIT_S)
+    await asyncio.gather(*(machine.changes.load(own, 0.0) for _ in range(3)))
+    assert machine.running == ["a=A"]
+    machine.find("a=A").come_up()
+    await until(lambda: own.is_ready)

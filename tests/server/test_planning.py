@@ -90,38 +90,31 @@ def test_what_cannot_be_covered_ends_the_steps(capacity: Capacity) -> None:
     assert tokens.pending == 0
 
 
-def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
-    async def run() -> int:
-        names: list[str] = []
-        long = [
-            asyncio.create_task(advance(capacity, count_up(1000, SLICE_S, names)))
-            for _ in range(10)
-        ]
-        while not any(name.startswith("planning-long") for name in names):
-            await asyncio.sleep(SLICE_S)
-        before = len(names)
-        await advance(capacity, count_up(1))
-        waited = len(names) - before
-        for task in long:
-            task.cancel()
-        await asyncio.gather(*long, return_exceptions=True)
-        return waited
-
-    assert asyncio.run(asyncio.wait_for(run(), 60)) < 200, "of their 10,000 steps"
-
-
-def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
-    async def run() -> int:
-        ran: list[str] = []
-        task = asyncio.create_task(advance(capacity, count_up(10_000, SLICE_S, ran)))
-        await asyncio.sleep(5 * SLICE_S)
+async def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
+    names: list[str] = []
+    long = [
+        asyncio.create_task(advance(capacity, count_up(1000, SLICE_S, names))) for _ in range(10)
+    ]
+    while not any(name.startswith("planning-long") for name in names):
+        await asyncio.sleep(SLICE_S)
+    before = len(names)
+    await advance(capacity, count_up(1))
+    waited = len(names) - before
+    for task in long:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        done = len(ran)
-        await asyncio.sleep(5 * SLICE_S)
-        return len(ran) - done
+    await asyncio.gather(*long, return_exceptions=True)
+    assert waited < 200, "of their 10,000 steps"
 
-    assert asyncio.run(run()) <= 1
+
+async def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
+    ran: list[str] = []
+    task = asyncio.create_task(advance(capacity, count_up(10_000, SLICE_S, ran)))
+    await asyncio.sleep(5 * SLICE_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    done = len(ran)
+    await asyncio.sleep(5 * SLICE_S)
+    assert len(ran) - done <= 1
 
 
 def make_planner(capacity: Capacity) -> Planner:
@@ -170,14 +163,11 @@ def test_long_texts_are_encoded_in_a_thread_of_their_own(capacity: Capacity) -> 
         planner.cover_text(capacity.settings.max_text_chars + 1)
 
 
-def test_long_work_leaves_the_threads_of_short_plans_alone(capacity: Capacity) -> None:
+async def test_long_work_leaves_the_threads_of_short_plans_alone(capacity: Capacity) -> None:
     go_on = threading.Event()
 
-    async def run() -> None:
-        long = [asyncio.create_task(capacity.call_long(go_on.wait, 60)) for _ in range(2 * THREADS)]
-        await asyncio.sleep(0)
-        assert await capacity.call(int, "7") == 7
-        go_on.set()
-        assert all(await asyncio.gather(*long)), "the short one was answered before they ended"
-
-    asyncio.run(run())
+    long = [asyncio.create_task(capacity.call_long(go_on.wait, 60)) for _ in range(2 * THREADS)]
+    await asyncio.sleep(0)
+    assert await capacity.call(int, "7") == 7
+    go_on.set()
+    assert all(await asyncio.gather(*long)), "the short one was answered before they ended"

@@ -38,11 +38,6 @@ def request(
     return ReadRequest(prompt_len, 1, first_kept, where, conditions)
 
 
-def components_of(sequence: SequenceReadings) -> list[float]:
-    taken = sequence.take()
-    return [] if taken is None else taken.values_TGR[:, 0, 0].tolist()
-
-
 def test_components_are_those_of_the_docstring() -> None:
     read = read_components(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
     assert read.tolist() == [[3.0, 5.0]]
@@ -66,7 +61,6 @@ def test_tokens_that_are_read_again_count_once() -> None:
     sequence.add(0, values(0.7, 0.9, 0.1, 0.8, 0.6))  # preempted: from the start once more
     assert sequence.passed == (3,)
     taken = sequence.take()
-    assert taken is not None
     assert taken.first == 0
     assert np.allclose(taken.values_TGR[:, 0, 0], [0.7, 0.9, 0.1, 0.8, 0.6])
     assert sequence.take() is None
@@ -97,7 +91,7 @@ def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> Non
     sequence = SequenceReadings(asked)
     sequence.add(0, values(0.9, 0.9, 0.9, 0.1))
     assert sequence.passed == (1,)
-    assert np.allclose(components_of(sequence), [0.9, 0.9, 0.1])
+    assert np.allclose(components(sequence.take().values_TGR), [0.9, 0.9, 0.1])
     nothing = SequenceReadings(request(2, HIGH, first_kept=None))
     nothing.add(0, values(0.9))
     assert (nothing.passed, nothing.take()) == ((1,), None)
@@ -123,7 +117,6 @@ def test_the_example_of_the_recorder() -> None:
         recorder.record(torch.from_numpy(values(0.2 + step)))
     assert steps[0] is steps[1] is steps[2]
     taken = recorder.take("a")
-    assert taken is not None
     assert np.allclose(taken.values_TGR[:, 0, 0], [0.1, 0.9, 0.2, 1.2, 2.2])
     assert recorder.read_passed("a", 99) == (4,)
     recorder.end("a")
@@ -146,7 +139,6 @@ def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
             if asks_often:
                 recorder.read_passed("a", 99)
         taken = recorder.take("a")
-        assert taken is not None
         results.append((recorder.read_passed("a", 99), taken.first, components(taken.values_TGR)))
     assert results[0] == results[1]
     assert results[0][0] == (3, 3)
@@ -166,7 +158,6 @@ def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     third = recorder.find(["a"], np.array([0, 1]), np.array([7]))
     assert third.sources_r.tolist() == [DECIDED]
     taken = recorder.take("a")
-    assert taken is not None
     assert (taken.first, len(taken.values_TGR)) == (4, 3)
     assert recorder.read_passed("a", 99) == (0,)
 
@@ -185,15 +176,13 @@ def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
     recorder.record(torch.from_numpy(values(0.0, 7.0)))
     assert recorder.read_passed("b", 99) == (2,)
     taken = recorder.take("c")
-    assert taken is not None
     assert (taken.first, components(taken.values_TGR)) == (1, [7.0])
     assert recorder.take("b") is None
 
 
 def components(values_TGR: np.ndarray) -> list[float]:
     """The components that one probe has read."""
-    found: list[float] = values_TGR[:, 0, 0].tolist()
-    return found
+    return values_TGR[:, 0, 0].tolist()
 
 
 def test_the_last_of_as_many_conditions_as_there_may_be_is_kept() -> None:

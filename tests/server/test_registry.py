@@ -1,7 +1,7 @@
 """Resident models: found by id, ready or not, and jobs that the result cache spares the engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.text.windows import Windowing
 from tests.own_time import run_in_own_time
+from tests.refusals import refused
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
 
 
@@ -54,9 +55,8 @@ class TestFind:
 
     def test_the_only_one_need_not_be_named(self) -> None:
         assert registry("a").find(None).id == "a"
-        with pytest.raises(APIError, match="name one of them as model: a, b") as caught:
+        with refused("invalid_request", "name one of them as model: a, b", param="model"):
             registry("a", "b").find(None)
-        assert (caught.value.code, caught.value.param) == ("invalid_request", "model")
 
     def test_of_several_the_default_need_not_be_named(self) -> None:
         models = [
@@ -69,9 +69,8 @@ class TestFind:
 
     @pytest.mark.parametrize("name", ["c", "", "A"])
     def test_an_unknown_id_is_told_which_there_are(self, name: str) -> None:
-        with pytest.raises(APIError, match="these are: a, b") as caught:
+        with refused("unknown_model", "these are: a, b", param="model"):
             registry("a", "b").find(name)
-        assert (caught.value.code, caught.value.param) == ("unknown_model", "model")
 
 
 class TestReadiness:
@@ -80,9 +79,8 @@ class TestReadiness:
         model._codec = None
         assert not model.is_ready
         assert model.describe().state == "loading"
-        with pytest.raises(APIError, match="tokenizer") as caught:
+        with refused("model_loading", "tokenizer", retry_after=2):
             model.require()
-        assert (caught.value.code, caught.value.retry_after) == ("model_loading", 2)
         asyncio.run(model.load_codec())
         assert model.is_ready
         assert model.require()[0].digest == load_codec().digest
@@ -103,7 +101,6 @@ class TestReadiness:
         assert (card.id, card.state, card.context_length) == ("any", "ready", INFO.context_length)
         assert (card.vocab_size, card.has_chat_template) == (INFO.vocab_size, True)
         assert (card.num_layers, card.hidden_size) == (INFO.num_layers, INFO.hidden_size)
-        assert card.provenance is not None
         assert card.provenance.tokenizer_digest == load_codec().digest
         assert (card.provenance.protocol, card.provenance.context_length) == (None, None)
         told = make_model().provenance(Windowing("exl3", 64, 32, 5), "float64")
@@ -124,10 +121,6 @@ def cached_prefix(job: Job) -> Sequence[JobResult]:
     return [replace(output, cached_tokens=1) for output in answer_as_fake(job)]  # type: ignore[type-var]
 
 
-def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(work())
-
-
 async def compute(model: ResidentModel, jobs: Sequence[Job], cache: bool = True) -> dict[int, Any]:
     return dict(await list_outputs(model, await model.prepare(jobs, cache)))
 
@@ -142,74 +135,62 @@ async def list_outputs(model: ResidentModel, prepared: PreparedJobs) -> list[tup
 
 
 class TestJobs:
-    def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
+    async def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            first = await compute(model, score(1, 2, 3))
-            prepared = await model.prepare(score(3, 4, 1), cache=True)
-            assert sorted(index for index, _ in prepared.hits) == [0, 2]
-            assert prepared.num_known == 2
-            assert prepared.num_tokens == 2, "known jobs take no room"
-            second = dict(await list_outputs(model, prepared))
-            assert sorted(second) == [0, 1, 2]
-            for index, same in ((0, 2), (2, 0)):
-                for name in ("logprob", "rank"):
-                    assert np.array_equal(second[index].columns[name], first[same].columns[name])
-
-        on_loop(work)
+        first = await compute(model, score(1, 2, 3))
+        prepared = await model.prepare(score(3, 4, 1), cache=True)
+        assert sorted(index for index, _ in prepared.hits) == [0, 2]
+        assert prepared.num_known == 2
+        assert prepared.num_tokens == 2, "known jobs take no room"
+        second = dict(await list_outputs(model, prepared))
+        assert sorted(second) == [0, 1, 2]
+        for index, same in ((0, 2), (2, 0)):
+            for name in ("logprob", "rank"):
+                assert np.array_equal(second[index].columns[name], first[same].columns[name])
         assert [len(call) for call in handle.calls] == [3, 1]
 
-    def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
+    async def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
         handle = ScriptedHandle(answer=cached_prefix)
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
-            assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
-            found = await list_outputs(model, prepared)
-            assert sorted(index for index, _ in found) == [0, 1, 2, 3]
-            by_index = dict(found)
-            assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
-            assert by_index[0].columns is by_index[2].columns
-            again = await compute(model, score(1, 2))
-            assert [again[index].cached_tokens for index in range(2)] == [0, 0]
-
-        on_loop(work)
+        prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
+        assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
+        found = await list_outputs(model, prepared)
+        assert sorted(index for index, _ in found) == [0, 1, 2, 3]
+        by_index = dict(found)
+        assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
+        assert by_index[0].columns is by_index[2].columns
+        again = await compute(model, score(1, 2))
+        assert [again[index].cached_tokens for index in range(2)] == [0, 0]
         assert handle.num_jobs == 2
 
     @pytest.mark.parametrize("at_once", [2, 1000])
-    def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
+    async def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
         self, results: ResultCache, monkeypatch: pytest.MonkeyPatch, at_once: int
     ) -> None:
         monkeypatch.setattr(model_module, "STORED_AT_ONCE", at_once)
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            prepared = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
-            async with aclosing(model.run(prepared)) as outputs:
-                for _ in range(3):
-                    await anext(outputs)
-            assert handle.open == 0
-            known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
-            assert sorted(index for index, _ in known.hits) == [0, 1, 2]
+        prepared = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+        async with aclosing(model.run(prepared)) as outputs:
+            for _ in range(3):
+                await anext(outputs)
+        assert handle.open == 0
+        known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+        assert sorted(index for index, _ in known.hits) == [0, 1, 2]
 
-        on_loop(work)
-
-    def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
+    async def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
         self, results: ResultCache
     ) -> None:
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
 
-        async def work() -> None:
-            await compute(model, score(1))
-            known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
-            assert [part.taken_at for part in known] == [None]
-
-        on_loop(work)
+        await compute(model, score(1))
+        known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
+        assert [part.taken_at for part in known] == [None]
         assert len(handle.calls) == 1
 
     def test_finished_work_teaches_how_long_to_wait(self) -> None:

@@ -28,10 +28,7 @@ def across() -> np.ndarray:
 
 
 def at_angle(degrees: float) -> np.ndarray:
-    turned: np.ndarray = NORM * (
-        math.cos(math.radians(degrees)) * U + math.sin(math.radians(degrees)) * across()
-    )
-    return turned
+    return NORM * (math.cos(math.radians(degrees)) * U + math.sin(math.radians(degrees)) * across())
 
 
 ANGLE = math.degrees(math.acos(C / NORM))
@@ -72,10 +69,7 @@ def steer(*vectors: dict[str, object]) -> np.ndarray:
     if site.offset is not None:
         x_TD = x_TD + torch.tensor(site.offset)
     directions_KD, numbers_KP = pack_ops(site.ops, len(site.ops) + 1, WIDTH)
-    changed: np.ndarray = (x_TD + change_stream(x_TD, directions_KD[None], numbers_KP[None]))[
-        0
-    ].numpy()
-    return changed
+    return (x_TD + change_stream(x_TD, directions_KD[None], numbers_KP[None]))[0].numpy()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,8 +23,7 @@ LOGITS_TV = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
 
 def wanted(targets: np.ndarray, **options: Any) -> dict[str, Any]:
     job = ScoreJob(IDS_T, targets, ("logprob", "rank"), **options)
-    described: dict[str, Any] = describe_rows(job, RowSpec.of(job, ()))[SCORE]
-    return described
+    return describe_rows(job, RowSpec.of(job, ()))[SCORE]
 
 
 def make_reader(writes_exports: bool = True) -> RowReader:
@@ -64,7 +63,6 @@ def test_cut_and_preempted_prefills_give_the_rows_of_the_whole(
     parts = [(first, last) for first, last in pairwise(edges) if last <= again]
     parts += list(pairwise([*edges, T]))  # thrown out after `again` tokens, and begun anew
     values = read_parts(make_reader(), wanted(targets), parts)
-    assert values is not None
     spec = RowSpec(("logprob", "rank"))
     rows = unpack(values.numpy().reshape(-1, spec.width), spec)
     assert np.allclose(rows.columns["logprob"], expected(targets, slice(T - count, T)), atol=1e-6)
@@ -73,7 +71,6 @@ def test_cut_and_preempted_prefills_give_the_rows_of_the_whole(
 def test_targets_that_share_a_row_are_all_read_from_the_last() -> None:
     targets = np.array([4, 4, 9], dtype=np.int32)
     values = read_parts(make_reader(), wanted(targets, shares_row=True), [(0, 5), (5, T)])
-    assert values is not None
     found_R = values.numpy().reshape(3, 2)[:, 0]
     assert np.allclose(found_R, expected(targets, [T - 1] * 3), atol=1e-6)
 
@@ -127,7 +124,6 @@ def test_the_costliest_reading_fills_the_bound_and_no_more() -> None:
 
 def test_rows_that_the_prefix_cache_hides_give_none() -> None:
     values = read_parts(make_reader(), wanted(np.arange(5, dtype=np.int32)), [(T - 3, T)])
-    assert values is not None
     assert values.numel() == 0
 
 
@@ -136,7 +132,6 @@ def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
     read_parts(reader, request, [(0, T - 2)])
     reader.keep_only(["other"])
     values = read_parts(reader, request, [(T - 2, T)])
-    assert values is not None
     assert values.numel() == 0, "rows of a request of the same name were taken over"
 
 
@@ -152,7 +147,6 @@ def test_one_rank_alone_writes_a_file_and_every_rank_reads_it(tmp_path: Path) ->
     job = ScoreJob(IDS_T, targets, ("kl",), reference=str(path))
     request = describe_rows(job, RowSpec.of(job, ()))[SCORE]
     values = read_parts(make_reader(False), request, [(0, T)])
-    assert values is not None
     assert np.allclose(values.numpy(), 0, atol=1e-6)
 
 

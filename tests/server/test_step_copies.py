@@ -165,7 +165,6 @@ def test_readings_cross_when_somebody_asks(crossings: Crossings) -> None:
         rank.step()
     assert crossings.take() == (0, 0, 20)  # a gather each
     taken = rank.steering.take_readings("r7")
-    assert taken is not None
     assert len(taken.values_TGR) == PROMPT + 22
     assert crossings.take() == (0, 1, 2)  # the last step's, and all of them joined
     other = rank.steering.take_readings("r8")

@@ -61,8 +61,7 @@ class ToyModel:
             for layer in self.layers:
                 stream_TD = self._read(layer(stream_TD))
         self.outputs |= probe.outputs
-        scores: np.ndarray = self._head(stream_TD).log_softmax(-1)[:, 7].numpy()
-        return scores
+        return self._head(stream_TD).log_softmax(-1)[:, 7].numpy()
 
 
 def find_form(model: ToyModel) -> str:

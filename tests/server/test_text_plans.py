@@ -17,7 +17,6 @@ from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
-    GenerateOutput,
     Policy,
     ScoreJob,
     ScoreOutput,
@@ -39,6 +38,7 @@ from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import Windowing
+from tests.refusals import refused
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import (
     INFO,
@@ -149,9 +149,8 @@ class TestTexts:
     def test_options_that_cannot_be_met_are_named(
         self, options: dict[str, Any], code: str, param: str
     ) -> None:
-        with pytest.raises(APIError) as caught:
+        with refused(code, param=param):
             cut("a cat", **options)
-        assert (caught.value.code, caught.value.param) == (code, param)
 
     def test_a_tokenizer_larger_than_the_model_is_told(self) -> None:
         with pytest.raises(APIError, match="vocabulary ends at"):
@@ -243,7 +242,6 @@ class TestContinuations:
         (job,), _ = continue_(Prompts([[5, 6]]))
         whole = Continuation(replace(job, columns=("rank", "entropy")))
         for piece in fake_generation(whole.job):
-            assert isinstance(piece, GenerateOutput)
             whole.pieces.append(piece)
         assert len(whole.pieces) == 4
         assert whole.token_ids == [5, 6, 5, 6]
@@ -261,7 +259,6 @@ class TestContinuations:
         places = []
         for index, job in enumerate(all_.jobs):
             for piece in fake_generation(job):
-                assert isinstance(piece, GenerateOutput)
                 told = all_.add(index, piece, UNCHANGED)
             places.append((told["prompt"], told["completion"]))
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
@@ -357,9 +354,8 @@ class TestCompletions:
         full = list(range(INFO.context_length))
         assert self.plan(prompt=full, echo=True, logprobs=0, max_tokens=1, temperature=0)
         for prompt, max_tokens in ((full, 1), ([*full, 5], 0)):
-            with pytest.raises(APIError) as caught:
+            with refused("context_too_long"):
                 self.plan(prompt=prompt, echo=True, logprobs=0, max_tokens=max_tokens)
-            assert caught.value.code == "context_too_long"
 
     def test_a_chat_goes_on_to_the_end_of_the_context(self) -> None:
         (turn,) = CHAT

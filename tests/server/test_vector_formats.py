@@ -18,6 +18,7 @@ from logsteer.errors import APIError
 from logsteer_server.stores.formats.gguf_file import parse_gguf, render_gguf
 from logsteer_server.stores.formats.vector_file import read_file, write_file
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout
+from tests.refusals import refused
 
 FILES = Path(__file__).parent / "vector_files"
 RANDOM = np.random.default_rng(0)
@@ -26,9 +27,8 @@ VECTORS = LayerVectors(NUMBERS)
 
 
 def refuse(data: bytes, reason: str, form: Any = None) -> None:
-    with pytest.raises(APIError, match=reason) as caught:
+    with refused("invalid_vector", reason):
         read_file(data, form)
-    assert caught.value.code == "invalid_vector"
 
 
 def save_torch(value: Any) -> bytes:

@@ -1,35 +1,56 @@
-"""Vectors from activations, against their definitions and scikit-learn; and their combinations."""
+"""Vectors from activations, their quality, and their sums, against definitions and scikit-learn."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.covariance import ledoit_wolf
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
-from logsteer.schemas import TrainMethod, TrainRequest
+from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
+from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks import training
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.training import (
     TrainedVectors,
     check_parts,
     combine_layer,
+    find_similar,
     list_sides,
     plan_pairs,
     read_sides,
     train_vectors,
 )
-from logsteer_server.tasks.vector_methods import find_principal_direction
+from logsteer_server.tasks.vector_methods import (
+    Double,
+    FoundDirection,
+    WithinCovariance,
+    compare_layers,
+    describe_validation,
+    find_direction,
+    find_principal_direction,
+    hold_out,
+    judge_direction,
+    plan_folds,
+    recommend,
+)
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
+from tests.refusals import refused
 from tests.server import steering_cases
 from tests.server.plan_steps import finish
+from tests.server.store_cases import ABOUT
 
 WIDTH = 24
 LAYERS = (1, 5)
@@ -47,7 +68,7 @@ def draw(num_pairs: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return positive.astype(np.float32), negative.astype(np.float32)
 
 
-METHODS = ["mean_difference", "pca", "logistic", "lda"]
+METHODS: list[TrainMethod] = ["mean_difference", "pca", "logistic", "lda"]
 
 
 def train(
@@ -84,38 +105,6 @@ def test_pca_is_the_component_of_the_centred_pairs() -> None:
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
 
 
-def test_logistic_is_as_long_as_the_means_are_apart_along_it() -> None:
-    positive, negative = draw()
-    trained = train(positive, negative, "logistic")
-    for place, layer in enumerate(LAYERS):
-        vector = trained.vectors.layers[layer].astype(float)
-        apart = (positive[:, place].astype(float) - negative[:, place]).mean(0)
-        length = np.linalg.norm(vector)
-        assert apart @ vector / length == pytest.approx(length, rel=1e-4)
-
-
-def test_a_logistic_readout_gives_the_regression_s_probability() -> None:
-    positive, negative = draw()
-    positive += 5  # away from 0, so that the centre counts
-    negative += 5
-    trained = train(positive, negative, "logistic").vectors
-    random = np.random.default_rng(1)
-    for place, layer in enumerate(LAYERS):
-        both = np.concatenate([positive[:, place], negative[:, place]]).astype(float)
-        centre, spread = both.mean(0), (both - both.mean(0)).std()
-        labels = np.repeat([1, 0], len(positive))
-        model = LogisticRegression(tol=1e-6, max_iter=1000).fit((both - centre) / spread, labels)
-        x = 5 + 3 * random.standard_normal((50, WIDTH))
-        vector = trained.layers[layer].astype(float)
-        readout = trained.readouts[layer]
-        z = readout.slope * (x @ vector) / np.linalg.norm(vector) + readout.bias
-        expected = model.predict_proba((x - centre) / spread)[:, 1]
-        assert readout.kind == "logistic"
-        assert np.ptp(expected) > 0.5
-        assert np.allclose(1 / (1 + np.exp(-z)), expected, atol=1e-6)
-    assert not train(positive, negative, "pca").vectors.readouts
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_finds_the_axis_and_points_to_the_positives(method: TrainMethod) -> None:
     positive, negative = draw(num_pairs=200)
@@ -146,9 +135,8 @@ def test_a_layer_where_nothing_differs_is_zero_and_of_no_quality() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_that_do_not_differ_are_an_error(method: TrainMethod) -> None:
     positive, _ = draw()
-    with pytest.raises(APIError, match="do not differ at any layer") as caught:
+    with refused("invalid_vector", "do not differ at any layer"):
         train(positive, positive, method)
-    assert caught.value.code == "invalid_vector"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -196,26 +184,30 @@ def test_a_job_for_each_text() -> None:
     texts = [codec.decode(job.tokens.tolist()) for job in jobs]
     assert [text.strip() for text in texts] == ["once upon a time", "the end"]
     assert {(job.layers, job.hook, job.read) for job in jobs} == {((2, 4), "resid_post", "mean")}
-    assert plan()[0].layers == tuple(range(6))
+    every = plan(max_bytes=2 * 6 * WIDTH * 4)  # two texts, all layers, float32
+    assert (every[0].layers, every[0].tokens[0]) == (tuple(range(6)), codec.bos_id)
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "reason"),
+    ("fields", "code", "param", "reason"),
     [
-        ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not"),
-        ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
-        ({"max_bytes": 100}, "payload_too_large", "at most 100 are allowed"),
+        ({"hook": "attn_out"}, "unsupported_by_engine", "hook", "steers resid_post, not"),
+        ({"layers": [2, 6]}, "invalid_request", "layers", "has 6; this model's layers are 0 to 5"),
+        ({"max_bytes": 1151}, "payload_too_large", None, "1152 bytes.*at most 1151 are allowed"),
         (
             {"pairs": [PAIR, {"positive": "a", "negative": "word " * 99}]},
             "context_too_long",
+            "pairs[1].negative",
             r"pairs\[1\]\.negative has",
         ),
     ],
 )
-def test_requests_that_cannot_be_met(fields: dict[str, Any], code: str, reason: str) -> None:
+def test_requests_that_cannot_be_met(
+    fields: dict[str, Any], code: str, param: str | None, reason: str
+) -> None:
     with pytest.raises(APIError, match=reason) as caught:
         plan(**fields)
-    assert caught.value.code == code
+    assert (caught.value.code, param in (None, caught.value.param)) == (code, True)
 
 
 def test_a_layer_is_summed_in_place() -> None:
@@ -240,6 +232,252 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
         ([one, narrow], "different width cannot be combined: 2, 3"),
         ([one, attention], "different hook cannot be combined: attn_out, resid"),
     ):
-        with pytest.raises(APIError, match=reason) as caught:
+        with refused("invalid_vector", reason):
             check_parts(parts)
-        assert caught.value.code == "invalid_vector"
+
+
+SHAPES = [(40, 12), (8, 30)]
+"""Pairs and width: more texts than dimensions, and fewer."""
+
+
+def draw_texts(num_pairs: int, width: int, apart: float = 2.0) -> tuple[Double, Double]:
+    """Texts [N, D] of two sides, `apart` along the first axis, longer in some directions."""
+    random = np.random.default_rng(num_pairs)
+    lengths_D = np.geomspace(0.3, 3, width)
+    positive_ND, negative_ND = (
+        1 + lengths_D * random.standard_normal((num_pairs, width)) for _ in range(2)
+    )
+    positive_ND[:, 0] += apart
+    return positive_ND, negative_ND
+
+
+def centre(positive_ND: Double, negative_ND: Double) -> Double:
+    return np.concatenate([positive_ND - positive_ND.mean(0), negative_ND - negative_ND.mean(0)])
+
+
+def power(matrix_DD: Double, exponent: float) -> Double:
+    values_D, vectors_DD = np.linalg.eigh(matrix_DD)
+    return (vectors_DD * values_D**exponent) @ vectors_DD.T
+
+
+def probability(found: FoundDirection, x_ND: Double) -> Double:
+    projection_N = x_ND @ found.vector_D / np.linalg.norm(found.vector_D)
+    return 1 / (1 + np.exp(-(found.readout.slope * projection_N + found.readout.bias)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_covariance_is_ledoit_and_wolf_s(shape: tuple[int, int]) -> None:
+    positive_ND, negative_ND = draw_texts(*shape)
+    expected_DD, share = ledoit_wolf(centre(positive_ND, negative_ND), assume_centered=True)
+    covariance = WithinCovariance(positive_ND, negative_ND)
+    assert covariance.shrinkage == pytest.approx(share, rel=1e-9)
+    assert 0 < share < 1
+    for exponent in (1.0, -1.0, -0.5):
+        given = covariance.apply(np.eye(shape[1]), exponent)
+        assert np.allclose(given, power(expected_DD, exponent), atol=1e-8)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_covariance_that_is_round_already_is_its_target(width: int) -> None:
+    """Nothing is left to measure the share by: 0 of 0."""
+    round_ND = np.concatenate([np.eye(width), -np.eye(width)])
+    covariance = WithinCovariance(round_ND, round_ND)
+    assert covariance.shrinkage == 1
+    assert np.allclose(covariance.apply(np.eye(width), 1.0), np.eye(width) / width)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lda_is_fisher_s_direction_and_its_normal_distributions_probability(
+    shape: tuple[int, int],
+) -> None:
+    positive_ND, negative_ND = draw_texts(*shape)
+    found = find_direction(positive_ND, negative_ND, "lda", whiten=False)
+    covariance_DD, _ = ledoit_wolf(centre(positive_ND, negative_ND), assume_centered=True)
+    means = positive_ND.mean(0), negative_ND.mean(0)
+    apart_D = means[0] - means[1]
+    assert cosine(found.vector_D, np.linalg.solve(covariance_DD, apart_D)) == pytest.approx(1)
+    length = np.linalg.norm(found.vector_D)
+    assert apart_D @ found.vector_D / length == pytest.approx(length)
+    x_ND = np.random.default_rng(7).normal(1, 2, (30, shape[1]))
+    distances = [
+        np.einsum("nd,nd->n", x_ND - mean_D, np.linalg.solve(covariance_DD, (x_ND - mean_D).T).T)
+        for mean_D in means
+    ]
+    expected = 1 / (1 + np.exp((distances[0] - distances[1]) / 2))
+    assert np.ptp(expected) > 0.3
+    assert np.allclose(probability(found, x_ND), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logistic_is_the_regression_on_the_activations_or_on_whitened_ones(
+    shape: tuple[int, int], whiten: bool
+) -> None:
+    positive_ND, negative_ND = draw_texts(*shape)
+    both_MD = np.concatenate([positive_ND, negative_ND])
+    matrix_DD = np.eye(shape[1])
+    if whiten:
+        rows_MD = centre(positive_ND, negative_ND)
+        matrix_DD = power(ledoit_wolf(rows_MD, assume_centered=True)[0], -0.5)
+    measured_MD = (both_MD - both_MD.mean(0)) @ matrix_DD
+    spread = measured_MD.std()
+    labels_M = np.repeat([1, 0], shape[0])
+    model = LogisticRegression(max_iter=1000, tol=1e-8).fit(measured_MD / spread, labels_M)
+    x_ND = np.random.default_rng(7).normal(1, 2, (30, shape[1]))
+    expected = model.predict_proba((x_ND - both_MD.mean(0)) @ matrix_DD / spread)[:, 1]
+    found = find_direction(positive_ND, negative_ND, "logistic", whiten)
+    assert found.readout.kind == "logistic"
+    if not whiten:
+        length = np.linalg.norm(found.vector_D)
+        apart_D = positive_ND.mean(0) - negative_ND.mean(0)
+        assert apart_D @ found.vector_D / length == pytest.approx(length, rel=1e-4)
+    assert np.ptp(expected) > 0.3
+    assert np.allclose(probability(found, x_ND), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pca_of_whitened_differences(shape: tuple[int, int]) -> None:
+    positive_ND, negative_ND = draw_texts(*shape)
+    rows_MD = centre(positive_ND, negative_ND)
+    root_DD = power(ledoit_wolf(rows_MD, assume_centered=True)[0], -0.5)
+    differences_ND = positive_ND - negative_ND
+    expected_D = root_DD @ find_principal_direction(differences_ND @ root_DD)
+    found = find_direction(positive_ND, negative_ND, "pca", whiten=True).vector_D
+    assert abs(cosine(found, expected_D)) == pytest.approx(1)
+    assert np.linalg.norm(found) == pytest.approx(1)
+    assert (differences_ND @ found).sum() > 0
+    plain_D = find_direction(positive_ND, negative_ND, "pca", whiten=False).vector_D
+    assert abs(cosine(found, plain_D)) < 0.99
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dimension_that_never_varies_does_no_harm(method: TrainMethod) -> None:
+    positive_ND, negative_ND = draw_texts(40, 6)
+    positive_ND[:, 3] = negative_ND[:, 3] = 5.0
+    whiten = method in ("pca", "logistic")
+    found = find_direction(positive_ND, negative_ND, method, whiten).vector_D
+    assert np.isfinite(found).all() and found.any()
+    assert abs(found[3]) < 1e-6 * np.linalg.norm(found)
+
+
+@pytest.mark.parametrize("num_pairs", [2, 3, 10, 11, 40])
+def test_each_pair_is_held_out_once(num_pairs: int) -> None:
+    held = [list(range(num_pairs))[fold] for fold in plan_folds(num_pairs)]
+    assert sorted(pair for fold in held for pair in fold) == list(range(num_pairs))
+    assert len(held) == (num_pairs if num_pairs <= 10 else 5)
+    assert describe_validation(num_pairs, {}).folds == len(held)
+
+
+def test_quality_is_what_it_says() -> None:
+    positive_ND, negative_ND = np.array([[3.0], [1.0]]), np.array([[0.0], [2.0]])
+    direction = find_direction(positive_ND, negative_ND, "mean_difference", False)
+    quality = judge_direction(direction, positive_ND, negative_ND, "mean_difference", False)
+    # Of the second pair the direction is -1 and the middle -1.5: the first has -1.5, 1.5 of that.
+    # Of the first pair they are 1 and 1.5: the second has -0.5 and 0.5.
+    held = hold_out(positive_ND, negative_ND, "mean_difference", False)
+    assert (held.positive_N.tolist(), held.negative_N.tolist()) == ([-1.5, -0.5], [1.5, 0.5])
+    assert (quality.accuracy, quality.auc, quality.pair_accuracy) == (0, 0, 0)
+    assert quality.explained_variance == pytest.approx(1)
+    assert quality.effect_size == pytest.approx(-4)
+    assert quality.matching_scale == pytest.approx(1)
+    assert quality.activation_norm == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_learnt_by_heart_counts_for_nothing(method: TrainMethod) -> None:
+    """In more dimensions than texts, noise alone separates the texts that it was made from."""
+    positive_ND, negative_ND = np.random.default_rng(3).standard_normal((2, 60, 400))
+    direction = find_direction(positive_ND, negative_ND, method, False)
+    inside = (positive_ND @ direction.vector_D > negative_ND @ direction.vector_D).mean()
+    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
+    assert inside > 0.7 or method == "pca"  # noise is longest where it is, not where sides differ
+    assert quality.auc is not None and 0.3 < quality.auc < 0.7
+    apart_ND, _ = draw_texts(60, 400, apart=12.0)
+    found = judge_direction(direction, apart_ND, negative_ND, method, False)
+    assert found.auc is not None and found.auc > 0.9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_pair_has_no_quality_but_a_scale(method: TrainMethod) -> None:
+    positive_ND, negative_ND = draw_texts(1, 12)
+    direction = find_direction(positive_ND, negative_ND, method, False)
+    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
+    assert quality.model_dump(exclude={"matching_scale", "activation_norm"}) == dict.fromkeys(
+        ("accuracy", "auc", "pair_accuracy", "explained_variance", "effect_size")
+    )
+    moved_D = negative_ND[0] + (quality.matching_scale or 0) * direction.vector_D
+    assert moved_D @ direction.vector_D == pytest.approx(positive_ND[0] @ direction.vector_D)
+    validation = describe_validation(1, {})
+    assert validation.folds is None
+    assert "give more" in (validation.reason or "")
+    assert recommend(LayerVectors({1: direction.vector_D}), {1: quality}) is None
+
+
+def quality(auc: float, effect: float | None, scale: float, norm: float = 10.0) -> LayerQuality:
+    return LayerQuality(auc=auc, effect_size=effect, matching_scale=scale, activation_norm=norm)
+
+
+def test_the_layer_and_the_scales_to_try() -> None:
+    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0]), 5: np.zeros(2)})
+    found = recommend(vectors, {1: quality(1, 3, 1), 2: quality(1, 9, 2), 5: quality(1, 99, 0)})
+    # Half an activation of 10 is 5 times the vector of norm 1.
+    assert (found.layer, found.scales, found.relative_norms) == (2, [2, 5], [0.2, 0.5])
+    assert "layer 2" in found.reason and "AUC 1" in found.reason
+    found = recommend(vectors, {1: quality(0.9, 1, 9), 2: quality(0.8, 5, 1)})
+    assert (found.layer, found.scales, found.relative_norms) == (1, [1.25, 2.5], [0.25, 0.5])
+    found = recommend(vectors, {1: quality(0.9, 1, -0.01)})
+    assert (found.scales, found.relative_norms) == ([0.5, 2.5], [0.1, 0.5])
+
+
+@pytest.mark.parametrize(("auc", "is_recommended"), [(0.48, False), (0.6, False), (0.61, True)])
+def test_what_may_be_chance_is_not_recommended(auc: float, is_recommended: bool) -> None:
+    judged = {1: quality(auc, 3, 1), 2: quality(0.3, 9, 1)}
+    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0])})
+    found, caution = recommend(vectors, judged), describe_validation(8, judged).caution
+    assert (found is not None, caution is None) == (is_recommended, is_recommended)
+    assert is_recommended or f"best AUC {auc:.2f}" in (caution or "")
+
+
+def test_a_layer_without_spread_is_the_best_where_it_tells_texts_apart() -> None:
+    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0])})
+    found = recommend(vectors, {1: quality(1, 9, 1), 2: quality(1, None, 1)})
+    assert found is not None and (found.layer, "effect size" in found.reason) == (2, False)
+
+
+def test_cosines_between_layers() -> None:
+    vectors = LayerVectors({1: np.array([2.0, 0]), 3: np.array([3.0, 4.0]), 4: np.zeros(2)})
+    assert compare_layers(vectors) == [
+        [1.0, pytest.approx(0.6), None], [pytest.approx(0.6), 1.0, None], [None, None, None],
+    ]  # fmt: skip
+
+
+def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
+    for name, vectors in {
+        "same": LayerVectors({1: np.array([2.0, 0, 0]), 2: np.array([0, 0, 1.0])}),
+        "against": LayerVectors({1: np.array([-9.0, 1, 0])}),
+        "near": LayerVectors({1: np.array([9.0, 2, 0])}),
+        "across": LayerVectors({1: np.array([0, 1.0, 0])}),
+        "own": LayerVectors({1: np.array([1.0, 0, 0])}),
+        "narrow": LayerVectors({1: np.array([1.0, 0])}),
+        "elsewhere": LayerVectors({7: np.array([1.0, 0, 0])}),
+        "attention": LayerVectors({1: np.array([1.0, 0, 0])}, "attn_out"),
+    }.items():
+        store.put(name, vectors, ABOUT)
+    new = LayerVectors({1: np.array([1.0, 0, 0]), 2: np.array([1.0, 0, 0]), 3: np.ones(3)})
+    found = find_similar("own", new, store)
+    names = {layer: [one.name for one in near] for layer, near in found.layers.items()}
+    assert names == {"1": ["same", "against", "near"], "2": ["same"], "3": []}
+    assert [one.cosine for one in found.layers["1"]] == pytest.approx(
+        [1, -0.9939, 0.9762], abs=1e-4
+    )
+    assert (found.compared, found.left_out) == (4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "COMPARED_VECTORS", 1)
+        found = find_similar("own", new, store)
+    assert [one.name for one in found.layers["1"]] == ["across"]  # the latest
+    assert (found.compared, found.left_out) == (1, 3)
+    path = store.files.look_up("near")[1].path
+    path.write_bytes(path.read_bytes()[::-1])
+    fresh = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
+    assert find_similar("own", new, fresh).left_out == 1

@@ -52,7 +52,6 @@ def test_readouts_go_up_and_come_down(client: Client) -> None:
     told = LayerVectors(VECTORS.layers, readouts={3: Readout("relu", 2.0, -0.5, 0.25)})
     card = client.vectors.put("watched", told.content)
     assert card.sha256 == told.sha256 != VECTORS.sha256
-    assert card.readouts is not None
     assert card.readouts["3"].model_dump() == {
         "kind": "relu", "slope": 2.0, "bias": -0.5, "threshold": 0.25,
     }  # fmt: skip

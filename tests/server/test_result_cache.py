@@ -1,12 +1,16 @@
-"""Keys and values of the result cache: another job, another key; the same bits come back."""
+"""The result cache: keys, what is kept and what makes room, and answers without the engine."""
 
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from logsteer import Client
 from logsteer_server.contract.batches import ScoreOutputs
-from logsteer_server.contract.jobs import Policy, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import Job, Policy, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import (
     Adapter,
     Direction,
@@ -17,11 +21,65 @@ from logsteer_server.contract.plan import (
     SteeringTrace,
 )
 from logsteer_server.models.cache import (
+    ENTRY_BYTES,
+    Findings,
+    MissingJob,
+    ResultCache,
     digest_scope,
+    make_keys,
     pack_outputs,
     unpack_output,
 )
-from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, make_key, same_bits
+from logsteer_server.settings import ModelSettings
+from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.processes import read_metric
+from tests.server import steering_cases
+
+SCOPE = b"s" * 32
+INFO = replace(steering_cases.INFO, engine="vllm", batch_invariant=False)
+SETTINGS = ModelSettings(id="a", path="here")
+JOB = ScoreJob(
+    np.array([1, 2, 3], dtype=np.int32), np.array([3, 4], dtype=np.int32), ("logprob", "rank")
+)
+
+
+def make_key(scope: bytes, job: Job) -> bytes | None:
+    """The key of one job's result."""
+    (key,) = make_keys(scope, [job])
+    return key
+
+
+def job_of(number: int, length: int = 4) -> ScoreJob:
+    return replace(JOB, tokens=np.full(length, number, dtype=np.int32))
+
+
+def output_of(job: ScoreJob) -> ScoreOutput:
+    """An output that tells the job: infinity, -0.0 and a denormal number among its values."""
+    odd = np.array([-0.0, -np.inf, 1e-42, job.tokens[0]], dtype=np.float32)
+    return ScoreOutput({"logprob": odd, "rank": np.arange(1, 5, dtype=np.int32)}, cached_tokens=7)
+
+
+def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:
+    pairs = [(a.columns[name], b.columns[name]) for name in a.columns.keys() | b.columns.keys()]
+    pairs += [(a.top_ids, b.top_ids), (a.top_logprobs, b.top_logprobs)]  # type: ignore[list-item]
+    return all(
+        (x is None and y is None)
+        or (x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
+        for x, y in pairs
+    )
+
+
+def fill(cache: ResultCache, jobs: Sequence[ScoreJob]) -> None:
+    missing = [MissingJob(make_key(SCOPE, job), [n], job.columns) for n, job in enumerate(jobs)]
+    cache.keep([(missing, [output_of(job) for job in jobs])])
+
+
+def find(cache: ResultCache, jobs: Sequence[ScoreJob]) -> Findings:
+    return asyncio.run(cache.find(SCOPE, jobs))
+
+
+def known(cache: ResultCache, jobs: Sequence[ScoreJob]) -> list[int]:
+    return sorted(index for index, _ in find(cache, jobs).hits)
 
 
 def plan_of(scale: float, positions: str = "all") -> SteeringPlan:
@@ -148,3 +206,72 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
     assert same_bits(again, output)
     assert again.cached_tokens == 0
     assert again.trace == output.trace
+
+
+@pytest.fixture
+def caches() -> Iterator[list[ResultCache]]:
+    """Put a cache in, and it is closed after the test."""
+    opened: list[ResultCache] = []
+    yield opened
+    for cache in opened:
+        cache.close()
+
+
+def test_equal_jobs_are_computed_once_and_others_each(caches: list[ResultCache]) -> None:
+    caches.append(cache := ResultCache(2**20))
+    fill(cache, [job_of(1)])
+    filed = replace(JOB, export="file")
+    found = find(cache, [job_of(2), job_of(1), job_of(2), filed, filed, job_of(1)])
+    assert [index for index, _ in found.hits] == [1, 5]
+    assert all(same_bits(output, output_of(job_of(1))) for _, output in found.hits)
+    assert [entry.indices for entry in found.missing] == [[0, 2], [3], [4]]
+    assert [entry.key is None for entry in found.missing] == [False, True, True]
+
+
+def test_the_least_recently_used_makes_room(caches: list[ResultCache]) -> None:
+    size = ENTRY_BYTES + len(pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0])
+    caches.append(cache := ResultCache(3 * size))
+    fill(cache, [job_of(number) for number in (1, 2, 3)])
+    assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest
+    fill(cache, [job_of(4)])
+    assert known(cache, [job_of(number) for number in (1, 2, 3, 4)]) == [0, 2, 3]
+    assert cache.num_bytes == 3 * size
+
+
+def test_what_is_larger_than_the_memory_is_not_kept(caches: list[ResultCache]) -> None:
+    caches.append(cache := ResultCache(100))
+    fill(cache, [JOB])
+    assert known(cache, [JOB]) == []
+    caches.append(off := ResultCache(0))
+    assert not off.is_on
+
+
+ITEMS = [
+    {"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},
+    {"context_ids": [5, 6], "target_ids": [[8, 9, 11]]},
+]
+OPTIONS: dict[str, Any] = {"columns": ["logprob", "rank", "entropy"], "top": 3}
+
+
+@pytest.fixture(scope="module")
+def slow(start_server: ServerFactory) -> Server:
+    return start_server({"models": [fake_model(delay_s=0.5)], "max_pending_tokens": 300})
+
+
+@pytest.fixture
+def client(slow: Server) -> Iterator[Client]:
+    with Client(slow.url, max_retries=0) as client:
+        yield client
+
+
+def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: Server) -> None:
+    before = read_metric(slow, "prompt_tokens_total")
+    first = client.logprob(ITEMS, **OPTIONS)
+    between = read_metric(slow, "prompt_tokens_total")
+    second = client.logprob(ITEMS, **OPTIONS)
+    assert between > before
+    assert read_metric(slow, "prompt_tokens_total") == between
+    assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens
+    assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
+    assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]

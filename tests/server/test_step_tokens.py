@@ -1,4 +1,4 @@
-"""Which activations a step captures, in which rows: in every chunking and after preemption."""
+"""Which tokens of a step are captured and steered: in every chunking and after preemption."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer.errors import APIError
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Job, ScoreJob
@@ -20,8 +19,10 @@ from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.extra_args import describe_capture
 from logsteer_server.engines.vllm.requests import RunningJob
-from logsteer_server.engines.vllm.steering import StepSteering
+from logsteer_server.engines.vllm.steering import StepSteering, TraceRecorder
+from logsteer_server.engines.vllm.tables import TraceSums
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
+from tests.refusals import refused
 from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 
@@ -35,7 +36,7 @@ def stream(name: str, layer: int, position: int) -> np.ndarray:
     return np.array([ord(name), layer, position + 1], dtype=np.float32)
 
 
-class Rank:
+class CaptureRank:
     """One rank that is told of requests and runs steps of them, as the model runner does."""
 
     def __init__(self) -> None:
@@ -46,7 +47,6 @@ class Rank:
 
     def begin(self, name: str, job: CaptureJob) -> None:
         rows = self.pool.take(job.num_rows * len(job.layers))
-        assert rows is not None
         self.jobs[name] = job, rows
         self.steering.begin(name, describe_capture(job, rows), 0)
 
@@ -89,7 +89,7 @@ def make_job(read: CaptureRead, where: Positions = WHERE[0], length: int = 10) -
 def test_chunks_and_preemption_capture_what_the_whole_would(
     read: CaptureRead, where: Positions, cuts: list[int], thrown_out: int
 ) -> None:
-    rank = Rank()
+    rank = CaptureRank()
     job = make_job(read, where)
     rank.begin("a", job)
     rank.begin("b", make_job("each", length=4))
@@ -102,7 +102,7 @@ def test_chunks_and_preemption_capture_what_the_whole_would(
 
 
 def test_rows_that_are_used_again_are_empty() -> None:
-    rank = Rank()
+    rank = CaptureRank()
     for name in "abcabcabc":
         rank.begin(name, make_job("each"))
         rank.step({name: (0, 10)})
@@ -110,7 +110,7 @@ def test_rows_that_are_used_again_are_empty() -> None:
 
 
 def test_a_step_that_captures_nothing_marks_nothing() -> None:
-    rank = Rank()
+    rank = CaptureRank()
     rank.begin("a", make_job("last"))
     rank.step({"a": (0, 9), "b": (0, 4)})
     assert rank.steering.tables.is_idle
@@ -125,12 +125,11 @@ def test_a_step_that_captures_nothing_marks_nothing() -> None:
 
 
 def test_a_capture_is_of_the_steered_stream() -> None:
-    rank = Rank()
+    rank = CaptureRank()
     offset = np.array([5.0, 0.0, 0.0], dtype=np.float32)
     rank.steering.tables.load({1: SteeringPlan((Site(1, "resid_post", offset),))})
     job = make_job("each")
     rows = rank.pool.take(20)
-    assert rows is not None
     steered = {"logsteer_steer": (((1, Positions("slices", ((2, 4),))),), 10)}
     rank.steering.begin("a", steered | describe_capture(job, rows), 0)
     rank.jobs["a"] = job, rows
@@ -197,9 +196,8 @@ def plan(length: int = 9, site: CaptureSite | None = None, **changes: object) ->
 
 def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None:
     assert plan(9, capture_rows=18)[0].num_rows == 9
-    with pytest.raises(APIError, match=r"items\[0\]: 18 activations .* capture_bytes") as caught:
+    with refused("payload_too_large", r"items\[0\]: 18 activations .* capture_bytes"):
         plan(9, capture_rows=17)
-    assert caught.value.code == "payload_too_large"
     assert plan(9, CaptureSite("resid_post", [2, 0], "mean"), capture_rows=17)
     some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
     assert plan(9, some, capture_rows=8)[0].layers == (0, 1, 2, 3)
@@ -208,9 +206,8 @@ def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None
 def test_what_is_too_long_loses_its_beginning_where_that_is_wanted() -> None:
     (job,) = plan(INFO.context_length + 2, on_overflow="truncate_left")
     assert job.tokens.tolist() == list(range(2, INFO.context_length + 2))
-    with pytest.raises(APIError, match=r"items\[0\] has") as caught:
+    with refused("context_too_long", r"items\[0\] has"):
         plan(INFO.context_length + 2)
-    assert caught.value.code == "context_too_long"
 
 
 def test_activations_of_a_changed_model_that_are_not_finite_fail_the_job() -> None:
@@ -221,3 +218,185 @@ def test_activations_of_a_changed_model_that_are_not_finite_fail_the_job() -> No
     changed = CaptureJob(job.tokens, (1,), plan=steered)
     failure = find_failure(changed, output)
     assert failure is not None and failure.code == "non_finite"
+
+
+KINDS = st.sampled_from(
+    [
+        Positions("all"),
+        Positions("prompt"),
+        Positions("completion"),
+        Positions("predicting"),
+        Positions("last_prompt"),
+        Positions("slices", ((2, 4), (7, 9))),
+        Positions("slices", ((3, 5),)),
+        Positions("last", number=2),
+        Positions("every", number=3),
+        Positions("all", within=(Positions("every", number=2),)),
+        Positions("completion", without=(Positions("every", number=2),)),
+    ]
+)
+
+
+class TraceRank:
+    """A recorder and the sums that the tables keep: at layer 1 every token changes by half."""
+
+    def __init__(self) -> None:
+        self.recorder = TraceRecorder()
+        self.sums = TraceSums(64, 3, torch.empty(0))
+        self.entries: dict[str, int] = {}
+
+    def begin(
+        self, name: str, slot: int, positions: Positions, prompt_len: int, num_cached: int
+    ) -> None:
+        entry = self.entries[name] = self.sums.take()
+        self.recorder.begin(name, entry, [(slot, positions)], prompt_len, num_cached)
+
+    def end(self, name: str) -> None:
+        self.recorder.end(name)
+        self.sums.release(self.entries.pop(name))
+
+    def run(self, steps: list[dict[str, tuple[int, int]]]) -> dict[str, set[int]]:
+        """The steered positions of each request, over steps of [begin, end) by request."""
+        found: dict[str, set[int]] = {}
+        for step in steps:
+            names = list(step)
+            starts = np.cumsum([0, *(end - begin for begin, end in step.values())])
+            computed = np.array([begin for begin, _ in step.values()])
+            tokens = self.recorder.find(names, starts, computed)
+            entries = tokens.entries_t[tokens.is_new_t]
+            self.sums.add(1, entries, torch.full((1, len(entries)), 0.5))
+            for place in tokens.index_t:
+                row = int(np.searchsorted(starts, place, side="right")) - 1
+                found.setdefault(names[row], set()).add(int(computed[row] + place - starts[row]))
+        return found
+
+    def read(self, name: str) -> tuple[int, dict[int, tuple[int, float]]]:
+        """How many tokens were steered; by layer, how many changed, and their ratios' sum."""
+        sums_Ln = self.sums.fetch([self.entries[name]])[0].tolist()
+        layers = {n: (int(count), total) for n, (count, total) in enumerate(sums_Ln) if count}
+        return sum(self.recorder.count(name, 2**31)), layers
+
+
+@given(
+    positions=KINDS,
+    prompt_len=st.integers(1, 9),
+    cuts=st.lists(st.integers(1, 11), max_size=4),
+    cached=st.integers(0, 5),
+)
+def test_chunks_steer_what_the_whole_would(
+    positions: Positions, prompt_len: int, cuts: list[int], cached: int
+) -> None:
+    rank = TraceRank()
+    rank.begin("a", 2, positions, prompt_len, cached)
+    edges = sorted({cached, 12, *(cut for cut in cuts if cut > cached)})
+    steps = [
+        {"other": (0, 3), "a": (first, last), "last": (4, 5)} for first, last in pairwise(edges)
+    ]
+    wanted = set(np.nonzero(positions.mask(0, 12, prompt_len))[0].tolist())
+    new = {position for position in wanted if position >= cached}
+    assert rank.run(steps).get("a", set()) == new
+    steered, layers = rank.read("a")
+    assert steered == len(wanted)
+    assert layers == ({1: (len(new), 0.5 * len(new))} if new else {})
+
+
+@given(positions=KINDS, prompt_len=st.integers(1, 9))
+def test_one_token_is_steered_where_its_sequence_is(positions: Positions, prompt_len: int) -> None:
+    one_by_one = [positions.holds(position, prompt_len) for position in range(12)]
+    assert one_by_one == positions.mask(0, 12, prompt_len).tolist()
+
+
+def test_tokens_that_are_read_again_count_once() -> None:
+    rank = TraceRank()
+    rank.begin("a", 1, Positions(), 4, 0)
+    rank.run([{"a": (0, 3)}, {"a": (0, 4)}, {"a": (4, 5)}])
+    assert rank.read("a") == (5, {1: (5, 2.5)})
+
+
+def test_entries_are_used_again_and_grow() -> None:
+    rank = TraceRank()
+    for n in range(60):
+        rank.begin(f"r{n}", n + 1, Positions(), 4, 0)
+    step = {f"r{n}": (n, n + 1) for n in range(0, 60, 7)}
+    assert {n: {int(n[1:])} for n in step} == rank.run([step])
+    for n in range(60):
+        rank.end(f"r{n}")
+    assert len(rank.recorder) == 0
+    assert rank.run([step]) == {}
+    rank.begin("again", 5, Positions(), 4, 0)
+    assert rank.read("again") == (0, {})
+
+
+@given(positions=KINDS, prompt_len=st.integers(1, 6), steps=st.integers(1, 150))
+def test_decoding_step_by_step_records_every_token(
+    positions: Positions, prompt_len: int, steps: int
+) -> None:
+    rank = TraceRank()
+    rank.begin("a", 2, positions, prompt_len, 0)
+    rank.begin("b", 1, Positions(), 3, 0)
+    decoding = [
+        {"a": (prompt_len + n, prompt_len + n + 1), "b": (3 + n, 4 + n)} for n in range(steps)
+    ]
+    found = rank.run([{"a": (0, prompt_len), "b": (0, 3)}, *decoding])
+    wanted = set(np.nonzero(positions.mask(0, prompt_len + steps, prompt_len))[0].tolist())
+    assert found.get("a", set()) == wanted
+    assert found["b"] == set(range(3 + steps))
+    assert rank.read("a") == (
+        len(wanted),
+        {1: (len(wanted), len(wanted) / 2)} if wanted else {},
+    )
+    assert rank.read("b") == (3 + steps, {1: (3 + steps, (3 + steps) / 2)})
+
+
+def test_a_request_that_begins_again_a_token_at_a_time_counts_nothing_twice() -> None:
+    rank = TraceRank()
+    rank.begin("a", 1, Positions(), 2, 0)
+    rank.run([{"a": (n, n + 1)} for n in (0, 1, 2, 0, 1, 2, 3, 4)])
+    assert rank.read("a") == (5, {1: (5, 2.5)})
+
+
+def test_the_example_of_the_recorder() -> None:
+    recorder = TraceRecorder()
+    recorder.begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
+    found = recorder.find(["b", "a"], np.array([0, 2, 5]), np.array([5, 0]))
+    assert found.index_t.tolist() == [2, 3, 4]
+    assert found.slots_t.tolist() == [2, 2, 2]
+    assert found.is_new_t.tolist() == [True] * 3
+    assert recorder.count("a", 9) == (3,)
+    again = recorder.find(["a"], np.array([0, 4]), np.array([0]))
+    assert again.index_t.tolist() == [0, 1, 2, 3]
+    assert again.is_new_t.tolist() == [False] * 3 + [True]
+    assert recorder.count("a", 9) == (4,)
+
+
+def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
+    recorder, sums = TraceRecorder(), TraceSums(4, 2, torch.empty(0))
+    entries = [sums.take() for _ in range(2)]
+    for name, entry in zip("ab", entries, strict=True):
+        recorder.begin(name, entry, [(2, Positions("all"))], prompt_len=4, num_cached=0)
+    for at, ratios in ((0, [0.5, 0.25]), (1, [2.0, 4.0])):
+        found = recorder.find(["a", "b"], np.arange(3), np.array([at, at]))
+        sums.keep(found.entries_t)
+        sums.add(1, found.entries_t, torch.tensor([ratios]))
+    assert [recorder.is_beyond("a", end) for end in (1, 2)] == [True, False]
+    assert (recorder.count("a", 1), recorder.count("b", 2)) == ((1,), (2,))
+    assert sums.fetch(entries, before=entries[:1])[:, 1].tolist() == [[1, 0.5], [2, 4.25]]
+
+
+def test_entries_are_empty_when_they_are_given_out_again() -> None:
+    sums = TraceSums(3, 2, torch.empty(0))
+    first = [sums.take() for _ in range(3)]
+    assert sorted(first) == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="more requests"):
+        sums.take()
+    sums.add(1, np.array(first), torch.tensor([[np.nan, 0.0, np.inf]]))
+    sums.decided_E[first[1]] = 5
+    counts, totals = sums.fetch(first)[:, 1].T
+    assert counts.tolist() == [1, 0, 1]
+    assert np.isnan(totals[0])
+    assert totals[1:].tolist() == [0, np.inf]
+    for entry in first:
+        sums.release(entry)
+    assert sorted(sums.take() for _ in range(3)) == [1, 2, 3]
+    assert not sums.fetch(first).any()
+    assert not sums.decided_E.any()
