@@ -69,11 +69,11 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
                 ),
             )
             tokens = found[TWO].total.num_scored
-    result = summarize(seconds, tokens, "tokens")
-    result["figures"] = {
+    figures = {
         "HTTP process of two replicas, cores": spread(shares),
         "the ratio in CPU seconds of the busiest engine": divide(busiest[ONE], busiest[TWO]),
     }
+    result = summarize(seconds, tokens, "tokens") | {"figures": figures}
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 

@@ -53,7 +53,7 @@ def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
 
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
     """What `bench/rows.py` says of 2,048 rows over a vocabulary of 128 k, on a GPU if any."""
-    found: dict[str, Any] = run_module("rows", runs)
+    found = run_module("rows", runs)
     added = [way["peak_mib_added"] for name, way in found["ways"].items() if "rows" in name]
     return found | {"figures": {"MiB added at most": spread([max(added)])}}
 

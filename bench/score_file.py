@@ -81,8 +81,7 @@ def on_cores(numbers: set[int]) -> Iterator[None]:
 
 def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
     with on_cores({1}):
-        found: dict[str, float] = run_module("score_file", url, endpoint, source, way)
-    return found
+        return run_module("score_file", url, endpoint, source, way)
 
 
 def run_job(url: str, endpoint: str, source: Path) -> None:

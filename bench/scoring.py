@@ -94,16 +94,15 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
                 seconds["logsteer"].append(own / CONTEXTS)
                 seconds["stock vLLM server"].append(other / CONTEXTS_ON_STOCK)
     result = summarize(seconds, TARGETS, "pairs")
-    result["notes"] = [f"{CONTEXTS} contexts a run; {CONTEXTS_ON_STOCK} on the stock server"]
-    result["notes"].append(describe_stock(ask_choices(path, place.settings["dtype"])))
+    notes = [f"{CONTEXTS} contexts a run; {CONTEXTS_ON_STOCK} on the stock server"]
+    result["notes"] = [*notes, describe_stock(ask_choices(path, place.settings["dtype"]))]
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 
 def compare_full_text(place: Workplace, runs: int) -> dict[str, Any]:
     """Texts scored in full by the engine, against plain prefill plus the head's bare product."""
-    settings = json.dumps(place.settings)
-    result: dict[str, Any] = run_module("engine", "full_text", place.find_model(), runs, settings)
-    return result
+    path, settings = place.find_model(), json.dumps(place.settings)
+    return run_module("engine", "full_text", path, runs, settings)
 
 
 def compare_with_own_engine(place: Workplace, runs: int) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def _time_diagnostics(client: Client, vocab: int, runs: int) -> dict[str, Any]:
             ignore_eos=True, **POLICY, **options,
         )  # fmt: skip
 
-    ways: dict[str, Callable[[], None]] = {
+    ways: dict[str, Callable[[], object]] = {
         "without diagnostics": generate,
         "log_q and rb_entropy": partial(
             generate, diagnostics=True, columns=["log_q", "rb_entropy"]

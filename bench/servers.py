@@ -73,7 +73,9 @@ def read_cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def run_module(name: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Any:
+def run_module(
+    name: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return what a module of bench prints as its result, in a process of its own.
 
     Errors: RuntimeError with the end of its messages where it fails.
@@ -87,7 +89,8 @@ def run_module(name: str, *arguments: object, environment: Mapping[str, str] | N
     )
     if done.returncode:
         raise RuntimeError(f"bench.{name} has failed:\n{done.stderr[-3000:]}")
-    return read_result(done.stdout.splitlines())
+    found: dict[str, Any] = read_result(done.stdout.splitlines())
+    return found
 
 
 def read_result(lines: Iterable[str]) -> Any:

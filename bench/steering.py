@@ -126,8 +126,7 @@ def _run_hooked(
     """What `bench/hooked.py` says of these batches, with the whole sequence again or without."""
     dtype = place.settings["dtype"]
     asked = [str(path), dtype, str(runs), *(f"{n}{'+' * again}" for n, again in batches.items())]
-    result: dict[str, Any] = run_module("hooked", *asked)
-    return result
+    return run_module("hooked", *asked)
 
 
 TEXT = "{} went to the big park with her mother and her big {}. The capital of {} is"

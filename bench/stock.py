@@ -22,8 +22,7 @@ def read_choices(config: Any) -> dict[str, Any]:
 
 def ask_choices(path: Path, dtype: str) -> dict[str, Any]:
     """Return what vLLM's server chooses for a model, asked in a process of its own."""
-    found: dict[str, Any] = run_module("stock", path, dtype)
-    return found
+    return run_module("stock", path, dtype)
 
 
 def describe_stock(chosen: Mapping[str, Any]) -> str:

@@ -159,7 +159,9 @@ def measure(options: Options, found: Findings) -> None:
     answered = run_module("gpu_check.graphs", case)
     answers = options.directory / "rounds.json"
     answers.write_text(json.dumps(answered["rounds"]))
-    errors = compare(read_rounds(answers), run_module("gpu_check.graphs", "eager", answers))
+    errors = compare(
+        read_rounds(answers), run_module("gpu_check.graphs", "eager", answers)["rescored"]
+    )
     effect, ran_as = errors.pop("effect"), answered["ran_as"]
     for what, difference in errors.items():
         found.need(what, difference, LIMIT)
@@ -181,7 +183,8 @@ def main() -> None:
     mode, *given = sys.argv[1:]
     rounds = Rounds(mode)
     if given:
-        print_result([rounds.rescore(scored) for scored in read_rounds(Path(given[0]))])
+        again = [rounds.rescore(scored) for scored in read_rounds(Path(given[0]))]
+        print_result({"rescored": again})
     else:
         answered = [rounds.answer(seed, plans) for seed, plans in enumerate(ROUNDS)]
         written = [list(map(asdict, scored)) for scored in answered]
