@@ -1,4 +1,4 @@
-"""What is asked of each figure, and the table that says which of it is met.
+"""What is asked of each figure, the table that says which is met, and the page of all results.
 
 A figure is where a row's result in `bench/results.json` has it: [smallest, median, largest].
 """
@@ -12,16 +12,17 @@ from typing import Any
 class Bar:
     """A limit of the median of a figure: the least it may be, or the most.
 
-    `path` leads to the figure in the result of the row. The whole spread is to be above
-    `all_above`, where that is given.
+    `name` is that of the figure among the row's `ratios`, or in another part of its result. The
+    whole spread is to be above `all_above`, where that is given.
     """
 
     row: str
     what: str
-    path: tuple[str, ...]
+    name: str
     least: float | None = None
     most: float | None = None
     all_above: float | None = None
+    part: str = "ratios"
 
     @property
     def limit(self) -> str:
@@ -39,122 +40,109 @@ class Bar:
         )
 
 
-def bar_ratio(
-    row: str,
-    what: str,
-    name: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    all_above: float | None = None,
-) -> Bar:
-    """Return the bar of one of a row's ratios."""
-    return Bar(row, what, ("ratios", name), least, most, all_above)
-
-
 ALONE = "tokenising and JSON alone"
 AGAIN = "whole sequence again, TransformerLens run_with_hooks"
 REPENG = "repeng ControlModel generate"
 TLENS_MODELS = ("demo model", "18 M model")
 
 BARS = (
-    bar_ratio(
+    Bar(
         "http_cpu", "HTTP process, text in, JSON out, against tokenising and JSON",
         f"HTTP process, text in, JSON out / {ALONE}", most=1.2,
     ),
-    bar_ratio(
+    Bar(
         "http_cpu", "HTTP process, ids in, MessagePack out, against tokenising and JSON",
         f"HTTP process, ids in, MessagePack out / {ALONE}", most=0.8,
     ),
-    bar_ratio(
+    Bar(
         "http_cpu", "pipe and engine loop, text in, JSON out, against tokenising and JSON",
         f"pipe and engine loop, text in, JSON out / {ALONE}", most=0.6,
     ),
     Bar(
         "http_memory", "HTTP process, 65,536 items in one call of 8 MB, MiB above idle",
-        ("figures", "HTTP process, MiB above idle"), most=400,
+        "HTTP process, MiB above idle", most=400, part="figures",
     ),
-    bar_ratio(
+    Bar(
         "lm_eval", "6,000 short sequences through lm-evaluation-harness, against `hf` in-process",
         "logsteer / hf in-process", least=1.3, all_above=1.0,
     ),
-    bar_ratio(
+    Bar(
         "lm_eval", "the same against tuned `local-completions` on stock vLLM",
         "logsteer / local-completions on stock vLLM, 4 x 64", least=6,
     ),
-    bar_ratio(
+    Bar(
         "choices", "32 contexts, 4 targets each, over HTTP, against the stock server",
         "logsteer / stock vLLM server", least=8,
     ),
-    bar_ratio(
+    Bar(
         "full_text", "full text, against prefill plus a bare product with the head",
         "all rows scored / limit: prefill + bare product", least=0.95,
     ),
-    bar_ratio(
+    Bar(
         "overhead", "the service against its own engine in-process",
         "logsteer over HTTP / its engine in-process", least=0.95,
     ),
-    bar_ratio(
+    Bar(
         "replicas", "two replicas on a core each against one on one core, texts over HTTP",
         "two replicas, a core each / one replica on one core", least=1.85,
     ),
-    bar_ratio(
+    Bar(
         "steered_decoding", "steered decoding against unsteered",
         "steered / unsteered, 64 slots", least=0.97,
     ),
-    bar_ratio(
+    Bar(
         "steered_decoding", "unsteered decoding, steering compiled in, against stock vLLM",
         "unsteered, 64 slots / stock vLLM", least=0.97,
     ),
     *(
         Bar(
             "host_time", f"ms that a device waits in a step, {count} sequences, V2 runner",
-            ("figures", f"v2, {count} unsteered"), most=most,
+            f"v2, {count} unsteered", most=most, part="figures",
         )
         for count, most in ((1, 0.3), (32, 0.5), (256, 2))
     ),
-    bar_ratio(
+    Bar(
         "diagnostics", "generation with `log_q` and `rb_entropy` against without, vLLM",
         "vllm, log_q and rb_entropy / without diagnostics", least=0.92,
     ),
-    bar_ratio(
+    Bar(
         "diagnostics", "generation with all columns against without, vLLM",
         "vllm, all columns / without diagnostics", least=0.85,
     ),
     *(
-        bar_ratio(
+        Bar(
             "steering_tlens", f"150 steered tokens, one sequence, against the whole again: {model}",
             f"{model}, batch 1, the engine / {AGAIN}", least=10,
         )
         for model in TLENS_MODELS
     ),
     *(
-        bar_ratio(
+        Bar(
             "steering_tlens", f"150 steered tokens against repeng, batch {batch}: {model}",
             f"{model}, batch {batch}, the engine / {REPENG}", least=1,
         )
         for model in TLENS_MODELS
         for batch in (1, 8, 32)
     ),
-    bar_ratio(
+    Bar(
         "patching", "5 layers x 20 tokens patched, against a loop over `run_with_hooks`",
         "/patch on vLLM over HTTP / loop over run_with_hooks, TransformerLens, one thread",
         least=10,
     ),
     Bar(
         "patching", "the same, largest difference in nats",
-        ("figures", "largest difference, nats"), most=1e-4,
+        "largest difference, nats", most=1e-4, part="figures",
     ),
     Bar(
         "start", "a start that finds its caches filled, seconds to the first answer",
-        ("figures", "s to the first answer"), most=6,
+        "s to the first answer", most=6, part="figures",
     ),
     Bar(
         "memory", "2,048 rows over a vocabulary of 128,256, MiB added",
-        ("figures", "MiB added at most"), most=256,
+        "MiB added at most", most=256, part="figures",
     ),
     *(
-        bar_ratio(
+        Bar(
             "score_file", f"`logsteer score-file` against a loop that reads no answer: {way}",
             f"{way}, score-file / loop that reads no answer", least=0.95,
         )
@@ -165,13 +153,8 @@ BARS = (
 
 def find_figure(bar: Bar, results: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """Return smallest, median and largest of a bar's figure; None where it was not measured."""
-    found: Any = results.get(bar.row)
-    for name in bar.path:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if found is None:
-        return None
-    low, median, high = found if isinstance(found, list) else [found] * 3
-    return float(low), float(median), float(high)
+    found = results.get(bar.row, {}).get(bar.part, {}).get(bar.name)
+    return found and tuple(found)
 
 
 def write_table(results: Mapping[str, Any], rows: set[str] | None = None) -> str:
@@ -202,3 +185,37 @@ def write_cell(value: object) -> str:
     if isinstance(value, float | int) and not isinstance(value, bool):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+COLUMNS = ["way", "measure", "median", "smallest", "largest"]
+"""What `list_figures` gives."""
+
+
+def list_figures(result: Mapping[str, Any]) -> list[list[Any]]:
+    """Return a row for each figure of a result; one that is alone is taken for the median."""
+    rows = []
+    parts = {name: result[name] for name in ("ratios", "figures") if name in result}
+    for way, values in (result.get("ways", {}) | parts).items():
+        for measure, value in values.items():
+            low, median, high = value if isinstance(value, list) else (None, value, None)
+            rows.append([way, measure.replace("_", " "), median, low, high])
+    return rows
+
+
+def write_result(name: str, result: Mapping[str, Any]) -> str:
+    """Return a row's figures in Markdown."""
+    parts = [f"`{result['command']}`", result["machine"]]
+    parts += [str(result[key]) for key in ("model", "dtype", "device") if key in result]
+    parts += [f"{result['runs']} runs of each"] if "runs" in result else []
+    about = ", ".join([*parts, f"{result['seconds_taken']} s in all"])
+    notes = [f"{note}." for note in result.get("notes", [])]
+    return "\n\n".join([f"## `{name}`", about, tabulate(COLUMNS, list_figures(result)), *notes])
+
+
+def write_page(results: Mapping[str, Any]) -> str:
+    """Return the page of all results in Markdown."""
+    about = (
+        "Written by `bench/run.py`; a figure is a median, with the smallest and the largest run."
+    )
+    rows = [write_result(name, result) for name, result in results.items()]
+    return "\n\n".join(["# Results", about, write_table(results), *rows]) + "\n"

@@ -1,7 +1,7 @@
 """Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS SETTINGS`.
 
-Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it; the `ready`
-line has what stock vLLM has chosen by itself. Several of these live at once and are told in turn,
+Each line of stdin has the arguments of `answer` as JSON, each result what came of it; the first
+result is what stock vLLM has chosen by itself. Several of these live at once and are told in turn,
 so that their runs alternate.
 """
 
@@ -9,13 +9,13 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.models import GREEDY, generate
+from bench.servers import answer_questions
 from bench.stock import read_choices
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
@@ -27,30 +27,6 @@ SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 MEMORY = 2**30 if torch.cuda.is_available() else 2**27
 """Bytes of cached keys and values: on a CPU filled by the uncounted runs, so that no counted one
 gets new pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A batch of prompts of a seed, every `steer_every`-th of them steered (0: none is), at a hook
-    of the middle layer.
-    """
-
-    seed: int
-    steer_every: int = 0
-    logprobs: bool = True
-    hook: str = "resid_post"
-
-    def encode(self) -> str:
-        """Return the line that tells a process so."""
-        return json.dumps(asdict(self)) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Seconds that a batch took, and a digest of each sequence's tokens."""
-
-    seconds: float
-    digests: list[str]
 
 
 def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
@@ -73,17 +49,26 @@ class Ours:
         middle = info.num_layers // 2
         self._plans = {h: SteeringPlan((Site(middle, h, vector_D),)) for h in info.hooks}
 
-    def generate(self, prompts: list[np.ndarray], work: Work) -> list[list[int]]:
-        """Return the tokens of each sequence."""
-        every, plan = work.steer_every, self._plans.get(work.hook)
+    def generate(
+        self,
+        prompts: list[np.ndarray],
+        logprobs: bool = True,
+        steer_every: int = 0,
+        hook: str = "resid_post",
+    ) -> list[list[int]]:
+        """Return the tokens of each sequence.
+
+        Every `steer_every`-th is steered (0: none is), at a hook of the middle layer.
+        """
+        plan = self._plans.get(hook)
         jobs = [
             GenerateJob(
                 prompt,
                 GENERATED,
                 GREEDY,
                 ignore_eos=True,
-                logprobs=work.logprobs,
-                plan=plan if every and index % every == 0 else None,
+                logprobs=logprobs,
+                plan=plan if steer_every and index % steer_every == 0 else None,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -105,16 +90,15 @@ class Stock:
         self.vocab = int(config.model_config.get_vocab_size())
         self.chosen = read_choices(config)
 
-    def generate(self, prompts: list[np.ndarray], work: Work) -> list[list[int]]:
+    def generate(self, prompts: list[np.ndarray], logprobs: bool = True) -> list[list[int]]:
         """Return the tokens of each sequence, unsteered."""
         from vllm import SamplingParams
 
-        assert not work.steer_every
         params = SamplingParams(
             max_tokens=GENERATED,
             temperature=0.0,
             ignore_eos=True,
-            logprobs=0 if work.logprobs else None,
+            logprobs=0 if logprobs else None,
         )
         given = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         outputs = self._llm.generate(given, params, use_tqdm=False)
@@ -125,23 +109,21 @@ class Stock:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def answer(decoder: Ours | Stock, work: Work) -> Answer:
-    """Do the work and time it."""
-    prompts = make_prompts(work.seed, decoder.vocab)
+def answer(decoder: Ours | Stock, seed: int, **how: Any) -> dict[str, Any]:
+    """Return the seconds that prompts of a seed take, and a digest of each sequence's tokens."""
+    prompts = make_prompts(seed, decoder.vocab)
     started = time.perf_counter()
-    tokens = decoder.generate(prompts, work)
+    tokens = decoder.generate(prompts, **how)
     seconds = time.perf_counter() - started
     digests = [hashlib.sha256(repr(ids).encode()).hexdigest()[:8] for ids in tokens]
-    return Answer(seconds, digests)
+    return {"seconds": seconds, "digests": digests}
 
 
 def main() -> None:
-    """Load the model, say so, and answer until stdin ends."""
+    """Load the model, and answer until stdin ends."""
     kind, path, slots, settings = sys.argv[1:]
     decoder = (Ours if kind == "ours" else Stock)(path, int(slots), json.loads(settings))
-    print("ready", json.dumps(decoder.chosen), flush=True)
-    for line in sys.stdin:
-        print("answer", json.dumps(asdict(answer(decoder, Work(**json.loads(line))))), flush=True)
+    answer_questions(decoder.chosen, lambda asked: answer(decoder, **asked))
     decoder.close()
 
 

@@ -2,14 +2,16 @@
 
 import json
 import sys
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.models import run_jobs
 from bench.scoring import make_choices
-from bench.timing import compare_with_first, summarize, time_in_turn
+from bench.servers import answer_questions, print_result
+from bench.timing import summarize, time_call, time_in_turn
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.engine import VllmEngine
@@ -23,23 +25,17 @@ def make_job(tokens: list[int], scored: int) -> ScoreJob:
     return ScoreJob(ids[:-1], ids[-scored:])
 
 
-def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
-    """Run jobs to their end."""
-    engine.add(list(enumerate(jobs)))
-    while engine.busy:
-        engine.step()
-
-
-def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
+def measure_full_text(engine: VllmEngine, runs: int) -> dict[str, Any]:
     """All rows of every text, against reading one row of each plus the bare product of the rest."""
     rng = np.random.default_rng(0)
+    hidden = engine.info.hidden_size
     worker = engine._vllm.engine_core.model_executor.driver_worker.worker
     project = worker.model_runner.model.compute_logits
     dtype = worker.model_runner.dtype
     hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden, device=worker.device, dtype=dtype)
 
     def texts() -> list[list[int]]:
-        return [rng.integers(10, vocab, LENGTH).tolist() for _ in range(TEXTS)]
+        return [rng.integers(10, engine.info.vocab_size, LENGTH).tolist() for _ in range(TEXTS)]
 
     def score() -> None:
         run_jobs(engine, [make_job(text, LENGTH - 1) for text in texts()])
@@ -55,30 +51,24 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
         seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)
     limit = [a + b for a, b in zip(seconds["prefill"], seconds["product"], strict=True)]
     ways = {"all rows scored": seconds["scored"], "limit: prefill + bare product": limit}
-    result = summarize(ways, TEXTS * (LENGTH - 1), "tokens")
-    return result | {"ratios": compare_with_first(ways), "parts_s": seconds}
+    return summarize(ways, TEXTS * (LENGTH - 1), "tokens") | {"parts_s": seconds}
 
 
-def answer_seeds(engine: VllmEngine, vocab: int) -> None:
-    """For each seed on stdin, score what `bench/scoring.py` sends over HTTP; print the seconds."""
-    for line in sys.stdin:
-        items = make_choices(vocab, 64, 200, 1, 20, seed=int(line))
-        jobs = [make_job(item["context_ids"] + item["target_ids"][0], 20) for item in items]
-        started = time.perf_counter()
-        run_jobs(engine, jobs)
-        print(f"seconds {time.perf_counter() - started}", flush=True)
+def time_choices(engine: VllmEngine, seed: int) -> float:
+    """Return the seconds for what `bench/scoring.py` sends over HTTP for a seed."""
+    items = make_choices(engine.info.vocab_size, 64, 200, 1, 20, seed=seed)
+    jobs = [make_job(item["context_ids"] + item["target_ids"][0], 20) for item in items]
+    return time_call(partial(run_jobs, engine, jobs))
 
 
 def main() -> None:
     """Measure full texts and print what was found, or answer seeds until stdin ends."""
-    part, path, runs, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    part, path, runs, settings = sys.argv[1:]
     engine = VllmEngine(EngineSpec("bench", "vllm", path, **json.loads(settings)))
-    vocab = engine.info.vocab_size
     if part == "full_text":
-        result = measure_full_text(engine, vocab, engine.info.hidden_size, runs)
-        print("result", json.dumps(result))
+        print_result(measure_full_text(engine, int(runs)))
     else:
-        answer_seeds(engine, vocab)
+        answer_questions(None, partial(time_choices, engine))
     engine.close()
 
 

@@ -21,7 +21,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bench.models import DEVICE, GREEDY, generate
-from bench.timing import compare, join_results, summarize, time_in_turn
+from bench.servers import print_result
+from bench.timing import join_results, summarize, time_in_turn
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -110,15 +111,11 @@ def make_repeng(path: str, vector: Tensor) -> dict[str, Way]:
         np.float_ = np.float64  # type: ignore[attr-defined]  # repeng 0.4.0 names it when imported, and NumPy 2 has dropped it
     from repeng import ControlModel
 
-    model = ControlModel(_load(path, vector.dtype), [LAYER])
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=vector.dtype).eval().to(DEVICE)
+    plain.generation_config.eos_token_id = None  # so that `generate` never ends early
+    model = ControlModel(plain, [LAYER])
     model.set_raw_control({LAYER: vector})
     return {"repeng ControlModel generate": lambda ids_BT: _generate(model, ids_BT)}
-
-
-def _load(path: str, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(DEVICE)
-    model.generation_config.eos_token_id = None  # so that `generate` never ends early
-    return model
 
 
 def _generate(model: Any, prompts_BT: Tensor) -> list[list[int]]:
@@ -144,7 +141,6 @@ def measure(ways: dict[str, Way], prompts_BT: Tensor, runs: int) -> dict[str, An
         seconds = time_in_turn({name: partial(run, name) for name in ways}, runs)
     result = summarize(seconds, len(prompts_BT) * GENERATED, "tokens")
     own, *peers = ways
-    result["ratios"] = {f"{own} / {peer}": compare(seconds[own], seconds[peer]) for peer in peers}
     for name in peers:
         same = sum(a == b for a, b in zip(tokens[name], tokens[own], strict=True))
         result["ways"][name]["sequences_as_the_engine"] = same
@@ -171,7 +167,7 @@ def main() -> None:
         found[f"batch {count}"] = measure(own, make_prompts(path, count), int(runs))
     result = join_results(found)
     result["notes"] = [] if repeng else ["repeng is not installed; it was left out"]
-    print("result", json.dumps(result))
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,117 @@ from tests.conftest import DEMO_MODEL, STORIES_MODEL, tlens_model, vllm_model
 from tests.faults.processes import find_engines
 from tests.servers import Server
 
-from bench.load_requests import (
-    JSON,
-    Plan,
-    RefusalError,
-    check,
-    differs,
-    draw_plans,
-    read_numbers,
-)
+from logsteer._events import EventParser
+from logsteer.errors import APIError, problem_error
+
+TOLERANCE = 1e-3
+"""Nats by which a sum over a request's tokens may differ from that of the quiet server."""
+WORDS = [
+    "the",
+    "little",
+    "cat",
+    "ran",
+    "to",
+    "see",
+    "a",
+    "big",
+    "red",
+    "ball",
+    "and",
+    "then",
+    "went",
+    "home",
+    "with",
+    "her",
+    "friend",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request, and what is done with its answer. `refused`: the status that it is to have."""
+
+    kind: str
+    path: str
+    body: Any
+    refused: int | None = None
+
+
+def write_text(rng: random.Random, words: int) -> str:
+    """Return so many words."""
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def draw_plans(rng: random.Random, models: Sequence[str], count: int) -> list[Plan]:
+    """Draw requests of all kinds; equal ones are drawn again and again."""
+    plans = []
+    for n in range(count):
+        model = models[n % len(models)]
+        vector = [round(rng.gauss(0, 0.3), 3) for _ in range(WIDTHS[model])]
+        steering = {"vectors": [{"data": {"1": vector}, "scale": rng.choice([0.5, 1.0])}]}
+        item = {"context": write_text(rng, 12), "targets": [" cat", " red ball", " went home"]}
+        text = write_text(rng, 400)
+        generation = {"prompts": [write_text(rng, 6)], "max_tokens": 16, "seed": n}
+        score = {"model": model, "items": [item]}
+        drawn = {"model": model, "stream": True, **generation}
+        clamp = {"data": {"1": vector}, "op": "clamp", "params": {"min": 1e308}}
+        poison = {"model": model, "prompts": ["a"], "steering": {"vectors": [clamp]}}
+        steered = {"steering": steering}
+        plans += [
+            Plan("score", "/logprob", score),
+            Plan("steered score", "/logprob", score | steered),
+            Plan("perplexity", f"/perplexity/stream?model={model}&context_length=64", text),
+            Plan("steer", "/steer", drawn | steered),
+            Plan("slow", "/generate", drawn),
+            Plan("cancel", "/generate", drawn | {"n": 4}),
+            Plan("sweep", "/sweep", score | steered | {"scales": [-1, 0, 1]}),
+            Plan("upload", f"/vectors/load-{n}", vector),
+            Plan("poison", "/steer", poison, 422),
+            Plan("poison", "/logprob", {"model": model, "items": [{"context": 1}] * 50}, 422),
+        ]
+    return plans
+
+
+WIDTHS = {"demo": 128, "bridge": 128, "stories": 64}
+
+
+def read_numbers(kind: str, document: dict[str, Any]) -> Any:
+    """Return what of an answer has to be equal: ids and texts as they are, and numbers."""
+    match kind:
+        case "score" | "steered score":
+            return [t["logprobs"] for r in document["results"] for t in r["targets"]]
+        case "perplexity":
+            return [document["total"]["sum_logprob"], document["total"]["num_tokens"]]
+        case "steer" | "slow":
+            found = [c for r in document["results"] for c in r["completions"]]
+            return [[c["token_ids"] for c in found], [c["logprobs"] for c in found]]
+        case "sweep":
+            return [t["logprob"] for p in document["points"] for i in p["items"]
+                    for t in i["targets"]]  # fmt: skip
+    return None
+
+
+def differs(found: Any, wanted: Any) -> bool:
+    """Return whether two answers differ by more than rounding."""
+    if isinstance(wanted, list):
+        if not isinstance(found, list) or len(found) != len(wanted):
+            return True
+        return any(differs(a, b) for a, b in zip(found, wanted, strict=True))
+    if isinstance(wanted, float):
+        return not isinstance(found, float) or abs(found - wanted) > TOLERANCE
+    return bool(found != wanted)
+
+
+JSON = "application/json"
+
+
+def check(answer: httpx.Response) -> dict[str, Any]:
+    """Return an answer's document. Errors: APIError; ValueError where it is none."""
+    document: dict[str, Any] = answer.json()
+    if answer.is_error:
+        raise problem_error(document, retry_after=float(answer.headers.get("retry-after", 0)))
+    return document
+
 
 MAX_TRIES = 200
 LONGEST_WAIT_S = 5.0
@@ -66,14 +168,22 @@ class Caller:
         self._report = report
 
     async def ask(self, plan: Plan, rng: random.Random) -> Any:
-        """Return what `read_numbers` reads of the answer. Errors: RefusalError."""
+        """Return what `read_numbers` reads of the answer, nothing where it is refused as planned.
+
+        Errors: APIError for another refusal; RuntimeError.
+        """
         for _ in range(MAX_TRIES):
             try:
-                return await self._send(plan)
-            except RefusalError as refusal:
-                if not refusal.problem.get("retryable"):
+                answer = await self._send(plan)
+                if plan.refused is not None:
+                    raise RuntimeError(f"answered, not refused: {answer}")
+                return answer
+            except APIError as refusal:
+                if refusal.status == plan.refused:
+                    return None
+                if not refusal.retryable:
                     raise
-                self._report.retried[str(refusal.problem.get("code"))] += 1
+                self._report.retried[refusal.code] += 1
                 wait = min(LONGEST_WAIT_S, refusal.retry_after or 1)
                 await asyncio.sleep(wait * rng.uniform(0.8, 1.2))
         raise RuntimeError(f"{plan.path} was put off {MAX_TRIES} times")
@@ -83,14 +193,12 @@ class Caller:
             case "upload":
                 return await self._upload(plan)
             case "perplexity":
-                content = plan.body.encode()
-                headers = {"Content-Type": "text/plain"}
-                return await self._stream(plan, content, headers)
+                document = await self._stream(plan, plan.body.encode(), "text/plain")
             case "steer" | "slow" | "cancel":
-                content, headers = json.dumps(plan.body).encode(), JSON
-                return await self._stream(plan, content, headers)
-        answer = await self._http.post(plan.path, content=json.dumps(plan.body), headers=JSON)
-        return read_numbers(plan.kind, check(answer))
+                document = await self._stream(plan, json.dumps(plan.body).encode(), JSON)
+            case _:
+                document = check(await self._http.post(plan.path, json=plan.body))
+        return read_numbers(plan.kind, document)
 
     async def _upload(self, plan: Plan) -> None:
         from safetensors.numpy import save
@@ -99,47 +207,31 @@ class Caller:
         name = f"{plan.path}-{random.getrandbits(64):x}"
         check(await self._http.put(name, content=content))
         back = await self._http.get(f"{name}/content")
-        if back.status_code != 200:
+        if back.is_error:
             check(back)
         check(await self._http.delete(name))
 
-    async def _stream(self, plan: Plan, content: bytes, headers: dict[str, str]) -> Any:
-        results: list[dict[str, Any]] = []
+    async def _stream(self, plan: Plan, content: bytes, kind: str) -> Any:
+        """Return the result of a stream; nothing of one that is broken off."""
+        headers = {"Content-Type": kind}
         async with self._http.stream("POST", plan.path, content=content, headers=headers) as answer:
-            if answer.status_code != 200:
+            if answer.is_error:
                 await answer.aread()
                 check(answer)
             if plan.kind == "slow":
                 await asyncio.sleep(2.0)
-            name = ""
-            async for line in answer.aiter_lines():
-                if plan.kind == "cancel" and name == "piece":
-                    return None
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ")
-                elif line.startswith("data: ") and name == "error":
-                    raise RefusalError(200, json.loads(line.removeprefix("data: ")), 0)
-                elif line.startswith("data: ") and name == "result":
-                    results.append(json.loads(line.removeprefix("data: ")))
-        if plan.kind == "cancel":
-            return None
-        if len(results) != 1:
-            raise RuntimeError(f"{plan.path}: the stream had {len(results)} results")
-        return read_numbers(plan.kind, results[0])
-
-
-async def ask_quietly(http: httpx.AsyncClient, plans: Sequence[Plan]) -> list[Any]:
-    """Return the answer of each request, asked one after the other."""
-    caller, rng = Caller(http, Report()), random.Random(0)
-    wanted = []
-    for plan in plans:
-        try:
-            wanted.append(await caller.ask(plan, rng))
-        except RefusalError as refusal:
-            if refusal.status != plan.refused:
-                raise
-            wanted.append(None)
-    return wanted
+            events, found = EventParser(), None
+            async for chunk in answer.aiter_bytes():
+                for event in events.feed(chunk):
+                    if event.name == "error":
+                        raise problem_error(json.loads(event.data))
+                    if event.name == "piece" and plan.kind == "cancel":
+                        return None
+                    if event.name == "result":
+                        found = json.loads(event.data)
+        if found is None:
+            raise RuntimeError(f"{plan.path}: the stream had no result")
+        return found
 
 
 async def run_client(
@@ -158,13 +250,8 @@ async def run_client(
         began = time.monotonic()
         try:
             found = await caller.ask(plan, rng)
-            if plan.refused is not None:
-                report.wrong.append(f"{plan.kind}: answered, not refused")
-            elif plan.kind not in ("cancel", "upload") and differs(found, wanted[index]):
+            if plan.kind not in ("cancel", "upload") and differs(found, wanted[index]):
                 report.wrong.append(f"{plan.kind}: {found} is not {wanted[index]}"[:600])
-        except RefusalError as refusal:
-            if refusal.status != plan.refused:
-                report.wrong.append(f"{plan.kind}: {refusal}")
         except Exception as error:
             report.wrong.append(f"{plan.kind}: {type(error).__name__}: {error}")
         report.done[plan.kind] += 1
@@ -199,15 +286,10 @@ async def watch(pid: int, report: Report, total: int) -> None:
 
 def read_left(pid: int, metrics: str) -> dict[str, float]:
     """Return what the server has open or reserved."""
-    left: dict[str, float] = {
-        "descriptors": psutil.Process(pid).num_fds(),
-        "threads": psutil.Process(pid).num_threads(),
-    }
-    for line in metrics.splitlines():
-        if "pending" in line and not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            left[name] = float(value)
-    return left
+    process = psutil.Process(pid)
+    lines = [line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")]
+    left = {name: float(value) for name, value in lines if "pending" in name}
+    return left | {"descriptors": process.num_fds(), "threads": process.num_threads()}
 
 
 async def run_load(server: Server, arguments: argparse.Namespace, models: Sequence[str]) -> int:
@@ -218,7 +300,8 @@ async def run_load(server: Server, arguments: argparse.Namespace, models: Sequen
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as http:
         began = time.monotonic()
-        wanted = await ask_quietly(http, plans)
+        quiet = Caller(http, Report())
+        wanted = [await quiet.ask(plan, rng) for plan in plans]
         print(
             f"{len(plans)} requests asked quietly in {time.monotonic() - began:.0f} s", flush=True
         )

@@ -1,19 +1,29 @@
-"""Models to measure with: the demo, and random Llamas of a chosen size with its tokenizer; and
-generation by any engine, called where its jobs are made.
+"""Models to measure with: the demo, and random Llamas of a chosen size with its tokenizer; work of
+any engine, called where its jobs are made; and the workplace, which rows share.
 """
 
+import contextlib
 import json
+import random
 import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.servers import run_logsteer, run_stock
 from logsteer_server.contract.engine import Engine
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.jobs import GenerateJob, Job, Policy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
+import corpus as corpus
 
 ROOT = Path(__file__).resolve().parents[1]
+
 DEMO = ROOT / "demo" / "model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where peers run, as our engines do by default."""
@@ -64,13 +74,88 @@ def read_vocab(path: Path) -> int:
     return int(json.loads((path / "config.json").read_text())["vocab_size"])
 
 
+def run_jobs(engine: Engine, jobs: Sequence[Job]) -> list[Any]:
+    """Return the result of each job, run together. Errors: RuntimeError where one fails."""
+    engine.add(list(enumerate(jobs)))
+    found: dict[int, Any] = {}
+    while engine.busy:
+        found |= dict(engine.step())
+    if failed := [result for result in found.values() if result.failed]:
+        raise RuntimeError(str(failed[0]))
+    return [found[index] for index in range(len(jobs))]
+
+
 def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
     """Return the tokens of each job. Errors: RuntimeError where one fails."""
-    engine.add(list(enumerate(jobs)))
-    tokens: dict[int, list[int]] = {}
-    while engine.busy:
-        for index, result in engine.step():
-            if not isinstance(result, GenerateOutput):
-                raise RuntimeError(str(result))
-            tokens[index] = result.token_ids.tolist()
-    return [tokens[index] for index in range(len(jobs))]
+    return [result.token_ids.tolist() for result in run_jobs(engine, jobs)]
+
+
+def draw_ids(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:
+    """Return sequences of random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(10, vocab) for _ in range(length)] for _ in range(count)]
+
+
+ID = "model"
+"""The id of the model in a server of ours."""
+MEMORY = 8 * 2**30 if DEVICE == "cuda" else 2**30
+"""Bytes of cached keys and values of a server: several with weights of their own run at once."""
+
+
+@dataclass
+class Workplace:
+    """A directory for files, and the model: the user's, or one that is made.
+
+    `dtype` is that of the user's model; the one made is measured in float32. `stack` ends what rows
+    share.
+    """
+
+    directory: Path
+    stack: contextlib.ExitStack
+    given: Path | None = None
+    dtype: str = "auto"
+    _shared: list[str] = field(default_factory=list)
+
+    def find_model(self, **shape: Any) -> Path:
+        """Return the user's checkpoint, else one of 18 M random weights or of the shape given."""
+        return self.given or make_model(self.directory, **shape)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of an engine of ours, under the names of `EngineSpec` and of the configuration.
+
+        All others are its defaults, as a user has them.
+        """
+        dtype = "float32" if self.given is None else self.dtype
+        return {"dtype": dtype, "memory": f"{MEMORY >> 30}GiB"}
+
+    def serve(
+        self, path: Path, engine: str = "vllm", **settings: Any
+    ) -> contextlib.AbstractContextManager[str]:
+        """Return the URL of a new server of ours, which ends with the block."""
+        own = self.settings if engine == "vllm" else {"dtype": self.settings["dtype"]}
+        return run_logsteer({ID: path}, self.directory, engine, **(own | settings))
+
+    def serve_stock(self, path: Path) -> contextlib.AbstractContextManager[str]:
+        """Return the URL of vLLM's own server, which ends with the block: with its own defaults,
+        but for dtype and memory, which are those of ours.
+        """
+        return run_stock(path, self.directory, self.settings["dtype"], MEMORY)
+
+    def share(self) -> str:
+        """Return the URL of a server of the model, which is started once for all rows."""
+        if not self._shared:
+            self._shared.append(self.stack.enter_context(self.serve(self.find_model())))
+        return self._shared[0]
+
+    def stop_shared(self) -> None:
+        """End the server that rows share, which would take from a row that it has no part in."""
+        self.stack.close()
+        self._shared.clear()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what of this belongs beside a result."""
+        found = {"device": DEVICE}
+        if self.given is not None:
+            found |= {"model": self.given.name, "dtype": self.dtype}
+        return found

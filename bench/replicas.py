@@ -7,21 +7,16 @@ The HTTP process and the client run on the same cores.
 
 import os
 import random
-import sys
 import time
 from typing import Any
 
 import httpx
 import psutil
 
-from bench.models import DEVICE, ROOT
-from bench.servers import find_process
-from bench.timing import compare, compare_with_first, spread, summarize
-from bench.workplace import ID, Workplace
+from bench.models import DEVICE, ID, Workplace, corpus
+from bench.servers import find_engines, find_process, read_cpu
+from bench.timing import divide, spread, summarize
 from logsteer import Client
-
-sys.path.insert(0, str(ROOT / "demo"))
-import corpus
 
 TEXTS = 48
 STORIES = 5
@@ -41,9 +36,10 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
         Client(two, timeout=600) as client,
         Client(one, timeout=600) as other,
     ):
-        wait_for_replicas(two, 2)
-        wait_for_replicas(one, 2)
-        leave_one(one)
+        wait_for_replicas(two, "ready", "ready")
+        wait_for_replicas(one, "ready", "ready")
+        max(find_engines(find_process(one)), key=psutil.Process.create_time).kill()
+        wait_for_replicas(one, "failed", "ready")
         ways = {TWO: client, ONE: other}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         shares, busiest = [], {name: list[float]() for name in ways}
@@ -52,18 +48,18 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
             texts = make_texts(run)
             found: dict[str, Any] = {}
             for name, asked in ways.items():
-                url = two if name == TWO else one
-                before, engines = measure_cpu(find_process(url)), find_engines(url)
-                used = [measure_cpu(engine) for engine in engines]
+                server = find_process(two if name == TWO else one)
+                engines = find_engines(server)
+                before, *used = map(read_cpu, (server, *engines))
                 started = time.perf_counter()
                 found[name] = asked.perplexity(texts)
                 taken = time.perf_counter() - started
                 if run:
                     seconds[name].append(taken)
                     own = zip(engines, used, strict=True)
-                    busiest[name].append(max(measure_cpu(engine) - past for engine, past in own))
+                    busiest[name].append(max(read_cpu(engine) - past for engine, past in own))
                     if name == TWO:
-                        shares.append((measure_cpu(find_process(url)) - before) / taken)
+                        shares.append((read_cpu(server) - before) / taken)
             pairs = zip(found[TWO].results, found[ONE].results, strict=True)
             difference = max(
                 difference,
@@ -73,11 +69,11 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
                 ),
             )
             tokens = found[TWO].total.num_scored
-    result = summarize(seconds, tokens, "tokens") | {"ratios": compare_with_first(seconds)}
-    result["figures"] = {
+    figures = {
         "HTTP process of two replicas, cores": spread(shares),
-        "the ratio in CPU seconds of the busiest engine": compare(busiest[TWO], busiest[ONE]),
+        "the ratio in CPU seconds of the busiest engine": divide(busiest[ONE], busiest[TWO]),
     }
+    result = summarize(seconds, tokens, "tokens") | {"figures": figures}
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 
@@ -91,37 +87,15 @@ def make_texts(seed: int) -> list[str]:
     ]
 
 
-def measure_cpu(process: psutil.Process) -> float:
-    """CPU seconds of a process so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def find_engines(url: str) -> list[psutil.Process]:
-    """The processes of the engines of a server."""
-    found = find_process(url).children()
-    return [child for child in found if "spawn_main" in " ".join(child.cmdline())]
-
-
 def _states(url: str) -> list[str]:
     card = httpx.get(f"{url}/models/{ID}", timeout=30).json()
     return [replica["state"] for replica in card["replicas"]]
 
 
-def wait_for_replicas(url: str, count: int) -> None:
-    """Wait until so many replicas are ready. Errors: RuntimeError after WAIT_S seconds."""
+def wait_for_replicas(url: str, *states: str) -> None:
+    """Wait until the replicas have these states. Errors: RuntimeError after WAIT_S seconds."""
     deadline = time.monotonic() + WAIT_S
-    while _states(url).count("ready") < count:
+    while (found := sorted(_states(url))) != sorted(states):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{count} replicas were not ready within {WAIT_S:g} s")
-        time.sleep(0.2)
-
-
-def leave_one(url: str) -> None:
-    """Stop the second replica's process, and take it from the model."""
-    max(find_engines(url), key=psutil.Process.create_time).kill()
-    deadline = time.monotonic() + WAIT_S
-    while sorted(_states(url)) != ["failed", "ready"]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the second replica is still there: {_states(url)}")
+            raise RuntimeError(f"the replicas are {found} and not {states} after {WAIT_S:g} s")
         time.sleep(0.2)

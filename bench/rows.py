@@ -1,25 +1,26 @@
-"""Time and peak memory of reading scored rows, against the whole log-softmax and the bare matmul.
-
-.venv/bin/python -m bench.rows --device cuda --rows 2048 --vocab 128256 --hidden 4096
+"""Time and peak memory of reading scored rows, against the whole log-softmax and the bare matmul:
+`rows.py RUNS`.
 """
 
-import argparse
 import gc
-import json
-import platform
-import statistics
+import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from bench.models import DEVICE
+from bench.servers import print_result
+from bench.timing import spread, time_in_turn
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import RowSpec
 
 MIB = 2**20
+ROWS, VOCAB, WIDTH = 2048, 128_256, 256
+CHUNK = 256 * MIB
 
 
 def current_rss() -> int:
@@ -64,43 +65,30 @@ class PeakMemory:
 
 def time_runs(work: Callable[[], torch.Tensor], device: torch.device, runs: int) -> list[float]:
     """Milliseconds of each run, after one that is not counted."""
-    times = []
-    for index in range(runs + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def wait_for_work() -> None:
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if index:
-            times.append(1e3 * (time.perf_counter() - started))
-    return times
+
+    seconds = time_in_turn({"work": wait_for_work}, runs)["work"]
+    return [1e3 * taken for taken in seconds]
 
 
 def main() -> None:
-    """Print one JSON object with a record per way of reading."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--chunk-mib", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--runs", type=int, default=7)
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    dtype = getattr(torch, options.dtype)
+    """Read the rows in each way, as often as the command line says; print what it took."""
+    runs, device = int(sys.argv[1]), torch.device(DEVICE)
     torch.manual_seed(0)
-    hidden_RD = torch.randn(options.rows, options.hidden, device=device, dtype=dtype)
-    head_VD = torch.randn(options.vocab, options.hidden, device=device, dtype=dtype) / 64
-    targets_R = torch.randint(options.vocab, (options.rows,), device=device)
+    hidden_RD = torch.randn(ROWS, WIDTH, device=device)
+    head_VD = torch.randn(VOCAB, WIDTH, device=device) / 64
+    targets_R = torch.randint(VOCAB, (ROWS,), device=device)
 
     def project(hidden_rD: torch.Tensor) -> torch.Tensor:
         return hidden_rD @ head_VD.T
 
-    def read(spec: RowSpec, chunk: int) -> torch.Tensor:
+    def read(spec: RowSpec) -> torch.Tensor:
         rows = HiddenRows.of(hidden_RD, targets_R)
-        return read_hidden(rows, project, options.vocab, spec, RowBounds(chunk, chunk))
+        return read_hidden(rows, project, VOCAB, spec, RowBounds(CHUNK, CHUNK))
 
     def read_whole() -> torch.Tensor:
         log_probs_RV = project(hidden_RD).float().log_softmax(-1)
@@ -109,36 +97,24 @@ def main() -> None:
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "bare matmul": lambda: project(hidden_RD),
         "whole log-softmax, logprob": read_whole,
+        "rows, logprob, 256 MiB": partial(read, RowSpec(("logprob",))),
+        "rows, logprob + rank, 256 MiB": partial(read, RowSpec(("logprob", "rank"))),
+        "rows, 3 columns + top 5, 256 MiB": partial(
+            read, RowSpec(("logprob", "rank", "entropy"), top=5)
+        ),
     }
-    full = RowSpec(("logprob", "rank", "entropy"), top=5)
-    for chunk_mib in options.chunk_mib:
-        chunk = chunk_mib * MIB
-        ways[f"rows, logprob, {chunk_mib} MiB"] = partial(read, RowSpec(("logprob",)), chunk)
-        ways[f"rows, logprob + rank, {chunk_mib} MiB"] = partial(
-            read, RowSpec(("logprob", "rank")), chunk
-        )
-    ways[f"rows, 3 columns + top 5, {options.chunk_mib[0]} MiB"] = lambda: read(
-        full, options.chunk_mib[0] * MIB
-    )
-    records = {}
+    found: dict[str, dict[str, Any]] = {}
     with torch.inference_mode():
         expected = read_whole()
         for name, work in ways.items():
             work()
             with PeakMemory(device) as memory:
                 result = work()
-            times = time_runs(work, device, options.runs)
-            record = {
-                "ms_median": round(statistics.median(times), 3),
-                "ms_min": round(min(times), 3),
-                "ms_max": round(max(times), 3),
-                "peak_mib_added": round(memory.added / MIB, 1),
-            }
+            added = round(memory.added / MIB, 1)
+            found[name] = {"ms": spread(time_runs(work, device, runs)), "peak_mib_added": added}
             if name.startswith("rows"):
-                record["max_error"] = float((result[:, :1] - expected).abs().max())
-            records[name] = record
-    chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    print(json.dumps({"chip": chip, "torch": torch.__version__, **vars(options), "ways": records}))
+                found[name]["max_error"] = float((result[:, :1] - expected).abs().max())
+    print_result({"runs": runs, "ways": found})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,22 +26,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from bench import (
-    harness,
-    host_time,
-    http_process,
-    patching,
-    replicas,
-    sampling,
-    score_file,
-    scoring,
-    start,
-    steering,
-)
-from bench.bars import BARS, write_table
-from bench.results_page import write_page
+from bench import host_time, http_process, replicas, score_file, scoring, start, steering
+from bench.bars import write_page, write_result, write_table
+from bench.models import Workplace
+from bench.servers import run_module
 from bench.timing import spread
-from bench.workplace import Workplace
 
 BENCH = Path(__file__).resolve().parent
 
@@ -64,13 +52,8 @@ def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
 
 
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
-    """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
-    command = [
-        sys.executable, "-m", "bench.rows", "--dtype", "float32", "--hidden", "256",
-        "--runs", str(runs), "--chunk-mib", "256",
-    ]  # fmt: skip
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(output)
+    """What `bench/rows.py` says of 2,048 rows over a vocabulary of 128 k, on a GPU if any."""
+    found = run_module("rows", runs)
     added = [way["peak_mib_added"] for name, way in found["ways"].items() if "rows" in name]
     return found | {"figures": {"MiB added at most": spread([max(added)])}}
 
@@ -80,13 +63,13 @@ BENCHMARKS = {
     "choices": Benchmark(scoring.compare_choices, any_model=True),
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
     "replicas": Benchmark(replicas.compare_replicas, runs=5),
-    "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
+    "lm_eval": Benchmark(scoring.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
-    "patching": Benchmark(patching.compare_patching, runs=5),
-    "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
+    "patching": Benchmark(steering.compare_patching, runs=5),
+    "diagnostics": Benchmark(scoring.compare_diagnostics, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),
@@ -96,20 +79,6 @@ BENCHMARKS = {
 }
 SHARING = ("choices", "overhead")
 """Rows whose server is the same one."""
-
-
-def show(name: str, result: dict[str, Any]) -> None:
-    """Print one benchmark's ways, ratios and notes, a line each."""
-    print(f"\n{name} ({result['seconds_taken']} s): {result['command']}")
-    for way, values in result.get("ways", {}).items():
-        print(f"  {way:<52} {json.dumps(values)}")
-    for ratio, (low, median, high) in (
-        result.get("ratios", {}) | result.get("figures", {})
-    ).items():
-        print(f"  {ratio:<72} {median} ({low} to {high})")
-    for note in result.get("notes", []):
-        print(f"  {note}")
-    sys.stdout.flush()
 
 
 def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
@@ -139,7 +108,7 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
             }  # fmt: skip
             path.write_text(json.dumps(results, indent=1) + "\n")
             path.with_suffix(".md").write_text(write_page(results))
-            show(name, results[name])
+            print(f"\n{write_result(name, results[name])}", flush=True)
     print(f"\n{write_table(results, set(names))}")
     return failed
 
@@ -161,11 +130,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint to measure with")
     parser.add_argument("--dtype", default="auto", help="of that checkpoint")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
-    parser.add_argument("--list", action="store_true", help="print the rows that have a bar")
     options = parser.parse_args()
-    if options.list:
-        print(*(name for name in BENCHMARKS if any(bar.row == name for bar in BARS)))
-        return 0
     if options.table:
         print(write_table(json.loads(options.output.read_text())))
         return 0

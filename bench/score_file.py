@@ -6,12 +6,10 @@ The server is on one core, with its engine, and what asks it on another, each ru
 own. The fake engine's answers take next to no work: rows come as fast as HTTP can take them.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +18,10 @@ from pathlib import Path
 import httpx
 
 import logsteer
-from bench.servers import run_logsteer
-from bench.timing import compare, spread
+from bench.servers import print_result, run_logsteer, run_module
+from bench.timing import divide, spread
 from logsteer.corpus import JobLimits
 
-DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 ROWS = {"fake": 49_152, "vllm": 4_096}
 """Engine -> rows of a file."""
 FIELD = {"logprob": "items", "perplexity": "texts"}
@@ -37,6 +34,7 @@ LIMITS = JobLimits(batch_size=256)
 
 def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
     """Rows per second and CPU time a row of a job and of a loop, by engine and endpoint."""
+    from bench.models import DEMO
     from bench.short_items import FAKE, as_text, make_pairs
 
     if (os.cpu_count() or 1) < 2:
@@ -54,18 +52,18 @@ def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
             for endpoint in FIELD:
                 source = directory / f"{endpoint}.jsonl"
                 source.write_text("".join(json.dumps(row) + "\n" for row in rows[endpoint]))
-                found: dict[str, list[dict[str, float]]] = {JOB: [], LOOP: []}
-                for run in range(runs + 1):
-                    for way, figures in found.items():
-                        figure = _run(url, endpoint, source, way)
-                        figures.extend([figure] if run else [])
+                turns = [
+                    {way: _run(url, endpoint, source, way) for way in (JOB, LOOP)}
+                    for _ in range(runs + 1)
+                ]
+                found = {way: [turn[way] for turn in turns[1:]] for way in (JOB, LOOP)}
                 for way, figures in found.items():
                     ways[f"{engine}, {endpoint}, {way}"] = {
                         "rows_per_s": spread([count / one["seconds"] for one in figures]),
                         "us_per_row": spread([1e6 * one["cpu_s"] / count for one in figures]),
                     }
                 own_s, loop_s = ([one["seconds"] for one in found[way]] for way in (JOB, LOOP))
-                ratios[f"{engine}, {endpoint}, {JOB} / {LOOP}"] = compare(own_s, loop_s)
+                ratios[f"{engine}, {endpoint}, {JOB} / {LOOP}"] = divide(loop_s, own_s)
     note = "items of 25 tokens, requests of 256; server and client on a core each"
     return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
 
@@ -82,11 +80,8 @@ def on_cores(numbers: set[int]) -> Iterator[None]:
 
 
 def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.score_file", url, endpoint, str(source), way]
     with on_cores({1}):
-        output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
-    return found
+        return run_module("score_file", url, endpoint, source, way)
 
 
 def run_job(url: str, endpoint: str, source: Path) -> None:
@@ -116,20 +111,15 @@ async def run_loop(url: str, endpoint: str, source: Path) -> None:
 
 
 def main() -> None:
-    """Run one way once, and print its seconds and CPU seconds as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("url", help="of the server")
-    parser.add_argument("endpoint", choices=list(FIELD))
-    parser.add_argument("source", type=Path)
-    parser.add_argument("way", choices=[JOB, LOOP])
-    given = parser.parse_args()
+    """Run one way once, and print its seconds and CPU seconds."""
+    url, endpoint, source, way = sys.argv[1:]
     cpu, started = time.process_time(), time.perf_counter()
-    if given.way == LOOP:
-        asyncio.run(run_loop(given.url, given.endpoint, given.source))
+    if way == LOOP:
+        asyncio.run(run_loop(url, endpoint, Path(source)))
     else:
-        run_job(given.url, given.endpoint, given.source)
+        run_job(url, endpoint, Path(source))
     figures = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
-    sys.stdout.write(json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

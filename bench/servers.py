@@ -1,27 +1,23 @@
-"""Servers to measure: logsteer's, and the stock one of vLLM, each as a user would start it."""
+"""Servers to measure: logsteer's, and the stock one of vLLM, each as a user would start it; and
+modules of bench that run in a process of their own.
+"""
 
 import contextlib
+import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import yaml
+from tests.ports import find_port
 
 START_TIMEOUT_S = 400
-
-
-def find_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -64,6 +60,103 @@ def find_process(url: str) -> psutil.Process:
         if "--port" in command and command[command.index("--port") + 1] == port:
             return child
     raise LookupError(f"no process of this one serves at {url}")
+
+
+def find_engines(server: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of a server's engines."""
+    return [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def read_cpu(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process, those of its children left out."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def run_module(
+    name: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return what a module of bench prints as its result, in a process of its own.
+
+    Errors: RuntimeError with the end of its messages where it fails.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{name}", *map(str, arguments)],
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"bench.{name} has failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = read_result(done.stdout.splitlines())
+    return found
+
+
+def read_result(lines: Iterable[str]) -> Any:
+    """Return what the first line has that begins with `result`; vLLM prints, too.
+
+    Errors: EOFError where there is no such line.
+    """
+    for line in lines:
+        if line.startswith("result "):
+            return json.loads(line.removeprefix("result "))
+    raise EOFError("no line of the output begins with `result`")
+
+
+def print_result(result: object) -> None:
+    """Print what `read_result` reads."""
+    print("result", json.dumps(result), flush=True)
+
+
+class Worker:
+    """A process of a module of bench that prints a result once it is ready, and one for each line
+    that it is told; `told` is the first.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self._process = process
+        self._log = log
+        self.told = self._read()
+
+    def ask(self, question: object) -> Any:
+        """Return the answer to a question. Errors: RuntimeError where the process ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        try:
+            return read_result(self._process.stdout)
+        except EOFError as error:
+            detail = f"the process has ended:\n{self._log.read_text()[-3000:]}"
+            raise RuntimeError(detail) from error
+
+
+@contextlib.contextmanager
+def start_worker(log: Path, name: str, *arguments: object) -> Iterator[Worker]:
+    """Give a process of a module of bench, which is stopped at the end."""
+    command = [sys.executable, "-m", f"bench.{name}", *map(str, arguments)]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            yield Worker(process, log)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+
+def answer_questions(first: object, answer: Callable[[Any], object]) -> None:
+    """Be such a process: print a first result, then one for each line, until stdin ends."""
+    print_result(first)
+    for line in sys.stdin:
+        print_result(answer(json.loads(line)))
 
 
 def run_logsteer(

@@ -19,13 +19,10 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from bench.models import DEMO, ROOT
+from bench.models import DEMO, corpus
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.fake import FakeEngine
-
-sys.path.insert(0, str(ROOT / "demo"))
-import corpus
 
 Item = dict[str, Any]
 AT_ONCE = 256

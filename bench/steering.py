@@ -1,19 +1,23 @@
-"""Steered generation: against unsteered, against stock vLLM, and against hooks in Python."""
+"""Steered generation against unsteered, stock vLLM and hooks in Python; patching against a loop."""
 
 import contextlib
 import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.decoding import GENERATED, SEQUENCES, Answer, Work
-from bench.models import DEMO, make_model
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from bench.decoding import GENERATED, SEQUENCES
+from bench.models import DEMO, DEVICE, ID, Workplace, make_model
+from bench.servers import Worker, run_module, start_worker
 from bench.stock import describe_stock
-from bench.timing import compare, join_results, summarize
-from bench.workplace import Workplace
+from bench.timing import join_results, spread, summarize, time_in_turn
+from logsteer import Client
 from logsteer_server.contract.engine import HOOKS
 
 UNCOUNTED = 4
@@ -21,78 +25,31 @@ UNCOUNTED = 4
 SLOTS = 64
 
 
-class Decoder:
-    """A process of `bench/decoding.py` that waits for work; `chosen` has stock's own defaults."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
-        self._process = process
-        self._log = log
-        self.chosen: dict[str, Any] = json.loads(self._read("ready"))
-
-    def run(self, work: Work) -> Answer:
-        """Do the work there. Errors: RuntimeError where the process ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(work.encode())
-        self._process.stdin.flush()
-        return Answer(**json.loads(self._read("answer")))
-
-    def _read(self, mark: str) -> str:
-        """Return what follows the mark in the next line that begins with it; vLLM prints, too."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark)
-        raise RuntimeError(f"the process has ended:\n{self._log.read_text()[-3000:]}")
-
-
 @contextlib.contextmanager
-def start_decoder(place: Workplace, kind: str, slots: int = 0, **more: Any) -> Iterator[Decoder]:
-    """A process with the model loaded and warm; it is stopped at the end."""
+def start_decoder(place: Workplace, kind: str, slots: int = 0, **more: Any) -> Iterator[Worker]:
+    """Give a process of `bench/decoding.py` with its model loaded and warm."""
     log = place.directory / f"decoding-{kind}-{slots}-{len(more)}.log"
-    path, settings = place.find_model(), json.dumps(place.settings | more)
-    command = [sys.executable, "-m", "bench.decoding", kind, str(path), str(slots), settings]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        try:
-            decoder = Decoder(process, log)
-            for seed in range(UNCOUNTED):
-                decoder.run(Work(seed))
-            yield decoder
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
-@dataclass(slots=True)
-class Runs:
-    """The runs of one way: seconds of each, and the sequences of the last by their digests."""
-
-    seconds: list[float] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
+    settings = json.dumps(place.settings | more)
+    with start_worker(log, "decoding", kind, place.find_model(), slots, settings) as decoder:
+        for seed in range(UNCOUNTED):
+            decoder.ask({"seed": seed})
+        yield decoder
 
 
 def run_in_turn(
-    ways: Mapping[str, tuple[Decoder, Mapping[str, Any]]], runs: int
-) -> dict[str, Runs]:
-    """The runs of each way, in turn, after one uncounted run of each.
+    ways: Mapping[str, tuple[Worker, Mapping[str, Any]]], runs: int
+) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+    """Run the ways in turn, after one uncounted run of each.
 
-    In one turn all ways have the same prompts, which no other turn has.
+    Return the seconds of each run by way, and the sequences of the last run by their digests. In
+    one turn all ways have the same prompts, which no other turn has.
     """
-    found = {name: Runs() for name in ways}
-    for turn in range(runs + 1):
-        for name, (decoder, settings) in ways.items():
-            answer = decoder.run(Work(seed=1000 + turn, **settings))
-            found[name].digests = answer.digests
-            if turn:
-                found[name].seconds.append(answer.seconds)
-    return found
+    turns = [
+        {name: worker.ask({"seed": 1000 + turn, **how}) for name, (worker, how) in ways.items()}
+        for turn in range(runs + 1)
+    ]
+    seconds = {name: [turn[name]["seconds"] for turn in turns[1:]] for name in ways}
+    return seconds, {name: answer["digests"] for name, answer in turns[-1].items()}
 
 
 def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
@@ -109,7 +66,7 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
         start_decoder(place, "ours") as ours_without,
         start_decoder(place, "stock") as vllm,
     ):
-        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+        ways: dict[str, tuple[Worker, Mapping[str, Any]]] = {
             plain: (ours, {}),
             all_: (ours, {"steer_every": 1}),
             half: (ours, {"steer_every": 2}),
@@ -118,20 +75,16 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
             stock: (vllm, {}),
             bare: (vllm, {"logprobs": False}),
         }
-        found = run_in_turn(ways, runs)
-        notes = [describe_stock(vllm.chosen)]
-    seconds = {name: way.seconds for name, way in found.items()}
-    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
+        seconds, found = run_in_turn(ways, runs)
+        notes = [describe_stock(vllm.told)]
     pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (ours_bare, bare)]
-    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
-    expected = dict.fromkeys((without, ours_bare, stock, bare), found[plain].digests)
-    expected[half] = [
-        found[plain if index % 2 else all_].digests[index] for index in range(SEQUENCES)
-    ]
+    result = summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs)
+    expected = dict.fromkeys((without, ours_bare, stock, bare), found[plain])
+    expected[half] = [found[plain if index % 2 else all_][index] for index in range(SEQUENCES)]
     for name, digests in expected.items():
-        same = sum(a == b for a, b in zip(found[name].digests, digests, strict=True))
+        same = sum(a == b for a, b in zip(found[name], digests, strict=True))
         result["ways"][name]["sequences_as_expected"] = same
-    changed = sum(a != b for a, b in zip(found[all_].digests, found[plain].digests, strict=True))
+    changed = sum(a != b for a, b in zip(found[all_], found[plain], strict=True))
     result["ways"][all_]["sequences_changed"] = changed
     return result | {"notes": notes}
 
@@ -144,16 +97,14 @@ def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
         start_decoder(place, "ours", SLOTS) as default,
         start_decoder(place, "ours", SLOTS, hooks=HOOKS) as ours,
     ):
-        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+        ways: dict[str, tuple[Worker, Mapping[str, Any]]] = {
             plain: (default, {}),
             steered: (default, {"steer_every": 1}),
             idle: (ours, {}),
         } | {f"steered at {h}": (ours, {"steer_every": 1, "hook": h}) for h in HOOKS}
-        seconds = {name: way.seconds for name, way in run_in_turn(ways, runs).items()}
-    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
+        seconds, _ = run_in_turn(ways, runs)
     pairs = [(idle, plain), *((f"steered at {hook}", steered) for hook in HOOKS)]
-    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
-    return result
+    return summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs)
 
 
 def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:
@@ -175,8 +126,88 @@ def _run_hooked(
     """What `bench/hooked.py` says of these batches, with the whole sequence again or without."""
     dtype = place.settings["dtype"]
     asked = [str(path), dtype, str(runs), *(f"{n}{'+' * again}" for n, again in batches.items())]
-    command = [sys.executable, "-m", "bench.hooked", *asked]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    line = next(line for line in output.splitlines() if line.startswith("result "))
-    result: dict[str, Any] = json.loads(line.removeprefix("result "))
-    return result
+    return run_module("hooked", *asked)
+
+
+TEXT = "{} went to the big park with her mother and her big {}. The capital of {} is"
+CLEAN = TEXT.format("Lily", "dog", "France")
+CORRUPTED, APART = (TEXT.format(name, "cat", "Spain") for name in ("Lily", "Anna"))
+TARGET = " Paris"
+TOKENS, LAYERS = 20, 5
+OURS = "/patch on vLLM over HTTP"
+OURS_APART = "/patch of texts whose first words differ"
+LOOP, ALONE = (f"loop over run_with_hooks, TransformerLens{how}" for how in ("", ", one thread"))
+
+
+class Loop:
+    """The patches as they are written with TransformerLens: a forward pass for each place."""
+
+    def __init__(self, clean: list[int], target: int) -> None:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        self._bridge = TransformerBridge.boot_transformers(
+            str(DEMO), device=DEVICE, dtype=torch.float32
+        )
+        self._clean_1T = torch.tensor([clean], device=DEVICE)
+        self._target = target
+
+    @torch.inference_mode()
+    def run(self, corrupted: list[int], threads: int) -> list[list[float]]:
+        """Return the target's log-probability by layer, by position."""
+        torch.set_num_threads(threads)
+        _, cache = self._bridge.run_with_cache(self._clean_1T)
+        tokens_1T = torch.tensor([corrupted], device=DEVICE)
+        return [
+            [self._patch(tokens_1T, f"blocks.{layer}.hook_out", n, cache) for n in range(TOKENS)]
+            for layer in range(LAYERS)
+        ]
+
+    def _patch(self, tokens_1T: Tensor, name: str, position: int, cache: Any) -> float:
+        def put(x_1TD: Tensor, hook: object) -> Tensor:  # noqa: ARG001
+            x_1TD[:, position] = cache[name][:, position]
+            return x_1TD
+
+        logits_1TV = self._bridge.run_with_hooks(tokens_1T, fwd_hooks=[(name, put)])
+        return float(logits_1TV[0, -1].log_softmax(-1)[self._target])
+
+
+def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
+    """Patch each layer of the demo model at each of 20 tokens; log p of one token is the metric.
+
+    A forward pass of the loop is so small that its threads may cost more than they bring. The texts
+    begin with the same 13 tokens, for which the loop runs the model and `/patch` does not; so texts
+    whose first words differ are measured, too.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    clean, *others = (tokenizer(text)["input_ids"] for text in (CLEAN, CORRUPTED, APART))
+    corrupted, apart = others
+    target = tokenizer(CLEAN + TARGET)["input_ids"][-1]
+    assert {len(ids) for ids in (clean, corrupted, apart)} == {TOKENS}
+    loop, threads = Loop(clean, target), torch.get_num_threads()
+    found: dict[str, Any] = {}
+    # As the demo's own configuration has it: a model of this size gains nothing from compilation.
+    with (
+        place.serve(DEMO, compile=False) as url,
+        Client(url, model=ID, timeout=300) as client,
+    ):
+
+        def ask(name: str, ids: list[int]) -> None:
+            items = ({"context_ids": own, "target_ids": [[target]]} for own in (clean, ids))
+            pair = dict(zip(("clean", "corrupted"), items, strict=True))
+            found[name] = client.patch([pair], cache=False).results[0].matrix
+
+        def repeat(threads: int) -> None:
+            found[LOOP] = loop.run(corrupted, threads)
+
+        ways: dict[str, Callable[[], object]] = {
+            OURS: partial(ask, OURS, corrupted),
+            OURS_APART: partial(ask, OURS_APART, apart),
+            LOOP: partial(repeat, threads),
+            ALONE: partial(repeat, 1),
+        }
+        seconds = time_in_turn(ways, runs)
+    same = (OURS, found[LOOP]), (OURS_APART, loop.run(apart, 1))
+    difference = max(np.abs(np.subtract(found[name], other)).max() for name, other in same)
+    figures = {"largest difference, nats": spread([float(difference)])}
+    pairs = [(own, other) for own in (OURS, OURS_APART) for other in (LOOP, ALONE)]
+    return summarize(seconds, LAYERS * TOKENS, "patches", pairs) | {"figures": figures}

@@ -1,11 +1,11 @@
 """What stock vLLM chooses by itself, as its server would: `stock.py MODEL DTYPE`."""
 
-import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from bench.servers import print_result, run_module
 
 
 def read_choices(config: Any) -> dict[str, Any]:
@@ -22,11 +22,7 @@ def read_choices(config: Any) -> dict[str, Any]:
 
 def ask_choices(path: Path, dtype: str) -> dict[str, Any]:
     """Return what vLLM's server chooses for a model, asked in a process of its own."""
-    command = [sys.executable, "-m", "bench.stock", str(path), dtype]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    line = next(line for line in lines.splitlines() if line.startswith("chosen "))
-    found: dict[str, Any] = json.loads(line.removeprefix("chosen "))
-    return found
+    return run_module("stock", path, dtype)
 
 
 def describe_stock(chosen: Mapping[str, Any]) -> str:
@@ -43,7 +39,7 @@ def main() -> None:
     path, dtype = sys.argv[1:]
     args = AsyncEngineArgs(model=path, dtype=dtype)
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    print("chosen", json.dumps(read_choices(config)), flush=True)
+    print_result(read_choices(config))
 
 
 if __name__ == "__main__":

@@ -24,30 +24,28 @@ def time_call(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def summarize(seconds: dict[str, list[float]], amount: float, unit: str) -> dict[str, Any]:
-    """Rate of each way, and how many times as fast the first way is, pair by pair.
+def summarize(
+    seconds: Mapping[str, Sequence[float]],
+    amount: float,
+    unit: str,
+    pairs: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """Rate of each way, and how many times as fast the first of each pair is, run by run.
 
-    Each as [minimum, median, maximum].
+    Each as [minimum, median, maximum]. Without `pairs` the first way is compared with each other.
     """
-    first = next(iter(seconds.values()))
-    ways = {}
-    for name, times in seconds.items():
-        ways[name] = {
-            f"{unit}_per_s": spread([amount / t for t in times]),
-            "first_is_faster_by": spread([t / f for t, f in zip(times, first, strict=True)]),
-        }
-    return {"runs": len(first), "amount": amount, "unit": unit, "ways": ways}
-
-
-def compare(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
-    """How many times as fast a way is as another, pair by pair: [minimum, median, maximum]."""
-    return spread([other / own for own, other in zip(seconds, others, strict=True)])
-
-
-def compare_with_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """How many times as fast the first way is as each of the others: `first / other`."""
     first, *others = seconds
-    return {f"{first} / {name}": compare(seconds[first], seconds[name]) for name in others}
+    rates = {name: spread([amount / taken for taken in times]) for name, times in seconds.items()}
+    return {
+        "runs": len(seconds[first]),
+        "amount": amount,
+        "unit": unit,
+        "ways": {name: {f"{unit}_per_s": rate} for name, rate in rates.items()},
+        "ratios": {
+            f"{own} / {other}": divide(seconds[other], seconds[own])
+            for own, other in pairs or [(first, other) for other in others]
+        },
+    }
 
 
 def divide(values: Sequence[float], others: Sequence[float]) -> list[float]:

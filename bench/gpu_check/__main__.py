@@ -6,6 +6,7 @@ quick selection, and says so. A part that fails does not stop the others; the ex
 """
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -17,8 +18,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.bars import BARS
-from bench.gpu_check.part import LIMIT_S, ROOT, Findings, run_command
-from bench.gpu_check.report import PartResult, Report, shorten
+from bench.gpu_check.report import (
+    LIMIT_S,
+    ROOT,
+    Findings,
+    Options,
+    PartResult,
+    Report,
+    run_command,
+    shorten,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +76,8 @@ PARTS = (
 
 def run_one(result: PartResult, device: str, quick: bool) -> None:
     """Run a part in a process of its own; a process that dies is a part that failed."""
-    part = PARTS[result.name]
-    command = [sys.executable, "-m", f"bench.gpu_check.{part.module}", "--device", device]
-    command += [*(["--case", part.case] if part.case else []), *(["--quick"] if quick else [])]
+    command = [sys.executable, "-m", "bench.gpu_check", "--part", result.name, "--device", device]
+    command += ["--quick"] if quick else []
     result.command = f".venv/bin/python -m bench.gpu_check --only {result.name}"
     started, died = time.monotonic(), ""
     with tempfile.TemporaryDirectory(prefix="logsteer-gpu-check-") as directory:
@@ -79,6 +87,14 @@ def run_one(result: PartResult, device: str, quick: bool) -> None:
             died = str(error)
         result.seconds = time.monotonic() - started
         result.judge(Findings.load(Path(directory) / "findings.json"), died)
+
+
+def measure(name: str, device: str, quick: bool, directory: Path) -> None:
+    """Run a part in this process, and write down what was found."""
+    part, found = PARTS[name], Findings(directory / "findings.json")
+    module = importlib.import_module(f"bench.gpu_check.{part.module}")
+    module.measure(Options(device, quick, directory, part.case), found)
+    found.save()
 
 
 def find_device() -> str:
@@ -118,7 +134,13 @@ def main() -> int:
     parser.add_argument("--bare", action="store_true", help=f"alone {', '.join(BARE)}")
     parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--list", action="store_true", help="print the parts, run nothing")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.part:  # in a process of its own, which `run_one` has started
+        measure(options.part, options.device, bool(options.quick), options.directory)
+        return 0
     if options.list:
         print(*PARTS, sep="\n")
         return 0

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from bench.gpu_check.part import LIMIT_S, ROOT, Findings, Options, Table, run_part
+from bench.gpu_check.report import LIMIT_S, ROOT, Findings, Options, Table
 
 QUICK = {
     "exactness": "test_alone_batched_and_shuffled_are_the_same and demo",
@@ -48,7 +48,3 @@ def measure(options: Options, found: Findings) -> None:
     if done.returncode == 124:
         found.failures.append(f"the tests took longer than {LIMIT_S - 30} s")
     read_outcomes(done.stdout, found)
-
-
-if __name__ == "__main__":
-    run_part(measure)

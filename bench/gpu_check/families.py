@@ -6,20 +6,13 @@ from typing import Any
 
 from tests.families.checkpoints import FAMILIES
 
-from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_command, run_part
+from bench.gpu_check.report import NO_CUDA, Cell, Findings, Options, Table, run_command
 
 CHOSEN = ("llama", "qwen3", "gemma3", "mistral", "stablelm")
 """The usual one, a norm on queries and keys, scaled embeddings, a window, a stale residual."""
 CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation")
 LIMITS = {"float32": 1e-4, "bfloat16": None}
 """Nats, or parts of the activations' size; bfloat16 is shown and not judged."""
-
-
-def probe(mode: str, dtype: str, paths: list[str]) -> list[dict[str, Any]]:
-    """What `tests/families/family_probe.py` says of each checkpoint on vLLM."""
-    command = [sys.executable, "-m", "tests.families.family_probe", "vllm", mode, dtype, *paths]
-    output = run_command(command)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def measure(options: Options, found: Findings) -> None:
@@ -38,7 +31,9 @@ def measure(options: Options, found: Findings) -> None:
         "nats, of captures as a part of their root mean square.",
         ["family", *CHECKS],
     )
-    lines = probe(mode, dtype, paths)
+    command = [sys.executable, "-m", "tests.families.family_probe", "vllm", mode, dtype, *paths]
+    output = run_command(command).splitlines()
+    lines = [json.loads(line) for line in output if line.startswith("{")]
     if len(lines) != len(paths):
         found.failures.append(f"{len(lines)} of {len(paths)} families answered")
     for line in lines:
@@ -62,7 +57,3 @@ def judge(found: Findings, line: dict[str, Any], dtype: str, limit: float | None
             found.need(f"{what}, {check}", value, limit)
         cells.append(value)
     return cells
-
-
-if __name__ == "__main__":
-    run_part(measure)

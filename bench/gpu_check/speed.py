@@ -4,20 +4,17 @@ import json
 import sys
 from typing import Any
 
-from bench.bars import BARS, find_figure
-from bench.gpu_check.part import (
+from bench.bars import BARS, COLUMNS, find_figure, list_figures
+from bench.gpu_check.report import (
     NO_CUDA,
     Findings,
     Options,
     Table,
-    list_result,
     run_command,
-    run_part,
 )
 
 QUICK = "full_text"
 """What is measured where the check is quick, with one counted run."""
-COLUMNS = ["way", "measure", "median", "smallest", "largest"]
 
 
 def measure(options: Options, found: Findings) -> None:
@@ -36,17 +33,8 @@ def measure(options: Options, found: Findings) -> None:
             met = "yes" if bar.is_met(figure) else "no"
             bars.rows.append([bar.what, figure[1], bar.limit, met])
     found.add(bars)
-    table = Table(f"`.venv/bin/python {' '.join(arguments)}`", COLUMNS)
-    ways = result.get("ways", {}) | {
-        part: result[part] for part in ("ratios", "figures") if part in result
-    }
-    for way, values in ways.items():
-        table.rows += list_result(way, values)
+    caption = f"`.venv/bin/python {' '.join(arguments)}`"
     found.notes += result.get("notes", [])
     if not options.on_cuda:
         found.notes.append(f"These are figures of the CPU: {NO_CUDA}.")
-    found.add(table)
-
-
-if __name__ == "__main__":
-    run_part(measure)
+    found.add(Table(caption, COLUMNS, list_figures(result)))

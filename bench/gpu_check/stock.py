@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,13 +16,12 @@ from typing import Any
 
 import httpx
 
-from bench.gpu_check.part import Findings, Options, Table, list_result, run_part
-from bench.gpu_check.speed import COLUMNS
-from bench.models import DEMO, read_vocab
+from bench.bars import COLUMNS, list_figures
+from bench.gpu_check.report import Findings, Options, Table
+from bench.models import DEMO, ID, draw_ids, read_vocab
 from bench.servers import run_logsteer, run_stock
 from bench.stock import ask_choices, describe_stock
-from bench.timing import compare, summarize, time_in_turn
-from bench.workplace import ID
+from bench.timing import summarize, time_in_turn
 from logsteer import Client
 
 SHAPE = {
@@ -69,14 +67,12 @@ class Peers:
         self._seeds = itertools.count()
         self._http = httpx.Client(timeout=600)
 
-    def draw(self, count: int, length: int) -> list[list[int]]:
-        """Return new sequences of random tokens."""
-        draw = random.Random(next(self._seeds))
-        return [[draw.randrange(10, self._vocab) for _ in range(length)] for _ in range(count)]
+    def _draw(self, count: int, length: int) -> list[list[int]]:
+        return draw_ids(next(self._seeds), count, length, self._vocab)
 
     def complete(self, url: str, count: int, length: int, tokens: int, **more: Any) -> None:
         """Have a server continue prompts by so many tokens. Errors: RuntimeError for others."""
-        body = {"model": self._names[url], "prompt": self.draw(count, length), "temperature": 0,
+        body = {"model": self._names[url], "prompt": self._draw(count, length), "temperature": 0,
                 "max_tokens": tokens, "ignore_eos": True}  # fmt: skip
         answer = self._http.post(f"{url}/v1/completions", json=body | more)
         if answer.is_error or answer.json()["usage"]["completion_tokens"] != count * tokens:
@@ -85,7 +81,7 @@ class Peers:
     def score(self, count: int, length: int, **more: Any) -> None:
         """Score all tokens of texts but their first."""
         items = [{"context_ids": ids[:1], "target_ids": [ids[1:]]}
-                 for ids in self.draw(count, length)]  # fmt: skip
+                 for ids in self._draw(count, length)]  # fmt: skip
         self.client.logprob(items, **more)
 
     def close(self) -> None:
@@ -122,14 +118,8 @@ def add_table(
     runs: int,
 ) -> None:
     """Time the ways in turn, and write down tokens per second, and how much faster one is."""
-    seconds = time_in_turn(dict(ways), runs)
-    table = Table(caption, COLUMNS)
-    for way, values in summarize(seconds, amount, "tokens")["ways"].items():
-        table.rows += list_result(way, {"tokens_per_s": values["tokens_per_s"]})
-    for first, other in pairs:
-        ratio = compare(seconds[first], seconds[other])
-        table.rows += list_result("ratio", {f"{first} / {other}": ratio})
-    found.add(table)
+    result = summarize(time_in_turn(dict(ways), runs), amount, "tokens", pairs)
+    found.add(Table(caption, COLUMNS, list_figures(result)))
 
 
 def measure_decode(peers: Peers, found: Findings, quick: bool, runs: int) -> None:
@@ -170,7 +160,3 @@ def measure(options: Options, found: Findings) -> None:
     """Measure the case that is asked for."""
     with serve(options, found) as peers:
         MEASURES[options.case](peers, found, options.quick, 1 if options.quick else 5)
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -4,29 +4,24 @@ The model is that of the environment's `MODEL`, a directory, or one with random 
 """
 
 import importlib.util
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu_check.part import (
+from bench.bars import COLUMNS, list_figures
+from bench.gpu_check.report import (
     NO_CUDA,
-    ROOT,
     Findings,
     Options,
     Table,
-    find_line,
-    list_result,
-    run_command,
-    run_part,
 )
-from bench.models import make_model
+from bench.models import make_model, run_jobs
+from bench.servers import run_module
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 
 LAYER, PROMPT, GENERATED, SEQUENCES = 1, 12, 24, 4
@@ -42,17 +37,6 @@ def find_model(options: Options) -> Path:
         return Path(given)
     vocab, hidden, layers = (32_000, 2048, 16) if options.on_cuda else (2_048, 64, 4)
     return make_model(options.directory, vocab=vocab, hidden=hidden, layers=layers)
-
-
-def run_jobs(engine: Any, jobs: list[Job]) -> list[Any]:
-    """Return the result of each job, run together. Errors: RuntimeError where one fails."""
-    engine.add(list(enumerate(jobs)))
-    found: dict[int, Any] = {}
-    while engine.busy:
-        found |= dict(engine.step())
-    if failed := [result for result in found.values() if result.failed]:
-        raise RuntimeError(str(failed[0]))
-    return [found[index] for index in range(len(jobs))]
 
 
 def check_scores(options: Options, path: Path, found: Findings) -> None:
@@ -118,19 +102,11 @@ def measure_speed(options: Options, path: Path, found: Findings) -> None:
     """What `bench/hooked.py` says: tokens a second beside TransformerLens' own ways and repeng."""
     batches, runs = (("1+",), "1") if options.quick else (("1+", "8", "32"), "3")
     dtype = "bfloat16" if options.on_cuda else "float32"
-    command = ["-m", "bench.hooked", str(path), dtype, runs, *batches]
-    server = os.pathsep.join([str(ROOT / "server"), str(ROOT / "client"), *sys.path])
     # The model for CPUs is small: a second thread would mostly wait for the first.
-    environment = {"PYTHONPATH": server} | ({} if options.on_cuda else {"OMP_NUM_THREADS": "1"})
-    output = run_command([sys.executable, *command], environment=environment)
-    result = json.loads(find_line(output.splitlines(), "result "))
-    table = Table(
-        f"150 steered tokens of each sequence, {dtype}.",
-        ["way", "measure", "median", "smallest", "largest"],
-    )
-    for way, values in (result["ways"] | {"ratios": result["ratios"]}).items():
-        table.rows += list_result(way, values)
-    found.add(table)
+    environment = {} if options.on_cuda else {"OMP_NUM_THREADS": "1"}
+    result = run_module("hooked", path, dtype, runs, *batches, environment=environment)
+    caption = f"150 steered tokens of each sequence, {dtype}."
+    found.add(Table(caption, COLUMNS, list_figures(result)))
     found.notes += result["notes"]
     if not options.on_cuda:
         found.notes.append(f"These are figures of the CPU: {NO_CUDA}.")
@@ -144,7 +120,3 @@ def measure(options: Options, found: Findings) -> None:
     (check_scores if options.case == "scores" else measure_speed)(
         options, find_model(options), found
     )
-
-
-if __name__ == "__main__":
-    run_part(measure)

@@ -97,9 +97,11 @@ class Cluster:
                 return False
             card = self.read_card(self.first)
             states = [own["state"] for own in card.get("replicas", ())]  # a problem has none
+            # The ingress may not have noticed yet that a replica is gone.
+            alive = self._find_listening(self.first, *self._list_addresses(self.first))
         except httpx.TransportError:
             return False
-        return states == ["ready"] * replicas
+        return states == ["ready"] * replicas and len(alive) == replicas
 
     def read_card(self, model: str = "fake") -> dict[str, Any]:
         """The card of a model."""
@@ -124,15 +126,18 @@ class Cluster:
     def find_busy(self) -> list[psutil.Process]:
         """The replicas of `fake` that have a job."""
         with contextlib.suppress(httpx.TransportError):
-            targets = self.client.get("/metrics/targets").json()
-            at_work = [
-                target["targets"][0]
-                for target in targets
-                if target["labels"]["group"] == "fake" and self._has_jobs(target["targets"][0])
-            ]
-            ports = {int(address.rpartition(":")[2]) for address in at_work}
-            return [own for own in self.find_replicas() if ports & find_ports(own)]
+            at_work = filter(self._has_jobs, self._list_addresses("fake"))
+            return self._find_listening("fake", *at_work)
         return []
+
+    def _list_addresses(self, model: str) -> list[str]:
+        targets = self.client.get("/metrics/targets").json()
+        return [own["targets"][0] for own in targets if own["labels"]["group"] == model]
+
+    def _find_listening(self, model: str, *addresses: str) -> list[psutil.Process]:
+        """The replicas of a model that listen at one of these addresses."""
+        ports = {int(address.rpartition(":")[2]) for address in addresses}
+        return [own for own in self.find_replicas(model) if ports & find_ports(own)]
 
     def _has_jobs(self, address: str) -> bool:
         card = httpx.get(f"http://{address}/models/fake", headers=self.client.headers).json()

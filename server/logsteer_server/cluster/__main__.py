@@ -4,37 +4,31 @@ SIGINT and SIGTERM end it; POST /admin/reload has the configuration read again.
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
-
 from logsteer_server.engines.lifetime import ScratchDirectory, sweep
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.serving import suggest_calls
+from logsteer_server.settings import ConfigurationError, load_settings
 
 HOST = "127.0.0.1"
 PARENT = Path("/tmp")  # noqa: S108 - the directory below it is made by mkdtemp
 """Paths of sockets below it may have 107 characters, which a longer $TMPDIR would take."""
 NODE_CPUS = 64
-"""Logical ones of a node: what is to run here is said by arguments, not counted against cores."""
+"""Logical ones of a node: the configuration says what runs here, not the number of cores."""
 STORE_BYTES = 80 * 2**20
-POLL_S = 0.2
-ANSWER_S = 10.0
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # It would kill actors for what other programs of this machine take.
     "RAY_memory_monitor_refresh_ms": "0",
-    # What hangs cannot end by itself, however long that is waited for.
+    # A replica that hangs cannot end by itself.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 
@@ -51,46 +45,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument("--nodes", type=int, default=1, help="logical nodes (default 1)")
-    parser.add_argument(
-        "--calls-per-replica",
-        type=float,
-        default=4.0,
-        help="requests running in a replica at which max_replicas starts another (default 4)",
-    )
     return parser.parse_args(argv)
-
-
-def start_reaper(directory: Path) -> None:
-    """Start a process that, once this one is gone, kills whatever Ray has left, and its directory.
-
-    The kernel ends what this process has started itself; agents that those have started would run
-    for minutes. All of them carry the directory in their environment.
-    """
-    mark = f"RAY_TMPDIR={directory}".encode()
-    waits, held = os.pipe()  # the kernel closes the other end with this process
-    if os.fork():
-        os.close(waits)
-        return
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.close(held)
-    os.read(waits, 1)
-    while pids := list(find_processes(mark)):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
-
-
-def find_processes(mark: bytes) -> Iterator[int]:
-    """Yield the processes that were started with this in their environment."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,16 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         sweep(PARENT)
         with ScratchDirectory(PARENT) as directory:
-            start_reaper(directory)
             # Whoever has the token may run code: it is new, and never leaves this user's processes.
-            os.environ |= ENVIRONMENT | {
-                "RAY_TMPDIR": str(directory),
-                "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            }
+            token = secrets.token_hex(32)
+            os.environ |= ENVIRONMENT | {"RAY_TMPDIR": str(directory), "RAY_AUTH_TOKEN": token}
+            os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
             for name in ("host", "port"):
                 if (value := getattr(arguments, name)) is not None:
                     os.environ[f"LOGSTEER_{name.upper()}"] = str(value)
-            os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
             _serve(arguments, directory)
     except KeyboardInterrupt:
         return 0
@@ -123,24 +75,19 @@ def _serve(arguments: argparse.Namespace, directory: Path) -> None:
     # Ray reads the environment that was set above when it is imported.
     from ray import serve
 
-    from logsteer_server.cluster.application import (
-        ClusterArguments,
-        build,
-        deploy,
-        read_document,
-        read_settings,
-    )
+    from logsteer_server.cluster.application import ClusterArguments, build, deploy
 
-    asked = ClusterArguments(
-        config=arguments.config.resolve(), cpus=1, calls_per_replica=arguments.calls_per_replica
-    )
-    settings = read_settings(read_document(asked.config))
-    application = build(asked)
+    application = build(ClusterArguments(config=arguments.config.resolve()))
+    settings = load_settings(arguments.config)
     with _run_ray(arguments.nodes):
         print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         deploy(application)
-        _wait_until_ready(settings)
+        url = f"http://{settings.host}:{settings.port}"
+        name = settings.models[0].id if len(settings.models) > 1 else None
+        needs_key = settings.api_key is not None or settings.key_file is not None
+        print(f"logsteer on Ray comes up at {url}; GET /models says how far.")
+        print(suggest_calls(url, name, needs_key), flush=True)
         signal.pause()
 
 
@@ -176,26 +123,10 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if ray.is_initialized():
             # `serve.shutdown` would wait for a call that ends by its callee's death.
-            with contextlib.suppress(RayServeException):
+            with suppress(RayServeException):
                 serve.delete(SERVICE)
             ray.shutdown()
         cluster.shutdown()
-
-
-def _wait_until_ready(settings: Settings) -> None:
-    """Print what to ask once the models answer; their cards say what they wait for."""
-    from logsteer_server.serving import suggest_calls
-
-    url = f"http://{settings.host}:{settings.port}"
-    print(f"logsteer on Ray comes up at {url}; GET /models says how far.", flush=True)
-    status = 0
-    while status != httpx.codes.OK:
-        time.sleep(POLL_S)
-        with contextlib.suppress(httpx.TransportError):  # the ingress is about to come up
-            status = httpx.get(f"{url}/readyz", timeout=ANSWER_S).status_code
-    name = settings.models[0].id if len(settings.models) > 1 else None
-    needs_key = settings.api_key is not None or settings.key_file is not None
-    print(suggest_calls(url, name, needs_key), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,6 @@ SILENCES = 3
 """Health checks without an answer before Serve kills a replica: its own number."""
 MAX_STARTS = 3
 """Starts of a deployment's first replica that may fail before its change has failed."""
-LOOK_BACK_S = 30.0
-"""Serve averages what it scales by over so long, at most."""
 DRAIN_MORE_S = 15.0
 INGRESS_CPUS = 0.01
 """More than none, so that no ingress runs on a head without CPUs."""
@@ -73,20 +70,17 @@ class ClusterArguments(BaseModel):
     calls_per_replica: float = Field(
         4.0, gt=0, description="Requests running in a replica above which max_replicas adds one."
     )
-    scale_up_s: float = Field(
-        30.0, gt=0, description="Seconds of higher load before a replica is added."
-    )
-    scale_down_s: float = Field(600.0, gt=0, description="Seconds of lower load before one ends.")
     revision: int = Field(
         0, description="Raise it, and KubeRay reads the configuration file again."
     )
 
 
-def read_document(config: Path) -> dict[str, Any]:
-    """Read a configuration file that Ray may carry to other nodes. Errors: ConfigurationError.
+def read_document(config: Path) -> tuple[Settings, dict[str, Any]]:
+    """Read a configuration file; return its settings, and the document that Ray carries to nodes.
 
     Ray keeps what it carries where its dashboard shows it, so a file with secrets is refused; each
     node has those in its own environment, which goes before the file everywhere.
+    Errors: ConfigurationError.
     """
     settings = load_settings(config)
     check_vllm_arguments(settings)
@@ -105,12 +99,8 @@ def read_document(config: Path) -> dict[str, Any]:
             detail = "Ray chooses GPUs: devices takes auto or cpu there"
         if detail:
             raise ConfigurationError(f"{config}: model {model.id}: {detail}")
-    return document | {"directory": str(settings.directory.resolve())}
-
-
-def read_settings(document: Mapping[str, Any]) -> Settings:
-    """Return the settings of a document, with the environment of this node above it."""
-    return parse_settings(document, Path(document["directory"]))
+    check_places(settings)
+    return settings, document | {"directory": str(settings.directory.resolve())}
 
 
 def build(arguments: ClusterArguments) -> serve.Application:
@@ -126,21 +116,27 @@ def plan(arguments: ClusterArguments) -> tuple[serve.Application, Models]:
 
     Errors: ConfigurationError.
     """
-    document = read_document(arguments.config)
-    settings = read_settings(document)
-    check_places(settings)
-    of_server = {name: value for name, value in document.items() if name != "models"}
+    settings, document = read_document(arguments.config)
     groups: dict[str, list[ModelSettings]] = {}
     for model in settings.models:
         groups.setdefault(model.group or model.id, []).append(model)
     models: dict[str, dict[str, Any]] = {}
     servers = []
     for name, group in groups.items():
-        server, version = _bind_server(name, group, of_server, arguments)
-        servers.append(server)
+        # Serve has the replicas of a group: each is a server with one engine for each model.
+        own = [
+            model.model_dump(exclude_unset=True) | {"replicas": 1, "max_replicas": None}
+            for model in group
+        ]
+        deployment = _make_deployment(name, group, settings, arguments)
+        # Serve replaces what has another version; without one, all at every change.
+        asked = arguments.model_dump(mode="json", exclude={"config", "ingresses", "revision"})
+        numbers = [(model.replicas, model.max_replicas) for model in group]
+        deployment._version = digest([document | {"models": own}, asked, numbers])
+        servers.append(deployment.bind(document | {"models": own}))
         for model in group:
             card = model.model_dump(include={"engine", "required", "default"})
-            models[model.id] = card | {"group": name, "version": version}
+            models[model.id] = card | {"group": name, "version": deployment._version}
     ingress = serve.deployment(
         Ingress,
         name="ingress",
@@ -152,41 +148,31 @@ def plan(arguments: ClusterArguments) -> tuple[serve.Application, Models]:
         logging_config=SERVE_LOG,
         user_config=models,
     )
-    # Serve replaces what has another version; without one, all at every change.
-    ingress._version = digest([of_server, arguments.ingresses])
-    first = document | {"models": document["models"][:1]}
-    return ingress.bind(first, partial(reload, arguments), servers), models
+    ingress._version = digest([document | {"models": None}, arguments.ingresses])
+    return ingress.bind(document, partial(reload, arguments), servers), models
 
 
-def _bind_server(
-    name: str, group: list[ModelSettings], of_server: dict[str, Any], arguments: ClusterArguments
-) -> tuple[serve.Application, str]:
-    """Return the deployment of a group's servers, and its version."""
-    own = [
-        model.model_dump(exclude_unset=True) | {"replicas": 1, "max_replicas": None}
-        for model in group
-    ]
-    document = of_server | {"models": own}
-    settings = read_settings(document)
+def _make_deployment(
+    name: str, group: list[ModelSettings], settings: Settings, arguments: ClusterArguments
+) -> serve.Deployment:
+    """Return the deployment of a group's servers."""
     on_gpus = [model for model in group if model.devices != "cpu"] if arguments.gpus else []
     gpus = sum(model.tensor_parallel * model.pipeline_parallel for model in on_gpus)
     replicas = max(model.replicas for model in group)
-    number: dict[str, Any] = {"num_replicas": replicas}
+    scaling = None
     if max_replicas := max(model.max_replicas or 0 for model in group):
         scaling = AutoscalingConfig(
             min_replicas=replicas,
             max_replicas=max_replicas,
             target_ongoing_requests=arguments.calls_per_replica,
-            upscale_delay_s=arguments.scale_up_s,
-            downscale_delay_s=arguments.scale_down_s,
-            look_back_period_s=min(LOOK_BACK_S, arguments.scale_up_s),
             policy={"policy_function": f"{__name__}:scale"},
         )
-        number = {"autoscaling_config": scaling}
     starts_beside = {"always": True, "never": False, "auto": not gpus}[settings.reload_beside]
-    deployment = serve.deployment(
+    return serve.deployment(
         ModelServer,
         name=name_deployment(name),
+        num_replicas=None if scaling else replicas,
+        autoscaling_config=scaling,
         max_surge_percent=100 if starts_beside else 0,
         health_check_period_s=HEALTH_EVERY_S,
         health_check_timeout_s=settings.heartbeat_timeout_s / SILENCES,
@@ -195,11 +181,7 @@ def _bind_server(
         max_constructor_retry_count=MAX_STARTS,
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": gpus},
         logging_config=SERVE_LOG,
-        **number,
     )
-    asked = arguments.model_dump(mode="json", exclude={"config", "ingresses"})
-    version = deployment._version = digest([document, asked, replicas, max_replicas])
-    return deployment.bind(document), version
 
 
 def deploy(application: serve.Application) -> None:
@@ -261,7 +243,8 @@ class ModelServer:
 
     async def __init__(self, document: dict[str, Any]) -> None:  # type: ignore[misc]
         host = ray.util.get_node_ip_address()
-        settings = read_settings(document).model_copy(update={"host": host})
+        settings = parse_settings(document, Path(document["directory"]))
+        settings = settings.model_copy(update={"host": host})
         open_logs(settings)
         check_places(settings)
         app = create_app(settings)
@@ -271,22 +254,15 @@ class ModelServer:
         self._server = uvicorn.Server(configure_server(settings, app))
         self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))
         try:
-            await self._wait_until_ready()
+            while not self._serving.done() and not (self._server.started and self._has_come_up()):
+                await asyncio.sleep(POLL_S)
+            await self.check_health()
         except BaseException:
             await self.__del__()
             raise
 
-    async def _wait_until_ready(self) -> None:
-        while not self._server.started or any(
-            model.status[0] in COMES_UP for model in self._state.models.by_id.values()
-        ):
-            if self._serving.done():
-                self._serving.result()
-                raise RuntimeError("the server did not start: its log says why")
-            await asyncio.sleep(POLL_S)
-        if fault := self._find_fault():
-            log.error("this replica does not start: %s", fault)
-            raise RuntimeError(fault)
+    def _has_come_up(self) -> bool:
+        return all(own.status[0] not in COMES_UP for own in self._state.models.by_id.values())
 
     def _find_fault(self) -> str:
         """Say which required model does not answer any more, and why; empty where all may."""
@@ -301,7 +277,7 @@ class ModelServer:
 
         One that hangs or dies is restarted below it, by the server's own supervision.
         """
-        fault = self._find_fault() or ("the server has ended" if self._serving.done() else "")
+        fault = "the server has ended" if self._serving.done() else self._find_fault()
         if fault:
             log.error("this replica is to be replaced: %s", fault)
             raise RuntimeError(fault)
@@ -315,10 +291,7 @@ class ModelServer:
             "actor": ray.get_runtime_context().current_actor,
             "fault": self._find_fault(),
             "running": self._state.drain.num_running,
-            "cards": {
-                model_id: model.describe().model_dump(mode="json")
-                for model_id, model in self._state.models.by_id.items()
-            },
+            "cards": {own.id: own.describe() for own in self._state.models.by_id.values()},
         }
 
     async def change_model(self, change: str, model_id: str, wait_s: float) -> None:

@@ -14,12 +14,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import httpcore
 import msgspec
 import uvicorn
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -28,19 +29,19 @@ from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import ModelCard, ReloadAnswer
-from logsteer.schemas.vectors import WaitQuery
+from logsteer.schemas import Health, ModelCard, ModelList, Readiness, ReloadAnswer, Startup
 from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import OPENAI_PATHS, add_handlers
 from logsteer_server.api.respond import encode_error, run_within
+from logsteer_server.api.routes.operations import WaitDep, list_as_openai
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.listening import listen_at
 from logsteer_server.models.admission import BYTES, Admission
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.serving import configure_server
-from logsteer_server.settings import Settings
+from logsteer_server.settings import parse_settings
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
     | {b"proxy-connection", b"x-request-id"}
 )
-"""Headers of one connection, and the one that the ingress sets itself."""
+"""Headers of one connection, and the request's id, which the ingress sets."""
+REPLACED = HOP_BY_HOP | {b"content-length"}
 OWN_OF_ANSWERS = HOP_BY_HOP | {b"date", b"server"}
 
 
@@ -75,12 +77,6 @@ class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
-READ_JSON = msgspec.json.Decoder(_NamedModel).decode
-READ_MSGPACK = msgspec.msgpack.Decoder(_NamedModel).decode
-
-WaitDep = Annotated[WaitQuery, Query()]
-
-
 def name_deployment(group: str) -> str:
     """Return the name that Serve has for a group's servers."""
     return f"model-{group}"
@@ -88,9 +84,6 @@ def name_deployment(group: str) -> str:
 
 Models = Mapping[str, Mapping[str, Any]]
 """Id -> group, engine, whether it is required, and the version of its deployment."""
-
-Reload = Callable[[Models, float], Awaitable[ReloadAnswer]]
-"""Reads the configuration again, and waits so many seconds for what that changes."""
 
 
 @dataclass(slots=True)
@@ -102,7 +95,7 @@ class ServeReplica:
     fault: str
     running: int
     """Requests that it has, those of other ingresses included."""
-    cards: dict[str, dict[str, Any]]
+    cards: dict[str, ModelCard]
     """Its models' cards, by id."""
     own: int = 0
     """Requests of this ingress that it has."""
@@ -117,23 +110,20 @@ class ForwardedRequest(LimitedRequest):
 
     def copy(self, address: str, body: bytes | None) -> httpcore.Request:
         """Return the request as a replica gets it; without `body` it is read as it is sent."""
-        headers = [pair for pair in self.scope["headers"] if pair[0] not in HOP_BY_HOP]
+        headers = [pair for pair in self.scope["headers"] if pair[0] not in REPLACED]
         headers.append((b"x-request-id", self.state.id.encode()))
-        if body is not None:
-            headers = [pair for pair in headers if pair[0] != b"content-length"]
-            headers.append((b"content-length", b"%d" % len(body)))
-        elif "content-length" not in self.headers:
+        size = self.headers.get("content-length") if body is None else str(len(body))
+        if size is None:
             headers.append((b"transfer-encoding", b"chunked"))
-        target = self.scope["raw_path"]
-        if query := self.scope["query_string"]:
-            target += b"?" + query
-        host, _, port = address.rpartition(":")
+        else:
+            headers.append((b"content-length", size.encode()))
+        target = self.scope["raw_path"] + b"?" + self.scope["query_string"]
         return httpcore.Request(
             self.method,
-            httpcore.URL(scheme=b"http", host=host, port=int(port), target=target),
+            f"http://{address}",
             headers=headers,
             content=self.stream() if body is None else body,
-            extensions={"timeout": {"connect": CONNECT_S}},
+            extensions={"target": target, "timeout": {"connect": CONNECT_S}},
         )
 
 
@@ -147,19 +137,15 @@ class RelayedAnswer(StreamingResponse):
             for name, value in answer.headers
             if name.lower() not in OWN_OF_ANSWERS
         ]
-        kind = self.headers.get("content-type", "")
-        self._streams_events = kind.startswith("text/event-stream")
         self._request = request
         self._replica = replica
         self._answer = answer
+        replica.own += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and free the connection however that ends."""
         try:
-            if self._streams_events:  # the work ends where the caller hangs up
-                await super().__call__(scope, receive, send)
-            else:
-                await self.stream_response(send)
+            await super().__call__(scope, receive, send)
         finally:
             self._replica.own -= 1
             await self._answer.aclose()
@@ -171,7 +157,7 @@ class RelayedAnswer(StreamingResponse):
                 yield chunk
         except LOST as error:
             self._replica.is_silent = True
-            if not self._streams_events:
+            if not self.headers.get("content-type", "").startswith("text/event-stream"):
                 raise
             is_openai = self._request.url.path.startswith(OPENAI_PATHS)
             lost = _refuse_lost(self._replica, error)
@@ -183,10 +169,13 @@ class Ingress:
     """The deployment that listens for callers."""
 
     async def __init__(  # type: ignore[misc]
-        self, document: dict[str, Any], reload: Reload, _servers: Sequence[Any]
+        self,
+        document: dict[str, Any],
+        reload: Callable[[Models, float], Awaitable[ReloadAnswer]],
+        _servers: Sequence[Any],
     ) -> None:
         # Serve deploys what is bound to its argument; where it is, `reconfigure` says.
-        self._settings = settings = Settings(**document)
+        self._settings = settings = parse_settings(document, Path(document["directory"]))
         configure_logs(LogStyle(settings.log_format, settings.log_level))
         self._apply_reload = reload
         self._keys = KeyRing(settings)
@@ -241,12 +230,12 @@ class Ingress:
     async def reconfigure(self, models: dict[str, dict[str, Any]]) -> None:
         """Apply the models that there are from now on, and where each is; called by Serve."""
         self._models = models
-        groups = {model["group"]: None for model in models.values()}
         self._handles = {
             group: self._handles.get(group)
             or serve.get_deployment_handle(name_deployment(group), SERVICE)
-            for group in groups
+            for group in dict.fromkeys(model["group"] for model in models.values())
         }
+        self._replicas = {group: self._replicas.get(group, {}) for group in self._handles}
 
     async def check_health(self) -> None:
         """Have Serve replace this process if it answers nobody. Errors: RuntimeError."""
@@ -290,11 +279,11 @@ class Ingress:
         for _ in range(MAX_TRIES):
             replica = await self._choose(group)
             replica.own += 1
-            answer = None
             try:
                 copy = request.copy(replica.address, body)
                 answer = await self._pool.handle_async_request(copy)
-                if not (answer.status == 503 and may_repeat and self._has_others(group)):
+                has_others = len(self._list_sound(group)) > 1
+                if not (answer.status == 503 and may_repeat and has_others):
                     return RelayedAnswer(request, replica, answer)
                 await answer.aclose()
                 may_repeat = False
@@ -305,10 +294,8 @@ class Ingress:
                     if not may_repeat:
                         raise refusal from error
                     may_repeat = False
-            except BaseException:
+            finally:
                 replica.own -= 1
-                raise
-            replica.own -= 1
             replica.is_silent = True
         raise self._refuse_absent(group)
 
@@ -330,8 +317,8 @@ class Ingress:
 
     def _choose_group(self) -> str:
         """Return a group that has a replica, where there is one."""
-        known = (group for group in self._handles if self._replicas.get(group))
-        return next(known, next(iter(self._handles)))
+        known = (group for group, replicas in self._replicas.items() if replicas)
+        return next(known, next(iter(self._replicas)))
 
     def _find_group(self, model: str) -> str:
         """Return the group of a model. Errors: APIError `unknown_model`."""
@@ -353,9 +340,6 @@ class Ingress:
     def _list_sound(self, group: str) -> list[ServeReplica]:
         return [one for one in self._replicas.get(group, {}).values() if not one.is_silent]
 
-    def _has_others(self, group: str) -> bool:
-        return len(self._list_sound(group)) > 1
-
     def _refuse_absent(self, group: str) -> APIError:
         loss = self._losses.get(group, "")
         detail = f"No replica of {group} answers: it loads, or is replaced. {loss}".strip()
@@ -363,18 +347,17 @@ class Ingress:
 
     # ------------------------------------------------------------------ all replicas
 
-    async def _list_models(self) -> dict[str, Any]:
-        return {"models": [self._merge_cards(model_id) for model_id in self._models]}
+    async def _list_models(self) -> ModelList:
+        return ModelList(models=self._list_cards())
 
     async def _list_openai_models(self) -> dict[str, Any]:
-        cards = map(self._merge_cards, self._models)
-        return {"object": "list", "data": [list_model(c) for c in cards if c["state"] == "ready"]}
+        return list_as_openai(self._list_cards())
 
-    async def _get_model(self, model_id: str) -> dict[str, Any]:
+    async def _get_model(self, model_id: str) -> ModelCard:
         self._find_group(model_id)
         return self._merge_cards(model_id)
 
-    async def _change_model(self, change: str, model_id: str, query: WaitDep) -> dict[str, Any]:
+    async def _change_model(self, change: str, model_id: str, query: WaitDep) -> ModelCard:
         """Load, unload or drain a model in all its replicas. Errors: APIError, of any of them."""
         group = self._find_group(model_id)
         call = self._handles[group].broadcast("change_model", change, model_id, query.wait_s)
@@ -384,42 +367,43 @@ class Ingress:
         await self._look_up(group)
         return self._merge_cards(model_id)
 
-    def _merge_cards(self, model_id: str) -> dict[str, Any]:
+    def _list_cards(self) -> list[ModelCard]:
+        return [self._merge_cards(model_id) for model_id in self._models]
+
+    def _merge_cards(self, model_id: str) -> ModelCard:
         """Return one card of what replicas say of a model: it is as the best of them is."""
-        model = self._models[model_id]
-        replicas = self._replicas.get(model["group"], {}).values()
+        group = self._models[model_id]["group"]
+        replicas = self._replicas[group].values()
         cards = [own.cards[model_id] for own in replicas if model_id in own.cards]
         if not cards:
-            known = {"engine": model["engine"], "required": model["required"]}
-            card = ModelCard(
-                id=model_id, state="loading", detail="no replica answers yet", restarts=0, **known
-            )
-            cards = [card.model_dump()]
-        best = next((card for card in cards if card["state"] == "ready"), cards[0])
-        return best | {
-            "detail": "; ".join(filter(None, (best["detail"], self._losses.get(model["group"])))),
-            "replicas": [replica for card in cards for replica in card["replicas"]],
-            "restarts": sum(card["restarts"] for card in cards),
+            detail = "no replica answers yet"
+            known = {"id": model_id, "state": "loading", "detail": detail, **self._models[model_id]}
+            cards = [ModelCard.model_validate(known, extra="ignore")]
+        best = next((card for card in cards if card.state == "ready"), cards[0])
+        merged = {
+            "detail": "; ".join(filter(None, (best.detail, self._losses.get(group)))),
+            "replicas": [replica for card in cards for replica in card.replicas],
+            "restarts": sum(card.restarts for card in cards),
         }
+        return best.model_copy(update=merged)
 
-    async def _answer_health(self) -> dict[str, Any]:
-        return {"status": "ok", "version": __version__, "reason": None}
+    async def _answer_health(self) -> Health:
+        return Health(status="ok", version=__version__)
 
-    async def _answer_ready(self, response: Response) -> dict[str, Any]:
+    async def _answer_ready(self, response: Response) -> Readiness:
         """Say whether a replica of each required model answers."""
-        states = {model_id: self._merge_cards(model_id)["state"] for model_id in self._models}
+        states = {card.id: card.state for card in self._list_cards()}
         waiting = [
-            f"{model_id} is {states[model_id]}"
-            for model_id, model in self._models.items()
-            if model["required"] and states[model_id] != "ready"
+            f"{own} is {state}"
+            for own, state in states.items()
+            if self._models[own]["required"] and state != "ready"
         ]
         response.status_code = 503 if waiting else 200
-        reason = "; ".join(waiting) or None
-        return {"ready": not waiting, "models": states, "reason": reason, "store": None}
+        return Readiness(ready=not waiting, models=states, reason="; ".join(waiting) or None)
 
-    async def _answer_startup(self, response: Response) -> dict[str, Any]:
+    async def _answer_startup(self, response: Response) -> Startup:
         found = await self._answer_ready(response)
-        return {"started": found["ready"], "reason": found["reason"]}
+        return Startup(started=found.ready, reason=found.reason)
 
     async def _refuse_metrics(self) -> None:
         detail = "Each replica has its own metrics: /metrics/targets says where."
@@ -439,17 +423,15 @@ class Ingress:
         return await self._apply_reload(self._models, query.wait_s)
 
     async def _watch(self) -> None:
-        """Keep up with which replicas there are, and log why one is not there any more."""
+        """Keep up with which replicas there are."""
         while True:
-            await asyncio.gather(*(self._look_up(group) for group in list(self._handles)))
-            for group in self._replicas.keys() - self._handles.keys():
-                del self._replicas[group]
+            await asyncio.gather(*(self._look_up(group) for group in self._handles))
             await asyncio.sleep(WATCH_S)
 
     async def _look_up(self, group: str) -> None:
-        """Record the replicas of a group, and why one is lost."""
-        earlier = self._replicas.get(group, {})
-        now: dict[str, ServeReplica] = {}
+        """Record what the replicas of a group say of themselves, and why one is lost."""
+        replicas = self._replicas[group]
+        missing = dict(replicas)
         try:
             call = self._handles[group].broadcast("describe")
             answers = await call.results_async(return_exceptions=True, timeout_s=SILENT_S)
@@ -458,29 +440,29 @@ class Ingress:
         for answer in answers:
             if isinstance(answer, dict):
                 name = answer.pop("id")
-                now[name] = replica = earlier.get(name) or ServeReplica(**answer)
+                missing.pop(name, None)
+                replica = replicas.setdefault(name, ServeReplica(**answer))
                 replica.fault, replica.running = answer["fault"], answer["running"]
                 replica.cards = answer["cards"]
                 replica.is_silent = False
-        missing = {name: replica for name, replica in earlier.items() if name not in now}
-        reasons = await asyncio.gather(*(explain_loss(replica) for replica in missing.values()))
-        for (name, replica), reason in zip(missing.items(), reasons, strict=True):
-            if reason is None:
-                now[name] = replica
-            elif reason:
-                self._losses[group] = f"replica {name} was lost: {reason}"
+        deaths = await asyncio.gather(*(find_death(replica) for replica in missing.values()))
+        for name, death in zip(missing, deaths, strict=True):
+            if death is not None:
+                replicas.pop(name, None)
+            if death:
+                self._losses[group] = f"replica {name} was lost: {death}"
                 log.error("%s: %s", group, self._losses[group])
-        self._replicas[group] = now
 
 
-async def explain_loss(replica: ServeReplica) -> str | None:
-    """Return why a replica is dead, empty where Serve ended one that was sound; None: it is not.
+async def find_death(replica: ServeReplica) -> str | None:
+    """Return why a replica is dead, empty where Serve ended a sound one; None: it is alive.
 
     One that does not answer is silent from now on.
     """
     try:
         async with asyncio.timeout(SILENT_S):
             await replica.actor.__ray_ready__.remote()
+        replica.is_silent = False
     except RayActorError as error:
         text = " ".join(str(error).split())
         if "ray.kill" in text or "INTENDED" in text:
@@ -488,16 +470,15 @@ async def explain_loss(replica: ServeReplica) -> str | None:
         return text.partition("The actor is dead because ")[2] or text
     except (RayError, TimeoutError):
         replica.is_silent = True
-        return None
-    replica.is_silent = False
     return None
 
 
 def _read_model(request: Request, body: bytes) -> str | None:
     """Return the model that a body names. Errors: APIError where it cannot be read."""
     kind = request.headers.get("content-type", "")
+    decode = msgspec.msgpack.decode if "msgpack" in kind else msgspec.json.decode
     try:
-        return (READ_MSGPACK if "msgpack" in kind else READ_JSON)(body).model
+        return decode(body, type=_NamedModel).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"The body cannot be read: {str(error)[:200]}."
         raise api_error("invalid_request", detail) from error
@@ -509,9 +490,3 @@ def _refuse_lost(replica: ServeReplica, error: Exception) -> APIError:
         f"replica {replica.address} is lost: {error!r}"
     )
     return api_error("engine_restarting", detail, retry_after=RETRY_S)
-
-
-def list_model(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model in OpenAI's shape."""
-    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
-    return {"id": card["id"], **shape, "max_model_len": card["context_length"]}

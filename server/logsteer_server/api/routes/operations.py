@@ -2,6 +2,7 @@
 and `/tokenizer_info`, in OpenAI's shape.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -159,18 +160,18 @@ async def metrics(request: Request) -> Response:
 @openai_router.get("/v1/models", name="list_models")
 async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
     """The models that answer now."""
-    ready = [model for model in models.by_id.values() if model.is_ready]
-    cards = [
-        {
-            "id": model.id,
-            "object": "model",
-            "created": 0,
-            "owned_by": "logsteer",
-            "max_model_len": model.require()[1].context_length,
-        }
-        for model in ready
+    return list_as_openai(model.describe() for model in models.by_id.values())
+
+
+def list_as_openai(cards: Iterable[ModelCard]) -> dict[str, Any]:
+    """Return the models that answer now, in OpenAI's shape."""
+    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
+    models = [
+        {"id": card.id, **shape, "max_model_len": card.context_length}
+        for card in cards
+        if card.state == "ready"
     ]
-    return {"object": "list", "data": cards}
+    return {"object": "list", "data": models}
 
 
 @openai_router.get("/tokenizer_info")
