@@ -1,5 +1,8 @@
 """How long a device waits for the host in a step of decoding: `host_time.py RUNNER MODEL RUNS`.
 
+RUNNER is `v1`, `v2`, or `stock`: vLLM's own engine core and worker on V2. That makes no text and no
+results, which vLLM's server does in a process of its own.
+
 The device is pretended, and the host is real: CPU time in which it takes tokens in, makes results,
 schedules and prepares. What a device would compute (the model, the draw, and the kernels of the V2
 runner, which a CPU interprets) is left out of it. The device takes DEVICE_MS for a step; it begins
@@ -7,27 +10,29 @@ when the step has been handed over and the one before is done. Counted is how lo
 to do in between.
 """
 
-import json
+import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.models import GREEDY, generate, make_model
+from bench.servers import print_result, run_module
 from bench.timing import spread
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
+from logsteer_server.engines.vllm.config import interpret_kernels
 
 BATCHES = (1, 32, 256)
 PROMPT, GENERATED = 16, 24
-
+SHAPE = {"vocab": 2048, "hidden": 64, "layers": 36}
+SIZES = {"max_num_seqs": max(BATCHES), "max_num_batched_tokens": 8192}
 
 DEVICE_MS = 4.8
 """A step of an H100 at least: it reads the weights of 8 B in bfloat16, at 3.35 TB/s."""
@@ -107,64 +112,100 @@ def wrap(owner: Any, name: str, around: Callable[[Callable[[], Any]], Any]) -> N
     setattr(owner, name, lambda *args, **named: around(lambda: function(*args, **named)))
 
 
-def watch(engine: Any, runner: str) -> PretendedDevice:
-    """Measure an engine as that of a device which works beside this process."""
+def watch(core: Any, runner: str) -> PretendedDevice:
+    """Measure vLLM's engine core as that of a device which works beside this process."""
     device = PretendedDevice()
-    own = engine._vllm.engine_core.model_executor.driver_worker.worker.model_runner
-    draw = (own, "sample") if runner == "v2" else (own.sampler, "forward")
+    own = core.model_executor.driver_worker.worker.model_runner
+    draw = (own.sampler, "forward") if runner == "v1" else (own, "sample")
     device.leave_out(own.model, "forward")
     device.leave_out(*draw)
     device.hand_over_after(*draw)
-    device.wait_before(engine._vllm.engine_core.scheduler, "update_from_output")
-    if runner == "v2":
+    device.wait_before(core.scheduler, "update_from_output")
+    if runner != "v1":
         from triton.runtime.interpreter import GridExecutor
 
         device.leave_out(GridExecutor, "__call__")
     return device
 
 
-def make_jobs(engine: Any, count: int, *, steered: bool) -> list[GenerateJob]:
+def make_jobs(count: int, *, steered: bool) -> list[GenerateJob]:
     """Jobs of as many sequences, greedy, without log-probabilities."""
-    rng, info = np.random.default_rng(count), engine.info
-    vector_D = rng.normal(size=info.hidden_size).astype(np.float32)
-    plan = SteeringPlan((Site(info.num_layers // 2, "resid_post", vector_D),)) if steered else None
-    prompts = rng.integers(10, info.vocab_size, (count, PROMPT), dtype=np.int32)
+    rng = np.random.default_rng(count)
+    vector_D = rng.normal(size=SHAPE["hidden"]).astype(np.float32)
+    plan = SteeringPlan((Site(SHAPE["layers"] // 2, "resid_post", vector_D),)) if steered else None
+    prompts = rng.integers(10, SHAPE["vocab"], (count, PROMPT), dtype=np.int32)
     return [
         GenerateJob(prompt, GENERATED, GREEDY, ignore_eos=True, logprobs=False, plan=plan)
         for prompt in prompts
     ]
 
 
+def start_stock(path: str) -> Any:
+    """Return vLLM's own engine core on V2, which schedules as it does on GPUs."""
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    interpret_kernels()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    config = EngineArgs(
+        model=path, dtype="float32", enforce_eager=True, distributed_executor_backend="uni", **SIZES
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = True  # which vLLM's platform for CPUs switches off
+    return EngineCore(config, Executor.get_class(config), log_stats=False)
+
+
+def generate_in_stock(core: Any, jobs: Sequence[GenerateJob]) -> None:
+    """Generate as `generate` does, unsteered."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    for index, job in enumerate(jobs):
+        hasher = core.request_block_hasher
+        core.add_request(
+            Request(f"{id(jobs)}-{index}", job.tokens.tolist(), params, None, block_hasher=hasher)
+        )
+    while core.scheduler.has_requests():
+        core.step_fn()
+
+
 def measure_host_time(directory: Path, runs: int) -> dict[str, Any]:
     """Milliseconds that a device waits in a step, of 36 tiny layers, by runner and sequences."""
-    path, found = make_model(directory, vocab=2048, hidden=64, layers=36), dict[str, Any]()
-    for runner in ("v1", "v2"):
-        command = [sys.executable, "-m", "bench.host_time", runner, str(path), str(runs)]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        line = next(line for line in output.splitlines() if line.startswith("result "))
-        found |= json.loads(line.removeprefix("result "))
+    path, found = make_model(directory, **SHAPE), dict[str, Any]()
+    for runner in ("v1", "v2", "stock"):
+        found |= run_module("host_time", runner, path, runs)
     figures = {name: way["idle_ms"] for name, way in found.items()}
     return {"runs": runs, "device_ms": DEVICE_MS, "ways": found, "figures": figures}
 
 
 def main() -> None:
     """Print the medians of runs, smallest, median and largest, by runner, kind and sequences."""
-    from logsteer_server.engines.vllm.engine import VllmEngine
-
     runner, path, runs = sys.argv[1:]
-    engine = VllmEngine(
-        EngineSpec(
-            "bench", "vllm", path, dtype="float32", memory="512MiB", compile=False, runner=runner,
-            engine_args={"max_num_seqs": max(BATCHES), "max_num_batched_tokens": 8192},
-        )
-    )  # fmt: skip
-    device, found = watch(engine, runner), dict[str, Any]()
+    engine: Any = None
+    if runner == "stock":
+        core, kinds = start_stock(path), ["unsteered"]
+    else:
+        from logsteer_server.engines.vllm.engine import VllmEngine
+
+        engine = VllmEngine(
+            EngineSpec(
+                "bench", "vllm", path, dtype="float32", memory="512MiB", compile=False,
+                runner=runner, engine_args=SIZES,
+            )
+        )  # fmt: skip
+        core, kinds = engine._vllm.engine_core, ["unsteered", "steered"]
+    device, found = watch(core, runner), dict[str, Any]()
     for count in BATCHES:
-        for kind in ("unsteered", "steered"):
+        for kind in kinds:
             idle, host = [], []
             for _ in range(int(runs) + 1):
                 device.forget()
-                generate(engine, make_jobs(engine, count, steered=kind == "steered"))
+                jobs = make_jobs(count, steered=kind == "steered")
+                if engine:
+                    generate(engine, jobs)
+                else:
+                    generate_in_stock(core, jobs)
                 # The first steps read prompts, after the last ones requests end.
                 idle.append(statistics.median(device.idle_ms[4:-2]))
                 host.append(statistics.median(device.host_ms[4:-2]))
@@ -172,8 +213,11 @@ def main() -> None:
                 "idle_ms": spread(idle[1:]),
                 "host_ms": spread(host[1:]),
             }
-    print("result", json.dumps(found), flush=True)
-    engine.close()
+    print_result(found)
+    if engine:
+        engine.close()
+    else:
+        core.shutdown()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CORE = "vllm.v1.engine.core.EngineCore"
-FRONT = "vllm.v1.engine.llm_engine.LLMEngine"
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
@@ -81,16 +80,12 @@ INTERNALS: dict[str, Internal] = {
         "9e3af6d05bb5", "from which context length vLLM scales Llama 4's queries"
     ),
     # steps
-    f"{FRONT}.add_request": Internal(
-        "acc166fa6112", "returns the id that the core knows; outputs bear the one that was given"
+    f"{CORE}.__init__": Internal("701c2d37f74c", "the core runs in this process"),
+    f"{CORE}.preprocess_add_request": Internal(
+        "60b862d940ac", "a request is made, and its grammar begun, as this does"
     ),
-    f"{FRONT}.abort_request": Internal("6f93690da5d7", "aborts by the core's id"),
-    "vllm.v1.engine.core_client.EngineCoreClient.make_client": Internal(
-        "e7c2064f2f77", "without multiprocessing the core runs in this process"
-    ),
-    "vllm.v1.engine.core_client.InprocClient.__init__": Internal("a6debbcf687c", "holds the core"),
-    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": Internal(
-        "6b34329e4cd2", "detokenizes and finds stop strings in outputs that we filtered"
+    "vllm.sampling_params.SamplingParams._validate_structured_outputs": Internal(
+        "ad0a02b65f6e", "checks a form and names its backend, as vLLM's front end has it do"
     ),
     f"{CORE}.step_with_batch_queue": Internal(
         "f9e54683f276", "replaced by `steps.StepQueue`, which begins and ends steps apart"
@@ -145,7 +140,8 @@ INTERNALS: dict[str, Internal] = {
         "93af912d48e9", "called between schedule and sampling: what forced replies may go on with"
     ),
     "vllm.v1.core.sched.utils.check_stop": Internal(
-        "da923c75ab21", "requests end at our `stop_token_ids` alone"
+        "da923c75ab21",
+        "ends requests at our `stop_token_ids` and `max_tokens`, as `Continuation` does",
     ),
     "vllm.sampling_params.SamplingParams.update_from_generation_config": Internal(
         "159de47b6153", "adds no stop token where `ignore_eos` is set"
