@@ -16,7 +16,7 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
     SteeringTrace,
 )
-from logsteer_server.models.cache import MissingJob, ResultCache, make_keys
+from logsteer_server.models.cache import ResultCache, make_keys
 from tests.conftest import DEMO_MODEL
 from tests.faults.poison_probe import NEIGHBOURS
 from tests.probes import run_probe
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_never_kept(output: ScoreOutput, finite: bool) -> 
 
     async def find() -> int:
         cache = ResultCache(2**20)
-        cache.keep([([MissingJob(key, [0], job.columns)], ScoreOutputs.of([output]))])
+        cache.keep([([(key, [0])], ScoreOutputs.of([output]))])
         found = len((await cache.find(b"scope", [job])).hits)
         cache.close()
         return found

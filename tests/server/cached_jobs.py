@@ -51,7 +51,7 @@ def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:
 
 
 def fill(cache: ResultCache, jobs: Sequence[ScoreJob]) -> None:
-    missing = [MissingJob(make_key(SCOPE, job), [n], job.columns) for n, job in enumerate(jobs)]
+    missing: list[MissingJob] = [(make_key(SCOPE, job) or n, [n]) for n, job in enumerate(jobs)]
     cache.keep([(missing, [output_of(job) for job in jobs])])
 
 

@@ -142,9 +142,8 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
         cached_tokens=3,
         trace=SteeringTrace((num_rows,), {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}, (2, 0)),
     )
-    columns = ("logprob", "rank")
-    (packed,) = pack_outputs(ScoreOutputs.of([output]), columns)
-    again = unpack_output(packed, columns)
+    (packed,) = pack_outputs(ScoreOutputs.of([output]))
+    again = unpack_output(packed)
     assert same_bits(again, output)
     assert again.cached_tokens == 0
     assert again.trace == output.trace

@@ -26,12 +26,13 @@ def test_equal_jobs_are_computed_once_and_others_each(caches: list[ResultCache])
     found = find(cache, [job_of(2), job_of(1), job_of(2), filed, filed, job_of(1)])
     assert [index for index, _ in found.hits] == [1, 5]
     assert all(same_bits(output, output_of(job_of(1))) for _, output in found.hits)
-    assert [entry.indices for entry in found.missing] == [[0, 2], [3], [4]]
-    assert [entry.key is None for entry in found.missing] == [False, True, True]
+    assert [indices for _, indices in found.missing] == [[0, 2], [3], [4]]
+    assert [isinstance(key, bytes) for key, _ in found.missing] == [True, False, False]
 
 
 def test_the_least_recently_used_makes_room(caches: list[ResultCache]) -> None:
-    size = ENTRY_BYTES + len(pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0])
+    ((_, rows, _),) = pack_outputs(ScoreOutputs.of([output_of(JOB)]))
+    size = ENTRY_BYTES + len(rows)
     caches.append(cache := ResultCache(3 * size))
     fill(cache, [job_of(number) for number in (1, 2, 3)])
     assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest
