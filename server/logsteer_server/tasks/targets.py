@@ -210,11 +210,13 @@ class TargetPlan:
 
     def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
         """Return where each target's rows begin and end, among those of the jobs' outputs."""
-        jobs = np.array([target.job for target in self.planned], dtype=np.int64)
-        slots = [target.slot or 0 for target in self.planned]
-        counts = np.array([len(target.token_ids) for target in self.planned], dtype=np.int64)
-        begins = row_starts[jobs] + np.array(slots, dtype=np.int64)
-        return begins, begins + counts
+        jobs, slots, counts = [], [], []
+        for target in self.planned:
+            jobs.append(target.job)
+            slots.append(target.slot or 0)
+            counts.append(len(target.token_ids))
+        begins = row_starts[np.array(jobs, np.int64)] + np.array(slots, np.int64)
+        return begins, begins + np.array(counts, np.int64)
 
 
 def plan_targets(
@@ -239,7 +241,7 @@ def plan_targets(
         if not len(decoded) % STEP_TEXTS:
             yield 0
     pairs = [target for target in laid.scored if not isinstance(target, Cut)]
-    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
+    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
     planned: list[PlannedTarget] = []
     numbers: list[int | None] = []
