@@ -28,6 +28,7 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
     handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    handle._queue.replicas[0].is_open = True
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
     def deliver(count: int) -> None:
@@ -56,9 +57,9 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
 def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
     handle = EngineHandle(EngineSpec("any", "fake", "here"), SupervisionLimits())
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    handle._queue.replicas[0].is_open = True
     sent: list[Any] = []
     handle.replicas[0].process = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
-    handle._queue.replicas[0].is_open = True
     jobs = [GenerateJob(np.arange(3, dtype=np.int32), 100) for _ in range(2)]
 
     async def read() -> None:
@@ -81,6 +82,7 @@ def test_a_reader_who_keeps_up_is_never_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
     handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    handle._queue.replicas[0].is_open = True
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
     async def run() -> int:
