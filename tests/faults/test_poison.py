@@ -15,7 +15,7 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
     SteeringTrace,
 )
-from logsteer_server.models.cache import MissingJob, ResultCache, make_keys
+from logsteer_server.models.cache import ResultCache, make_keys
 from tests.conftest import DEMO_MODEL
 from tests.faults.poison_probe import NEIGHBOURS
 from tests.probes import run_probe
@@ -78,7 +78,7 @@ async def test_what_is_not_finite_is_never_kept(output: ScoreOutput, finite: boo
     assert key is not None
 
     cache = ResultCache(2**20)
-    cache.keep([([MissingJob(key, [0], job.columns)], ScoreOutputs.of([output]))])
+    cache.keep([([(key, [0])], ScoreOutputs.of([output]))])
     found = len((await cache.find(b"scope", [job])).hits)
     cache.close()
     assert found == finite

@@ -26,6 +26,7 @@ def make_handle(**limits: int) -> EngineHandle:
     """One that takes calls, without an engine."""
     handle = EngineHandle(EngineSpec("any", "fake", "here"), SupervisionLimits(**limits))
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    handle._queue.replicas[0].is_open = True
     return handle
 
 
@@ -62,7 +63,6 @@ async def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
     handle = make_handle()
     sent: list[Any] = []
     handle.replicas[0].process = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
-    handle._queue.replicas[0].is_open = True
     jobs = [GenerateJob(np.arange(3, dtype=np.int32), 100) for _ in range(2)]
 
     async def read() -> None:

@@ -43,7 +43,7 @@ from logsteer_server.tasks.targets import (
     TargetPlan,
     plan_targets,
 )
-from logsteer_server.text.boundaries import Pair, cut_pairs
+from logsteer_server.text.boundaries import Cut, cut_pairs
 from logsteer_server.text.division import _list_clauses, divides_at_spaces, may_divide
 from logsteer_server.text.tokenizer import TextCodec, split_sizes
 from logsteer_server.text.windows import Windowing
@@ -502,13 +502,15 @@ def test_what_cannot_be_told_is_not_divided(why: str) -> None:
 @given(st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_pairs_are_cut_as_their_joint_texts_are(given: list[tuple[str, str, bool]]) -> None:
-    pairs = [Pair(f"a{context}", f"{' ' * spaced}{target}b") for context, target, spaced in given]
-    wholes = CODEC.encode([pair.context + pair.target for pair in pairs])
-    contexts = CODEC.encode_ids([pair.context.rstrip() for pair in pairs])
+    texts = [(f"a{context}", f"{' ' * spaced}{target}b") for context, target, spaced in given]
+    wholes = CODEC.encode([context + target for context, target in texts])
+    contexts = CODEC.encode_ids([context.rstrip() for context, _ in texts])
     assume(all(len(a.ids) > len(b) for a, b in zip(wholes, contexts, strict=True)))
+    pairs = [(context, target, False) for context, target in texts]
     cuts = list(cut_pairs(CODEC, pairs, "joint", "never"))
-    for pair, cut, whole, own in zip(pairs, cuts, wholes, contexts, strict=True):
-        count, start = len(own), len(pair.context)
+    for (context, _), cut, whole, own in zip(texts, cuts, wholes, contexts, strict=True):
+        assert isinstance(cut, Cut)
+        count, start = len(own), len(context)
         assert cut.context_ids == whole.ids[:count]
         assert cut.target_ids == whole.ids[count:]
         assert cut.offsets == [(a - start, b - start) for a, b in whole.offsets[count:]]

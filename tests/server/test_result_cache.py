@@ -70,7 +70,7 @@ def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:
 
 
 def fill(cache: ResultCache, jobs: Sequence[ScoreJob]) -> None:
-    missing = [MissingJob(make_key(SCOPE, job), [n], job.columns) for n, job in enumerate(jobs)]
+    missing: list[MissingJob] = [(make_key(SCOPE, job) or n, [n]) for n, job in enumerate(jobs)]
     cache.keep([(missing, [output_of(job) for job in jobs])])
 
 
@@ -200,9 +200,8 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
         cached_tokens=3,
         trace=SteeringTrace((num_rows,), {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}, (2, 0)),
     )
-    columns = ("logprob", "rank")
-    (packed,) = pack_outputs(ScoreOutputs.of([output]), columns)
-    again = unpack_output(packed, columns)
+    (packed,) = pack_outputs(ScoreOutputs.of([output]))
+    again = unpack_output(packed)
     assert same_bits(again, output)
     assert again.cached_tokens == 0
     assert again.trace == output.trace
@@ -224,12 +223,13 @@ def test_equal_jobs_are_computed_once_and_others_each(caches: list[ResultCache])
     found = find(cache, [job_of(2), job_of(1), job_of(2), filed, filed, job_of(1)])
     assert [index for index, _ in found.hits] == [1, 5]
     assert all(same_bits(output, output_of(job_of(1))) for _, output in found.hits)
-    assert [entry.indices for entry in found.missing] == [[0, 2], [3], [4]]
-    assert [entry.key is None for entry in found.missing] == [False, True, True]
+    assert [indices for _, indices in found.missing] == [[0, 2], [3], [4]]
+    assert [isinstance(key, bytes) for key, _ in found.missing] == [True, False, False]
 
 
 def test_the_least_recently_used_makes_room(caches: list[ResultCache]) -> None:
-    size = ENTRY_BYTES + len(pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0])
+    ((_, rows, _),) = pack_outputs(ScoreOutputs.of([output_of(JOB)]))
+    size = ENTRY_BYTES + len(rows)
     caches.append(cache := ResultCache(3 * size))
     fill(cache, [job_of(number) for number in (1, 2, 3)])
     assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest

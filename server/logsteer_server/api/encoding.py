@@ -73,15 +73,14 @@ def _finite(value: Any) -> Any:
 
 PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
 """Types of values that MessagePack takes as they are."""
-PACKED = {"f": "<f4", "i": "<i4"}
-"""Arrays whose buffers are packed as they are, by numpy's letter; others become one of them."""
+PACKED = {np.dtype("<f4"): "<f4", np.dtype("<i4"): "<i4"}
+"""Arrays whose buffers are packed as they are; others become one of them."""
 
 
 def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
-    name = PACKED.get(value.dtype.char)
-    if name is None or not value.dtype.isnative:
+    if (name := PACKED.get(value.dtype)) is None:
         return _to_buffer(value.astype("<i4" if value.dtype.kind in "iu" else "<f4"))
     return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 

@@ -1,7 +1,7 @@
 """Results of earlier score jobs: the same work is answered again without the engine.
 
-    key     SHA-256 of the scope (what computes) and the job (what is computed)
-    value   the job's columns and alternatives, as raw buffers in MessagePack
+    key     the scope (what computes) and the SHA-256 of the job (what is computed)
+    value   the job's columns and alternatives, row by row, and their dtype
 
 One thread has them, so there is no lock, and what one call keeps is found by the next: the thread
 works in the order in which it was asked.
@@ -11,11 +11,10 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import msgpack
@@ -23,19 +22,24 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-from logsteer_server.contract.batches import ScoreJobs, ScoreOutputs, find_finite, make_fingerprints
+from logsteer_server.contract.batches import ScoreOutputs, find_finite, make_fingerprints
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import Job, Output, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.settings import ModelSettings
 
 log = logging.getLogger(__name__)
 
-ENTRY_BYTES = 360
+ENTRY_BYTES = 444
 """What an entry takes in memory beyond its value: its key, object headers, places in three dicts.
 
-Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
+Measured with tracemalloc at 338 to 444, by how full the dictionaries are.
 """
+
+SCOPE_BYTES = 16
+TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
+KNOWN_DTYPES = 64
+"""Of rows, which equal entries share: a server is asked for few kinds of columns at a time."""
 
 FOUND_AT_ONCE = 1024
 """Jobs of a call that are looked up before others have a turn."""
@@ -52,69 +56,65 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     harmless |= {"capture_bytes", "steering_probes", "replicas"}
     facts = [engine, settings.model_dump(mode="json", exclude=harmless)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:SCOPE_BYTES]
 
 
 def make_keys(scope: bytes, jobs: Sequence[Job]) -> list[bytes | None]:
     """Return the key of each job's result; None for a job whose result is used once."""
+    return [None if own is None else scope + own for own in make_fingerprints(jobs)]
+
+
+Packed = tuple[np.dtype[np.void], bytes, bytes]
+"""An output: what a row consists of, its rows, and its trace, empty where it has none."""
+
+
+def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
+    """Pack each output. A row has a field for each column, and two for alternatives."""
+    arrays: dict[str, npt.NDArray[Any]] = dict(outputs.columns)
+    if outputs.top_ids is not None and outputs.top_logprobs is not None:
+        arrays |= {TOP_IDS: outputs.top_ids, TOP_LOGPROBS: outputs.top_logprobs}
+    dtype = _make_dtype(*((name, own.dtype.str, own.shape[1:]) for name, own in arrays.items()))
+    rows = np.empty(outputs.row_starts[-1], dtype)
+    for name, array in arrays.items():
+        rows[name] = array
+    packed, ends = rows.tobytes(), (dtype.itemsize * outputs.row_starts).tolist()
+    traces = map(_pack_trace, outputs.traces or [None] * len(outputs))
     return [
-        None if own is None else hashlib.sha256(scope + own).digest()
-        for own in make_fingerprints(jobs)
+        (dtype, packed[start:end], trace)
+        for start, end, trace in zip(ends, ends[1:], traces, strict=False)
     ]
 
 
-def pack_outputs(outputs: ScoreOutputs, columns: Iterable[str]) -> list[bytes]:
-    """Pack each output: its trace, and of each array dtype, width (0: no table), buffer."""
-    arrays: list[npt.NDArray[np.generic]] = [outputs.columns[name] for name in columns]
-    if outputs.top_ids is not None and outputs.top_logprobs is not None:
-        arrays += [outputs.top_ids, outputs.top_logprobs]
-    row_bytes = [array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
-    heads = [(array.dtype.str, array.shape[1] if array.ndim > 1 else 0) for array in arrays]
-    buffers = [array.tobytes() for array in arrays]
-    starts = outputs.row_starts.tolist()
-    pack = msgpack.Packer().pack
-    packed: list[bytes] = []
-    for n, trace in enumerate(outputs.traces or [None] * len(outputs)):
-        fields: list[Any] = [trace and _write_trace(trace)]
-        for (dtype, width), buffer, size in zip(heads, buffers, row_bytes, strict=True):
-            fields += dtype, width, buffer[starts[n] * size : starts[n + 1] * size]
-        packed.append(pack(fields))
+@lru_cache(KNOWN_DTYPES)
+def _make_dtype(*columns: tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]:
+    """Return the dtype of rows with these fields; the same object for equal ones."""
+    return np.dtype(list(columns))
+
+
+def _pack_trace(trace: SteeringTrace | None) -> bytes:
+    if trace is None:
+        return b""
+    sites = {name: list(measured) for name, measured in trace.sites.items()}
+    packed: bytes = msgpack.packb([list(trace.tokens), sites, list(trace.passed)])
     return packed
 
 
-def _write_trace(trace: SteeringTrace) -> list[Any]:
-    sites = {name: list(measured) for name, measured in trace.sites.items()}
-    return [list(trace.tokens), sites, list(trace.passed)]
-
-
-def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """Unpack what `pack_outputs` packed, with read-only arrays. No token of it was read again."""
-    fields = iter(msgpack.unpackb(value))
-    trace = next(fields)
-    if trace is not None:
-        tokens, sites, passed = trace
+def unpack_output(packed: Packed) -> ScoreOutput:
+    """Unpack what `pack_outputs` packed. No token of it was read again."""
+    dtype, data, packed_trace = packed
+    rows, trace = np.frombuffer(data, dtype), None
+    if packed_trace:
+        tokens, sites, passed = msgpack.unpackb(packed_trace)
         found = {name: (count, mean) for name, (count, mean) in sites.items()}
         trace = SteeringTrace(tuple(tokens), found, tuple(passed))
-    arrays = [
-        array.reshape(-1, width) if width else array
-        for dtype, width, data in zip(fields, fields, fields, strict=True)
-        for array in (np.frombuffer(data, dtype),)
-    ]
-    top_ids, top_logprobs = arrays[len(columns) :] or (None, None)
-    own = dict(zip(columns, arrays, strict=False))
-    return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
+    columns = {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
+    top_ids, top_logprobs = columns.pop(TOP_IDS, None), columns.pop(TOP_LOGPROBS, None)
+    return ScoreOutput(columns, top_ids, top_logprobs, trace=trace)
 
 
-@dataclass(frozen=True, slots=True)
-class MissingJob:
-    """A job to compute, for all `indices` at which the call has it.
-
-    Its `columns` are kept under `key`.
-    """
-
-    key: bytes | None
-    indices: list[int]
-    columns: tuple[str, ...]
+MissingJob = tuple[bytes | int, list[int]]
+"""A job to compute: the key that its output is kept under, or a number where it is not, and all
+indices at which the call has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ class Findings:
     """
 
     hits: list[tuple[int, ScoreOutput]] = field(default_factory=list)
-    by_key: dict[bytes | int, MissingJob] = field(default_factory=dict)
+    by_key: dict[bytes | int, list[int]] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[MissingJob]:
         """The jobs to compute."""
-        return list(self.by_key.values())
+        return list(self.by_key.items())
 
 
 Computed = tuple[Sequence[MissingJob], Sequence[Output]]
@@ -141,7 +141,7 @@ class ResultCache:
     """Results by key, in at most `max_bytes` of memory."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._values: LRUCache[bytes, bytes] = LRUCache(max_bytes, getsizeof=_measure)
+        self._values: LRUCache[bytes, Packed] = LRUCache(max_bytes, getsizeof=_measure)
         self._thread = ThreadPoolExecutor(1, "result-cache")
         self._open = True
 
@@ -169,15 +169,11 @@ class ResultCache:
     def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> None:
         """Add what is known of some of the jobs to `found`."""
         own = jobs[part.start : part.stop]
-        for index, key, columns in zip(part, make_keys(scope, own), list_columns(own), strict=True):
-            if key is None:
-                found.by_key[index] = MissingJob(None, [index], columns)
-            elif (value := self._values.get(key)) is not None:
-                found.hits.append((index, unpack_output(value, columns)))
-            elif key in found.by_key:
-                found.by_key[key].indices.append(index)
+        for index, key in zip(part, make_keys(scope, own), strict=True):
+            if key is not None and (value := self._values.get(key)) is not None:
+                found.hits.append((index, unpack_output(value)))
             else:
-                found.by_key[key] = MissingJob(key, [index], columns)
+                found.by_key.setdefault(index if key is None else key, []).append(index)
 
     def keep(self, computed: Sequence[Computed]) -> None:
         """Keep results; returns at once, and a `find` that begins later finds them.
@@ -190,7 +186,7 @@ class ResultCache:
     def _keep(self, computed: Sequence[Computed]) -> None:
         for missing, outputs in computed:
             for key, value in _pack(missing, outputs):
-                with suppress(ValueError):  # it is larger than the memory
+                if _measure(value) <= self._values.maxsize:
                     self._values[key] = value
 
     def close(self) -> None:
@@ -199,32 +195,23 @@ class ResultCache:
         self._thread.shutdown()
 
 
-def list_columns(jobs: Sequence[Job]) -> list[tuple[str, ...]]:
-    """Return the columns of each job; none of one that is no score job, which is not kept."""
-    if isinstance(jobs, ScoreJobs):
-        return [jobs.like.columns] * len(jobs)
-    return [job.columns if isinstance(job, ScoreJob) else () for job in jobs]
+def _pack(
+    missing: Sequence[MissingJob], outputs: Sequence[Output]
+) -> Iterator[tuple[bytes, Packed]]:
+    """Yield keys and values of what is kept: all but results with a NaN."""
+    if isinstance(outputs, ScoreOutputs):
+        packed, finite = pack_outputs(outputs), find_finite(outputs)
+        for (key, _), value, is_number in zip(missing, packed, finite, strict=True):
+            if isinstance(key, bytes) and is_number:
+                yield key, value
+        return
+    for entry, output in zip(missing, outputs, strict=True):
+        if isinstance(entry[0], bytes):
+            yield from _pack([entry], ScoreOutputs.of([cast(ScoreOutput, output)]))
 
 
-def _pack(missing: Sequence[MissingJob], outputs: Sequence[Output]) -> list[tuple[bytes, bytes]]:
-    """Return keys and values of what is kept: all but results with a NaN."""
-    if not isinstance(outputs, ScoreOutputs):
-        pairs = [(e, o) for e, o in zip(missing, outputs, strict=True) if e.key is not None]
-        return [
-            kept
-            for entry, output in pairs
-            for kept in _pack([entry], ScoreOutputs.of([cast(ScoreOutput, output)]))
-        ]
-    values = pack_outputs(outputs, missing[0].columns)
-    return [
-        (entry.key, value)
-        for entry, value, is_number in zip(missing, values, find_finite(outputs), strict=True)
-        if entry.key is not None and is_number
-    ]
-
-
-def _measure(value: bytes) -> int:
-    return len(value) + ENTRY_BYTES
+def _measure(value: Packed) -> int:
+    return len(value[1]) + len(value[2]) + ENTRY_BYTES
 
 
 def _report(future: Future[None]) -> None:

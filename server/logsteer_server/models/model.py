@@ -63,9 +63,9 @@ class PreparedJobs:
 
 def _repeat(entries: Sequence[MissingJob], part: OutputPart) -> Iterator[OutputPart]:
     """Yield outputs of jobs that were missing, for every index at which the call has them."""
-    yield part._replace(indices=[entry.indices[0] for entry in entries])
-    for n, entry in enumerate(entries):
-        if others := entry.indices[1:]:
+    yield part._replace(indices=[indices[0] for _, indices in entries])
+    for n, (_, indices) in enumerate(entries):
+        if others := indices[1:]:
             output = replace(part.outputs[n], cached_tokens=0)
             yield OutputPart(others, [output] * len(others))
 
@@ -174,10 +174,10 @@ class ResidentModel:
             return PreparedJobs(jobs, sum_expected(jobs))
         found = await self._results.find(self._find_scope(), jobs)
         missing = found.missing
-        unknown = select_jobs(jobs, np.array([entry.indices[0] for entry in missing], np.int64))
+        unknown = select_jobs(jobs, np.array([own[0] for _, own in missing], np.int64))
         num_known = len(jobs) - len(missing)
         self.metrics.cache_hits.inc(num_known)
-        self.metrics.cache_misses.inc(sum(entry.key is not None for entry in missing))
+        self.metrics.cache_misses.inc(sum(isinstance(key, bytes) for key, _ in missing))
         return PreparedJobs(unknown, sum_expected(unknown), found.hits, missing, num_known)
 
     def _find_scope(self) -> bytes:

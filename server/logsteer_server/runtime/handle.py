@@ -88,7 +88,7 @@ class EngineHandle:
         self._queue = FairQueue(replicas=len(self.replicas), poison=self._poison)
         for load in self._queue.replicas:
             load.is_open = False
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[EngineCall, _Waiter] = {}
         self._ids = itertools.count()
         self._watching: asyncio.Task[None] | None = None
         self._closing = False
@@ -202,7 +202,12 @@ class EngineHandle:
             self.check_ready()
             if self._poison.deaths and any(map(self._poison.is_poison, own)):
                 raise self._refuse_poison()
-            waiter, missing = self._enter(own, routing or Routing()), len(own)
+            call = EngineCall(own, next(self._ids), routing or Routing())
+            self._ids = itertools.count(call.first_id + max(1, len(own)))
+            waiter, missing = _Waiter(call), len(own)
+            self._waiters[call] = waiter
+            self._queue.put(call)
+            self._send_jobs()
             try:
                 while missing:
                     part = await waiter.results.get()
@@ -213,26 +218,17 @@ class EngineHandle:
                     failure = find_first_failure(part.results)
                     if failure is not None:
                         raise api_error(failure.code, failure.detail)
-                    first = waiter.call.first_id
-                    yield part._replace(numbers=[job_id - first for job_id in part.numbers])
+                    numbers = [job_id - call.first_id for job_id in part.numbers]
+                    yield part._replace(numbers=numbers)
             finally:
                 if missing:
                     self._drop(waiter)
                     self._send_jobs()
-
-    def _enter(self, jobs: Sequence[Job], routing: Routing) -> _Waiter:
-        first = next(self._ids)
-        self._ids = itertools.count(first + max(1, len(jobs)))
-        waiter = _Waiter(EngineCall(jobs, first, routing))
-        self._waiters |= dict.fromkeys(waiter.call.unsent, waiter)
-        self._queue.put(waiter.call)
-        self._send_jobs()
-        return waiter
+                self._waiters.pop(call, None)
 
     def _drop(self, waiter: _Waiter, error: APIError | None = None) -> None:
         """Forget a call and cancel what the engine has of it; tell its caller the error, if any."""
-        for job_id in range(waiter.call.first_id, waiter.call.first_id + len(waiter.call.jobs)):
-            self._waiters.pop(job_id, None)
+        self._waiters.pop(waiter.call, None)
         for number, found in self._queue.drop(waiter.call).items():
             if (process := self.replicas[number].process) is not None:
                 process.send(Cancel(found))
@@ -251,14 +247,12 @@ class EngineHandle:
 
     def _deliver(self, replica: Replica, part: ResultPart) -> None:
         """Hand results of one call to whoever waits for them."""
-        waiter = self._waiters.get(part.numbers[0])
-        ended = find_last(part)
+        jobs, ended = self._queue.replicas[replica.number].jobs, find_last(part)
+        call = jobs.get(part.numbers[0])
         if self._poison.deaths:
-            jobs = self._queue.replicas[replica.number].jobs
             self._poison.forget(jobs[job_id].job(job_id) for job_id in ended if job_id in jobs)
         self._queue.finish(ended, replica.number)
-        for job_id in ended:
-            self._waiters.pop(job_id, None)
+        waiter = None if call is None else self._waiters.get(call)
         if waiter is None:
             return
         if len(ended) < len(part.numbers):
@@ -376,12 +370,12 @@ class EngineHandle:
             error = api_error("out_of_memory", error.detail, retry_after=10)
         jobs = (call.job(job_id) for job_id, call in lost.items())
         if is_to_blame and self._poison.record_death(jobs):
-            for waiter in set(self._waiters.values()):
+            for waiter in list(self._waiters.values()):
                 if any(map(self._poison.is_poison, waiter.call.jobs)):
                     self._drop(waiter, self._refuse_poison())
         again: dict[_Waiter, list[int]] = {}
-        for job_id in lost:
-            if (owner := self._waiters.get(job_id)) is not None:
+        for job_id, call in lost.items():
+            if (owner := self._waiters.get(call)) is not None:
                 again.setdefault(owner, []).append(job_id)
         if not any(own.state == "ready" for own in self.replicas):
             self.ready.clear()
@@ -397,7 +391,7 @@ class EngineHandle:
 
     def _answer_all(self, error: APIError) -> None:
         """End every call with an error."""
-        waiters, self._waiters = set(self._waiters.values()), {}
+        waiters, self._waiters = list(self._waiters.values()), {}
         self._queue.clear()
         for waiter in waiters:
             waiter.results.put_nowait(error)

@@ -44,8 +44,9 @@ LOOK_AHEAD = 16
 
 @dataclass(eq=False)
 class EngineCall:
-    """The jobs of one caller, of `sizes` positions; `unsent` holds the ids of those that the engine
-    does not have.
+    """The jobs of one caller, of `sizes` positions, of which so many are `expected` to be used.
+
+    `unsent` holds the ids of those that the engine does not have.
     """
 
     jobs: Sequence[Job]
@@ -53,6 +54,7 @@ class EngineCall:
     routing: Routing = field(default_factory=Routing)
     unsent: deque[int] = field(init=False)
     sizes: list[int] = field(init=False)
+    expected: list[int] = field(init=False)
     only_reads: bool = field(init=False)
     """Whether none of its jobs generates, as far as is known without a look at each."""
 
@@ -60,14 +62,11 @@ class EngineCall:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
         self.sizes = count_positions(self.jobs)
         self.only_reads = isinstance(self.jobs, ScoreJobs)
+        self.expected = self.sizes if self.only_reads else [job.num_expected for job in self.jobs]
 
     def job(self, job_id: int) -> Job:
         """Return the job of that id."""
         return self.jobs[job_id - self.first_id]
-
-    def put_back(self, ids: Sequence[int]) -> None:
-        """Have jobs that an engine had be sent again, before the others."""
-        self.unsent.extendleft(reversed(ids))
 
     def select(self, ids: Sequence[int]) -> Sequence[Job]:
         """Return the jobs of these ids."""
@@ -138,8 +137,7 @@ class CallQueue:
         for _ in range(count):
             job_id = call.unsent.popleft()
             ids.append(job_id)
-            size = call.sizes[job_id - call.first_id]
-            served[tenant] += max(1, size if call.only_reads else call.job(job_id).num_expected)
+            served[tenant] += max(1, call.expected[job_id - call.first_id])
         calls = self._calls[priority][tenant]
         calls.remove(call)
         if call.unsent:
@@ -360,7 +358,7 @@ class FairQueue:
     def put_back(self, call: EngineCall, ids: Sequence[int]) -> None:
         """Have jobs of a call that a replica had wait again, as its next."""
         is_waiting = bool(call.unsent)
-        call.put_back(ids)
+        call.unsent.extendleft(reversed(ids))
         if not is_waiting:
             self._waiting.put(call)
 

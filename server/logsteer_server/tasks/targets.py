@@ -25,11 +25,7 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.common import Precision
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
-from logsteer_server.contract.batches import (
-    ScoreJobs,
-    Starts,
-    find_starts,
-)
+from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Ids, Policy, ScoreJob
 from logsteer_server.settings import Settings
@@ -214,11 +210,13 @@ class TargetPlan:
 
     def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
         """Return where each target's rows begin and end, among those of the jobs' outputs."""
-        found = [(t.job, t.slot or 0, len(t.token_ids)) for t in self.planned]
-        found_N3 = np.array(found, dtype=np.int64).reshape(-1, 3)
-        jobs, slots, counts = found_N3.T
-        begins = row_starts[jobs] + slots
-        return begins, begins + counts
+        jobs, slots, counts = [], [], []
+        for target in self.planned:
+            jobs.append(target.job)
+            slots.append(target.slot or 0)
+            counts.append(len(target.token_ids))
+        begins = row_starts[np.array(jobs, np.int64)] + np.array(slots, np.int64)
+        return begins, begins + np.array(counts, np.int64)
 
 
 def plan_targets(
@@ -242,25 +240,24 @@ def plan_targets(
         decoded[id(target_ids)] = text
         if not len(decoded) % STEP_TEXTS:
             yield 0
-    pairs = laid.pairs
+    pairs = [target for target in laid.scored if not isinstance(target, Cut)]
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
     planned: list[PlannedTarget] = []
     numbers: list[int | None] = []
     work = 0
-    for place, text in enumerate(laid.texts):
+    for place, target in enumerate(laid.scored):
         numbers.append(len(planned))
-        if place in laid.id_cuts:
-            cut = laid.id_cuts[place]
-            text = decoded[id(cut.target_ids)]
+        cut: Cut | APIError
+        if isinstance(target, Cut):
+            text, cut = decoded[id(target.target_ids)], target
         else:
-            found = next(text_cuts)
-            if isinstance(found, APIError):
-                numbers[place] = None
-                if options.space != "best" or found.param or not laid.has_twin(place, numbers):
-                    laid.add_problem(problems, place, found)
-                continue
-            cut = found
+            text, cut = target[1], next(text_cuts)
+        if isinstance(cut, APIError):
+            numbers[place] = None
+            if options.space != "best" or cut.param or not laid.has_twin(place, numbers):
+                laid.add_problem(problems, place, cut)
+            continue
         try:
             planned.append(builder.place(text, cut))
         except APIError as error:
@@ -277,16 +274,14 @@ def plan_targets(
 
 @dataclass(slots=True)
 class _LaidItems:
-    """What is scored of items, one entry of `texts` after the other; `firsts` of each item.
+    """What is scored of items: text as pairs, ids as cuts. `firsts`: where each item begins there.
 
-    `pairs` are those that are text, in order; `id_cuts` those that are ids, by their place.
+    Equal targets that are ids are the same list: the first of them, which `distinct` has.
     """
 
-    texts: list[str] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
+    scored: list[Pair | Cut] = field(default_factory=list)
     items: list[PlannedItem] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
-    id_cuts: dict[int, Cut] = field(default_factory=dict)
     distinct: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def has_twin(self, place: int, numbers: Sequence[int | None]) -> bool:
@@ -302,7 +297,7 @@ class _LaidItems:
         """Add the error of the target at a place to the problems of its item."""
         index = bisect_right(self.firsts, place) - 1
         number = (place - self.firsts[index]) // (1 if self.items[index].variants is None else 2)
-        name = "target_ids" if place in self.id_cuts else "targets"
+        name = "target_ids" if isinstance(self.scored[place], Cut) else "targets"
         problems.add(index, error, None if error.param else f"{name}[{number}]")
 
 
@@ -315,64 +310,51 @@ def _lay_out_items(
 ) -> Steps[_LaidItems]:
     """List what is scored of the items, which are checked and rendered."""
     laid, work = _LaidItems(), 0
-    texts = laid.texts
+    scored = laid.scored
     for index, item in enumerate(given):
-        first = len(texts)
+        first = len(scored)
         laid.firsts.append(first)
         try:
             if item.context_ids is not None:
-                for cut in _cut_ids(codec, info, options.bos, item, laid.distinct):
-                    laid.id_cuts[len(texts)] = cut
-                    texts.append("")
-                    work += len(cut.target_ids)
-                laid.items.append(PlannedItem(list(range(first, len(texts))), None))
-                work += TARGET_WORK + len(item.context_ids)
+                scored += _cut_ids(codec, info, options.bos, item, laid.distinct)
+                laid.items.append(PlannedItem(list(range(first, len(scored))), None))
+                work += TARGET_WORK + len(item.context_ids) + sum(map(len, item.target_ids or ()))
             else:
                 context, rendered = item.context or "", False
                 if item.messages is not None:
                     form = ChatForm.of(options.chat) if options.chat else ANSWERED
                     context, rendered = codec.render_chat(item.messages, form), True
-                as_given, variants = _lay_out(
-                    item.targets or [], options.space != "as_given", texts
-                )
-                laid.pairs += [Pair(context, text, rendered) for text in texts[first:]]
-                laid.items.append(PlannedItem(as_given, variants, item.targets or ()))
+                targets = item.targets or []
+                if "" in targets:
+                    raise _empty_target(f"targets[{targets.index('')}]")
+                variants: list[tuple[int, ...]] | None = None
+                if options.space == "as_given":
+                    places = list(range(first, first + len(targets)))
+                    scored += [(context, text, rendered) for text in targets]
+                else:
+                    places, variants = [], []
+                    for number, text in enumerate(targets):
+                        with_space, bare = space_variants(text)
+                        if not bare:
+                            detail = (
+                                f"Target {text!r} is a space alone: without it nothing is left to "
+                                "score. Send space: as_given."
+                            )
+                            raise api_error("boundary_empty", detail, param=f"targets[{number}]")
+                        place = len(scored)
+                        places.append(place + (text == bare))
+                        variants.append((place, place + 1))
+                        scored += [(context, with_space, rendered), (context, bare, rendered)]
+                laid.items.append(PlannedItem(places, variants, targets))
                 work += PAUSE_AFTER if rendered else TARGET_WORK
         except APIError as error:
             problems.add(index, error)
-            del texts[first:]
+            del scored[first:]
             laid.items.append(PlannedItem([], None))
         if work >= PAUSE_AFTER:
             work = 0
             yield 0
     return laid
-
-
-def _lay_out(
-    targets: Sequence[str], both: bool, texts: list[str]
-) -> tuple[list[int], list[tuple[int, ...]] | None]:
-    """Append what is scored for these targets to `texts`; return where each is."""
-    if "" in targets:
-        raise _empty_target(f"targets[{targets.index('')}]")
-    if not both:
-        first = len(texts)
-        texts += targets
-        return list(range(first, len(texts))), None
-    given: list[int] = []
-    variants: list[tuple[int, ...]] = []
-    for number, target in enumerate(targets):
-        with_space, bare = space_variants(target)
-        if not bare:
-            detail = (
-                f"Target {target!r} is a space alone: without it nothing is left to score. "
-                "Send space: as_given."
-            )
-            raise api_error("boundary_empty", detail, param=f"targets[{number}]")
-        first = len(texts)
-        texts += [with_space, bare]
-        variants.append((first, first + 1))
-        given.append(first if target == with_space else first + 1)
-    return given, variants
 
 
 def _cut_ids(
@@ -426,13 +408,13 @@ class _JobBuilder:
         self._on_overflow = on_overflow
         self._limit = info.context_length
         self._tokens = array("i")
-        self._lengths: list[int] = []
-        self._context_ids: list[int] = []
-        self._context = array("i")
-        self._shared: int | None = None
-        """The job of the single tokens after the latest context."""
+        self._token_starts = [0]
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
+        """The jobs of single tokens, by the SHA-256 of their context."""
+        self._context_ids: list[int] = []
+        self._shared = 0
+        """The job of the single tokens after the latest context."""
 
     @property
     def num_tokens(self) -> int:
@@ -442,40 +424,31 @@ class _JobBuilder:
     def place(self, text: str, cut: Cut) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
         context_ids, target_ids, offsets, finding = cut
-        count, excess, slot = len(target_ids), 0, None
-        unread = 0 if self._read.reads_end else 1
-        if len(context_ids) + count - unread > self._limit:
-            num_read = len(context_ids) + count - unread
-            least = count + 1 - unread
-            excess = fit_context(num_read, least, self._limit, self._on_overflow)
-        if self._context_ids is not context_ids:
-            self._context_ids, self._context = context_ids, array("i", context_ids)
-            self._shared = None
-        if count > unread:
-            end = [] if unread else [0]
-            job = self._open(self._context[excess:] if excess else self._context, target_ids + end)
-            self._tokens.fromlist(target_ids[:-1] if unread else target_ids)
-            self._lengths[job] += count - unread
+        reads_end = self._read.reads_end
+        read_ids = target_ids if reads_end else target_ids[:-1]
+        num_read, excess, slot = len(context_ids) + len(read_ids), 0, None
+        if num_read > self._limit:
+            excess = fit_context(num_read, len(read_ids) + 1, self._limit, self._on_overflow)
+        job = len(self._targets)
+        if read_ids:
+            self._tokens.fromlist(context_ids[excess:] if excess else context_ids)
+            self._tokens.fromlist(read_ids)
+            self._token_starts.append(len(self._tokens))
+            self._targets.append([*target_ids, 0] if reads_end else target_ids)
         else:
-            if self._shared is None:
-                self._shared = self._share(self._context[excess:])
+            if self._context_ids is not context_ids:
+                self._context_ids = context_ids
+                tokens = array("i", context_ids[excess:])
+                key = hashlib.sha256(tokens.tobytes()).digest()
+                self._shared = self._sharing.setdefault(key, job)
+                if self._shared == job:
+                    self._tokens.extend(tokens)
+                    self._token_starts.append(len(self._tokens))
+                    self._targets.append([])
             job = self._shared
             slot = len(self._targets[job])
             self._targets[job].append(target_ids[0])
         return PlannedTarget(text, target_ids, offsets, finding, excess, job, slot)
-
-    def _share(self, tokens: "array[int]") -> int:
-        """Return the job of the single tokens after a context."""
-        key = hashlib.sha256(tokens.tobytes()).digest()
-        if key not in self._sharing:
-            self._sharing[key] = self._open(tokens, [])
-        return self._sharing[key]
-
-    def _open(self, tokens: "array[int]", targets: list[int]) -> int:
-        self._tokens.extend(tokens)
-        self._lengths.append(len(tokens))
-        self._targets.append(targets)
-        return len(self._lengths) - 1
 
     def make_jobs(self) -> ScoreJobs:
         """Return the jobs, by their numbers."""
@@ -495,7 +468,7 @@ class _JobBuilder:
         return ScoreJobs(
             like,
             np.frombuffer(self._tokens, dtype=np.int32),
-            find_starts(self._lengths),
+            np.array(self._token_starts, dtype=np.int64),
             np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),
             find_starts(counts),
             shares_row & (counts > 1),

@@ -14,30 +14,21 @@ A conversation keeps the white space that its template ends in: generation reads
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
-from logsteer_server.text.tokenizer import (
-    ENCODED_AT_ONCE,
-    EncodedText,
-    Offsets,
-    TextCodec,
-    split_sizes,
-)
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, Offsets, TextCodec, split_sizes
 
-_EXACT: BoundaryFinding = "exact"
+Pair = tuple[str, str, bool]
+"""A context, a target, and whether the context came from a chat template.
+
+It then has its BOS already, and its end is where a generated answer would begin.
+"""
 
 
-class Pair(NamedTuple):
-    """A context and a target as text. `is_rendered`: the context came from a chat template.
-
-    It then has its BOS already, and its end is where a generated answer would begin.
-    """
-
-    context: str
-    target: str
-    is_rendered: bool = False
+_EXACT: Final[BoundaryFinding] = "exact"
+_MERGED: Final[BoundaryFinding] = "merged"
 
 
 class Cut(NamedTuple):
@@ -60,100 +51,70 @@ def cut_pairs(
     In place of a pair that cannot be cut stands its error: `boundary_empty` where no token is left
     for the target, or none before it. Errors: as `TextCodec.bos_ids`.
     """
-    cut = _cut_jointly if boundary == "joint" else _cut_separately
-    sizes = [len(pair.context) + len(pair.target) for pair in pairs]
+    sizes = [len(context) + len(target) for context, target, _ in pairs]
     for part in split_sizes(sizes, ENCODED_AT_ONCE):
-        yield from cut(codec, pairs[part.start : part.stop], bos)
+        yield from _cut(codec, pairs[part.start : part.stop], boundary, bos)
 
 
-def _cut_jointly(
-    codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy
+def _cut(
+    codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
 ) -> Iterator[Cut | APIError]:
-    """Yield pairs as cut in their joint tokens; of what is encoded alone, each text is once.
+    """Yield pairs as tokens; each text is encoded once.
 
-    Where the tokenizer divides the text anyway, its parts are encoded alone.
+    Where the tokenizer divides the joint text anyway, its parts are encoded alone.
     """
-    fronts = [pair.context if pair.is_rendered else pair.context.rstrip() for pair in pairs]
-    rests = [
-        pair.context[len(front) :] + pair.target for pair, front in zip(pairs, fronts, strict=True)
-    ]
-    are_apart = list(map(codec.divides, fronts, rests))
-    read = [
-        rest if apart else front + rest
-        for front, rest, apart in zip(fronts, rests, are_apart, strict=True)
-    ]
-    contexts = _encode_contexts(codec, fronts)
-    encoded = _encode_once(codec, read)
-    complete: dict[tuple[str, bool], list[int]] = {}
-    for pair, front, text, apart in zip(pairs, fronts, read, are_apart, strict=True):
-        own, (ids, offsets) = contexts[front], encoded[text]
-        policy: BosPolicy = "never" if pair.is_rendered else bos
-        start, finding = len(pair.context), _EXACT
-        context: list[int] | None
+    is_joint = boundary == "joint"
+    contexts: list[tuple[str, BosPolicy]] = []
+    read: list[str] = []
+    are_apart: list[bool] = []
+    for context, target, is_rendered in pairs:
+        front = context.rstrip() if is_joint and not is_rendered else context
+        rest = context[len(front) :] + target
+        apart = not is_joint or codec.divides(front, rest)
+        contexts.append((front, "never" if is_rendered else bos))
+        read.append(rest if apart else front + rest)
+        are_apart.append(apart)
+    distinct = list(dict.fromkeys(contexts))
+    alone = codec.encode_ids([front for front, _ in distinct])
+    encoded_contexts = {
+        (front, policy): (ids, ids and codec.bos_ids(policy, ids) + ids)
+        for (front, policy), ids in zip(distinct, alone, strict=True)
+    }
+    texts = list(dict.fromkeys(read))
+    encoded = dict(zip(texts, codec.encode(texts), strict=True))
+    for pair, key, text, apart in zip(pairs, contexts, read, are_apart, strict=True):
+        own, context_ids = encoded_contexts[key]
+        ids, offsets = encoded[text]
+        start, finding = len(pair[0]), _EXACT
         if apart:
-            start -= len(front)
-            context = complete.get((front, pair.is_rendered)) or _add_bos(codec, own, ids, policy)
-            if context:
-                complete[front, pair.is_rendered] = context
+            start -= len(key[0])
         else:
             count = len(own)
-            finding = _EXACT if ids[:count] == own else "merged"
-            own, ids, offsets = ids[:count], ids[count:], offsets[count:]
-            context = _add_bos(codec, own, ids, policy) if ids else None
+            if ids[:count] != own:
+                finding = _MERGED
+                context_ids = codec.bos_ids(key[1], ids[:count]) + ids[:count]
+            ids, offsets = ids[count:], offsets[count:]
         if not ids:
-            yield api_error(
-                "boundary_empty",
-                f"Encoded together with its context, target {pair.target!r} has no token of its "
-                "own left; send boundary: separate to encode each alone.",
-            )
+            detail = f"Target {pair[1]!r} encodes to no token; leave it out."
+            if is_joint:
+                detail = (
+                    f"Encoded together with its context, target {pair[1]!r} has no token of its "
+                    "own left; send boundary: separate to encode each alone."
+                )
+            yield api_error("boundary_empty", detail)
             continue
-        if not context:
-            yield _no_context()
+        # A target alone may begin with the BOS that would stand in front of it.
+        context_ids = context_ids or codec.bos_ids(key[1], ids)
+        if not context_ids:
+            detail = (
+                "The context has no token, so nothing precedes the target's first token; "
+                "give a context, or send bos: always."
+            )
+            yield api_error("boundary_empty", detail, param="context")
             continue
         if start:
             offsets = [(first - start, last - start) for first, last in offsets]
-        yield Cut(context, ids, offsets, finding)
-
-
-def _encode_contexts(codec: TextCodec, contexts: Sequence[str]) -> dict[str, list[int]]:
-    distinct = list(dict.fromkeys(contexts))
-    return dict(zip(distinct, codec.encode_ids(distinct), strict=True))
-
-
-def _encode_once(codec: TextCodec, texts: Sequence[str]) -> dict[str, EncodedText]:
-    distinct = list(dict.fromkeys(texts))
-    return dict(zip(distinct, codec.encode(distinct), strict=True))
-
-
-def _cut_separately(
-    codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy
-) -> Iterator[Cut | APIError]:
-    """Yield pairs with each part encoded alone."""
-    contexts = _encode_contexts(codec, [pair.context for pair in pairs])
-    targets = _encode_once(codec, [pair.target for pair in pairs])
-    for pair in pairs:
-        ids, offsets = targets[pair.target]
-        if not ids:
-            detail = f"Target {pair.target!r} encodes to no token; leave it out."
-            yield api_error("boundary_empty", detail)
-            continue
-        own = contexts[pair.context]
-        context = _add_bos(codec, own, ids, "never" if pair.is_rendered else bos)
-        yield Cut(context, ids, offsets) if context else _no_context()
-
-
-def _add_bos(codec: TextCodec, context: list[int], target: list[int], bos: BosPolicy) -> list[int]:
-    """Return a context with the BOS token in front of it, where it takes one."""
-    front = codec.bos_ids(bos, context or target)
-    return front + context if front else context
-
-
-def _no_context() -> APIError:
-    detail = (
-        "The context has no token, so nothing precedes the target's first token; "
-        "give a context, or send bos: always."
-    )
-    return api_error("boundary_empty", detail, param="context")
+        yield Cut(context_ids, ids, offsets, finding)
 
 
 def space_variants(target: str) -> tuple[str, str]:
