@@ -142,7 +142,11 @@ def make_jobs(count: int, *, steered: bool) -> list[GenerateJob]:
 
 def start_stock(path: str) -> Any:
     """Return vLLM's own engine core on V2, which schedules as it does on GPUs."""
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     interpret_kernels()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore

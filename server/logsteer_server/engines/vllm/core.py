@@ -128,13 +128,13 @@ class VllmCore:
         )
         if job.json_schema is not None:
             params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
-            config = self.config
-            try:
-                params.verify(
-                    config.model_config, None, config.structured_outputs_config, self.tokenizer
-                )
-            except VLLMValidationError as error:
-                raise ValueError(str(error)) from error
+        config = self.config
+        try:
+            params.verify(
+                config.model_config, None, config.structured_outputs_config, self.tokenizer
+            )
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
         return self._add(job.tokens.tolist(), params, adapter, job.cache_namespace)
 
     def _add(
