@@ -1,7 +1,8 @@
 """How long a device waits for the host in a step of decoding: `host_time.py RUNNER MODEL RUNS`.
 
 RUNNER is `v1`, `v2`, or `stock`: vLLM's own engine core and worker on V2. That makes no text and no
-results, which vLLM's server does in a process of its own.
+results, which vLLM's server does in a process of its own; and it has one step under way where all
+is done as soon as it is begun, as here, so only the host's own time is given.
 
 The device is pretended, and the host is real: CPU time in which it takes tokens in, makes results,
 schedules and prepares. What a device would compute (the model, the draw, and the kernels of the V2
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from bench.models import GREEDY, generate, make_model
 from bench.servers import print_result, run_module
@@ -156,7 +158,25 @@ def start_stock(path: str) -> Any:
         model=path, dtype="float32", enforce_eager=True, distributed_executor_backend="uni", **SIZES
     ).create_engine_config()
     config.scheduler_config.async_scheduling = True  # which vLLM's platform for CPUs switches off
-    return EngineCore(config, Executor.get_class(config), log_stats=False)
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    type(core.model_executor.driver_worker.worker.model_runner.sampler).__call__ = draw
+    return core
+
+
+def draw(sampler: Any, logits: Tensor, batch: Any) -> Any:
+    """Take the most probable tokens, as vLLM's own sampler does by a kernel that asks for a GPU."""
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    num_sampled, num_rejected = get_num_sampled_and_rejected(
+        batch.seq_lens.new_ones(batch.num_reqs),
+        batch.seq_lens,
+        batch.cu_num_logits,
+        batch.idx_mapping,
+        sampler.req_states.prefill_len.gpu,
+    )
+    ids_R1 = logits.argmax(-1, keepdim=True)
+    return SamplerOutput(ids_R1, None, None, num_sampled, num_rejected)
 
 
 def generate_in_stock(core: Any, jobs: Sequence[GenerateJob]) -> None:
@@ -179,7 +199,7 @@ def measure_host_time(directory: Path, runs: int) -> dict[str, Any]:
     path, found = make_model(directory, **SHAPE), dict[str, Any]()
     for runner in ("v1", "v2", "stock"):
         found |= run_module("host_time", runner, path, runs)
-    figures = {name: way["idle_ms"] for name, way in found.items()}
+    figures = {name: way["idle_ms"] for name, way in found.items() if "idle_ms" in way}
     return {"runs": runs, "device_ms": DEVICE_MS, "ways": found, "figures": figures}
 
 
@@ -213,10 +233,9 @@ def main() -> None:
                 # The first steps read prompts, after the last ones requests end.
                 idle.append(statistics.median(device.idle_ms[4:-2]))
                 host.append(statistics.median(device.host_ms[4:-2]))
-            found[f"{runner}, {count} {kind}"] = {
-                "idle_ms": spread(idle[1:]),
-                "host_ms": spread(host[1:]),
-            }
+            way = found[f"{runner}, {count} {kind}"] = {"host_ms": spread(host[1:])}
+            if engine:
+                way["idle_ms"] = spread(idle[1:])
     print_result(found)
     if engine:
         engine.close()
