@@ -94,7 +94,7 @@ def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:
 
 
 def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
-    from logsteer_server.engines.continuation import GrowingText
+    from logsteer_server.engines.drawn import GrowingText
 
     backend = tokenizer.backend_tokenizer
     said = " naïve 😀 — ok\n  日本語, then… again 👩‍🚀!"
@@ -109,6 +109,14 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
     assert not text.end()
     assert "".join(pieces) + text.take(True) == said
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    for count in range(len(ids) + 1):  # many of these end within a character
+        grown, whole = (GrowingText(backend, before, (), include_stop=False) for _ in range(2))
+        for token in ids[:count]:
+            grown.add(token)
+        whole.add_all(ids[:count])
+        grown.end()
+        whole.end()
+        assert whole.take(True) == grown.take(True)
     cut = GrowingText(backend, before, ("語, t", "zzz"), include_stop=False)
     taken = [token for token in ids if not cut.add(token)]
     assert cut.take(True).startswith(" naïve 😀 — ok\n  日本")
@@ -116,7 +124,7 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
 
 
 def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> None:
-    from logsteer_server.engines.continuation import GrowingText
+    from logsteer_server.engines.drawn import GrowingText
 
     pieces = ["<unk>", "▁a", "▁b", "c", "<0xC3>", "<0xA9>"]
     model = models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")

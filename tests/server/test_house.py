@@ -152,7 +152,7 @@ def test_there_is_no_circle(house: House) -> None:
 
 
 SHARED_BY_ENGINES = (
-    "weights", "machine", "needs", "lifetime", "scratch", "failures", "readings", "drawn",
+    "weights", "machine", "needs", "lifetime", "failures", "readings", "drawn",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from logsteer_server.contract.jobs import (
     JobResult,
 )
 from logsteer_server.contract.plan import ParameterDelta
-from logsteer_server.engines.continuation import Continuation
+from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -46,29 +46,29 @@ MAX_RUNNING_DELTAS = 2
 class GenerationRow(Entry):
     """One job's row of a batch."""
 
-    continuation: Continuation
+    drawn: DrawnTokens
 
     @classmethod
     def start(
         cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: CausalModel
     ) -> "GenerationRow":
         """Return the row of a job that has no token yet."""
-        continuation = Continuation(job, model.eos_ids, model.tokenizer)
-        return cls(job_id, job, steered, continuation=continuation)
+        drawn = DrawnTokens(job, model.eos_ids, model.tokenizer)
+        return cls(job_id, job, steered, drawn=drawn)
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and those drawn."""
-        return len(self.job.tokens) + self.continuation.num_tokens
+        return len(self.job.tokens) + self.drawn.num_tokens
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
         """Return all tokens that no output has had yet; with a reason, the last output."""
         if not self.steered:
-            return self.continuation.take(finish_reason)
+            return self.drawn.take(finish_reason)
         # The last token was sampled and never read.
         trace = self.steered.trace(self.length - 1) if finish_reason else None
         readings = self.steered.take_readings()
-        return self.continuation.take(finish_reason, trace=trace, readings=readings)
+        return self.drawn.take(finish_reason, trace=trace, readings=readings)
 
 
 class RunningBatch:
@@ -131,7 +131,7 @@ class RunningBatch:
             if not finite_B[b]:
                 ended[b] = "broken"
                 continue
-            reason = row.continuation.add(int(ids_B[b]), values_BW[b : b + 1])
+            reason = row.drawn.add(int(ids_B[b]), values_BW[b : b + 1])
             if reason:
                 ended[b] = reason
             elif row.job.stream:
@@ -179,7 +179,7 @@ class RunningBatch:
         Returns the tokens [B], whether their logits were finite [B], and what was read with them
         [B, W].
         """
-        drawn_B = np.array([row.continuation.num_tokens for row in self.rows])
+        drawn_B = np.array([row.drawn.num_tokens for row in self.rows])
         drawn = self._sampler.draw(logits_BV, drawn_B)
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
         values_BW = drawn.values_RW
@@ -242,7 +242,7 @@ class RunningBatch:
     def _set_rows(self) -> None:
         """Steer and sample the rows that there are now."""
         self._steering = BatchSteering([row.steered for row in self.rows])
-        specs = [row.continuation.spec for row in self.rows]
+        specs = [row.drawn.spec for row in self.rows]
         self._sampler = RowSampler(specs, [row.job.seed for row in self.rows])
 
 

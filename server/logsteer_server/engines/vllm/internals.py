@@ -141,7 +141,7 @@ INTERNALS: dict[str, Internal] = {
     ),
     "vllm.v1.core.sched.utils.check_stop": Internal(
         "da923c75ab21",
-        "ends requests at our `stop_token_ids` and `max_tokens`, as `Continuation` does",
+        "ends requests at our `stop_token_ids` and `max_tokens`, as `DrawnTokens` does",
     ),
     "vllm.sampling_params.SamplingParams.update_from_generation_config": Internal(
         "159de47b6153", "adds no stop token where `ignore_eos` is set"

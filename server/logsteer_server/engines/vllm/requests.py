@@ -20,7 +20,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Readings, SteeringPlan
-from logsteer_server.engines.continuation import Continuation
+from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
@@ -205,7 +205,7 @@ class CaptureRequests(PrefillRequests):
 class _Reply:
     """What was drawn for a request that generates, and not given out yet."""
 
-    continuation: Continuation
+    drawn: DrawnTokens
     cached_tokens: int = 0
 
 
@@ -235,8 +235,8 @@ class GenerationRequests:
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM and return its request's id."""
-        reply = _Reply(Continuation(running.job, self._eos_ids, self._vllm.tokenizer))
-        extra_args = running.slot.extra_args | describe_draw(running.job, reply.continuation.spec)
+        reply = _Reply(DrawnTokens(running.job, self._eos_ids, self._vllm.tokenizer))
+        extra_args = running.slot.extra_args | describe_draw(running.job, reply.drawn.spec)
         request_id = self._vllm.generate(
             running.job, extra_args, running.lora_request, self._eos_ids, running.may_read_cache
         )
@@ -272,7 +272,7 @@ class GenerationRequests:
         values_NW = None if logprobs is None else logprobs.logprobs
         for n, token in enumerate(output.new_token_ids):
             values_1W = None if values_NW is None else values_NW[n : n + 1]
-            if reason := reply.continuation.add(token, values_1W):
+            if reason := reply.drawn.add(token, values_1W):
                 return reason
         return None
 
@@ -288,5 +288,5 @@ class GenerationRequests:
             reason = reason or str(output.finish_reason)
         elif reason:  # a stop string, for which vLLM does not look
             self.cancel(running.request_id)
-        running.num_generated = reply.continuation.num_tokens
-        return reply.continuation.take(reason, cached_tokens=reply.cached_tokens)
+        running.num_generated = reply.drawn.num_tokens
+        return reply.drawn.take(reason, cached_tokens=reply.cached_tokens)

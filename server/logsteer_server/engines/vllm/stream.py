@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
-from logsteer_server.engines.continuation import DrawnValues
+from logsteer_server.engines.drawn import DrawnValues
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack

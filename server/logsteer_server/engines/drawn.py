@@ -133,7 +133,7 @@ class DrawnValues:
         }
 
 
-class Continuation:
+class DrawnTokens:
     """The tokens drawn for a job, until an output takes them.
 
     Their text is decoded as they come only where somebody waits for it: a stream or a stop string.
