@@ -124,7 +124,7 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
 
 
 def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> None:
-    from logsteer_server.engines.drawn import GrowingText
+    from logsteer_server.engines.drawn import DrawnTokens, GrowingText
 
     pieces = ["<unk>", "▁a", "▁b", "c", "<0xC3>", "<0xA9>"]
     model = models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")
@@ -146,6 +146,13 @@ def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> 
     assert taken == [" b", "c", " a", "", "é", " b", ""]
     text.end()
     assert text.take(True) == "\N{REPLACEMENT CHARACTER}"  # a character that nothing completed
+    drawn, texts = (2, 3, 1, 4), []
+    for stream in (False, True):
+        job = GenerateJob(np.array([1], np.int32), len(drawn), logprobs=False, stream=stream)
+        tokens = DrawnTokens(job, (), sentencepiece)
+        assert [tokens.add(token, None) for token in drawn] == [None, None, None, "length"]
+        texts.append(tokens.take("length").text)
+    assert texts == [" bc a\N{REPLACEMENT CHARACTER}"] * 2
 
 
 def test_the_end_of_sequence_ends_unless_ignored(engine: Any, tokenizer: Any) -> None:

@@ -159,12 +159,11 @@ class DrawnTokens:
         self._ids.append(token)
         if values_1W is not None:
             self._values.add(values_1W)
-        is_end = token in self._end_ids
-        if self._grows and not is_end and self._text.add(token):
+        if token in self._end_ids or (self._grows and self._text.add(token)):
             return "stop"
-        if not is_end and self.num_tokens < self._job.max_tokens:
+        if self.num_tokens < self._job.max_tokens:
             return None
-        return "stop" if is_end or self._text.end() else "length"
+        return "stop" if self._grows and self._text.end() else "length"
 
     def take(self, finish_reason: str | None, **others: Any) -> GenerateOutput:
         """Return all tokens that no output has had yet; with a reason, the last output.
@@ -172,9 +171,9 @@ class DrawnTokens:
         `others` are further fields of the output.
         """
         ids, self._ids = self._ids, []
-        if finish_reason and not self._grows:
-            self._text.add_all([token for token in ids if token not in self._end_ids])
         if finish_reason:
+            if not self._grows:
+                self._text.add_all([token for token in ids if token not in self._end_ids])
             self._text.end()
         text = self._text.take(finish_reason is not None)
         token_ids = np.array(ids, dtype=np.int32)
