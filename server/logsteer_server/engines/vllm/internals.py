@@ -143,9 +143,6 @@ INTERNALS: dict[str, Internal] = {
         "da923c75ab21",
         "ends requests at our `stop_token_ids` and `max_tokens`, as `DrawnTokens` does",
     ),
-    "vllm.sampling_params.SamplingParams.update_from_generation_config": Internal(
-        "159de47b6153", "adds no stop token where `ignore_eos` is set"
-    ),
     # prefix cache and blocks
     f"{HASHES}.get_request_block_hasher": Internal(
         "1e319b5b2180", "no prefix shorter than a hash's block is found"
