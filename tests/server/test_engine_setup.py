@@ -23,6 +23,7 @@ from logsteer_server.engines.machine import (
 from logsteer_server.engines.vllm import arguments
 from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED, check_arguments
 from logsteer_server.engines.vllm.config import (
+    LEAST_SHARE,
     engine_args,
     fit_context_length,
     prepare,
@@ -294,6 +295,29 @@ class TestArguments:
         environment.setenv("VLLM_BATCH_INVARIANT", invariant)
         args = engine_args(EngineSpec("m", "vllm", "p"), "p", on_cpu, 9)
         assert args["additional_config"]["logsteer"]["widens_head"] is widens
+
+    def test_a_cache_of_given_bytes_asks_for_no_share_of_the_gpu(self) -> None:
+        """vLLM starts only where its share, nearly all, is free: a second model never."""
+
+        def find(memory: str | float | None, on_cpu: bool) -> dict[str, object]:
+            args = engine_args(EngineSpec("m", "vllm", "p", memory=memory), "p", on_cpu, 9)
+            names = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+            return {name: args[name] for name in names if name in args}
+
+        size = {"kv_cache_memory_bytes": 2**30}
+        assert find("1GiB", False) == size | {"gpu_memory_utilization": LEAST_SHARE}
+        assert find("1GiB", True) == find(None, True) == size
+        assert find(0.4, False) == {"gpu_memory_utilization": 0.4}
+        assert find(None, False) == {}
+
+    def test_adapters_on_gpus_are_refused_in_float32(self) -> None:
+        """Its kernel asserts half precision, when the model has been loaded."""
+        for dtype, on_cpu in (("float32", True), ("bfloat16", False)):
+            spec = EngineSpec("m", "vllm", "p", dtype=dtype, adapter_slots=2)
+            assert engine_args(spec, "p", on_cpu, 9)["enable_lora"]
+        spec = EngineSpec("m", "vllm", "p", dtype="float32", adapter_slots=2)
+        with pytest.raises(ValueError, match=r"adapter_slots: on GPUs .* set dtype: bfloat16"):
+            engine_args(spec, "p", False, 9)
 
     def test_anything_else_is_vllms_own(self) -> None:
         given = {"max_num_seqs": 7, "gpu_memory_utilization": 0.4, "kv_cache_dtype": "auto"}

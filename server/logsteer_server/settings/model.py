@@ -111,7 +111,10 @@ class ModelSettings(BaseModel):
         "transformer_lens always has all.",
     )
     adapter_slots: int = Field(
-        0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
+        0,
+        ge=0,
+        description="Different LoRA adapters that vLLM runs at once; 0: no adapters. On GPUs they "
+        "need half precision.",
     )
     adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
         16, description="The largest rank of an adapter in vLLM, which reserves memory for it."

@@ -167,9 +167,21 @@ def _bind_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
 
 
+LEAST_SHARE = 0.01
+"""Of a GPU that has to be free at the start where the cache's size is given in bytes."""
+
+
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`. Errors: ValueError as `check_arguments`."""
+    """Return the arguments of vLLM's `EngineArgs`.
+
+    Errors: ValueError as `check_arguments`, and for adapters that vLLM's kernel does not compute.
+    """
     check_arguments(spec.engine_args)
+    if spec.adapter_slots and spec.dtype == "float32" and not on_cpu:
+        raise ValueError(
+            "adapter_slots: on GPUs vLLM applies adapters in half precision alone; set dtype: "
+            "bfloat16 or float16, or serve the model with engine transformer_lens"
+        )
     args: dict[str, Any] = {
         "model": str(path),
         "dtype": spec.dtype,
@@ -217,6 +229,8 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         args["gpu_memory_utilization"] = spec.memory
     elif spec.memory is not None:
         args["kv_cache_memory_bytes"] = parse_bytes(spec.memory)
+        # Else vLLM refuses to start unless nearly all of the GPU is free, for it to share.
+        args["gpu_memory_utilization"] = LEAST_SHARE
     return args | spec.engine_args
 
 
