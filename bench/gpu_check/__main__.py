@@ -48,7 +48,7 @@ BARE = {
     "tlens-speed": Part("TransformerLens engine, speed", "tlens", "speed"),
 }
 """Parts that need neither vLLM nor a network."""
-TESTS = ("exactness", "steering", "adapters")
+TESTS = ("exactness", "steering")
 """Files of tests/contract."""
 MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")
 DTYPES = ("float32", "bfloat16")
@@ -57,15 +57,14 @@ PARTS = (
     | {f"graphs-{mode}": Part(f"CUDA graphs, {mode}", "graphs", mode) for mode in MODES}
     | {f"graphs-v2-{mode}": Part(f"V2 runner, {mode}", "graphs", f"v2-{mode}") for mode in MODES}
     | {f"families-{dtype}": Part(f"Families, {dtype}", "families", dtype) for dtype in DTYPES}
-    | {f"tests-{name}": Part(f"Tests of {name}", "contract", name) for name in TESTS}
     | {
-        f"tests-v2-{name}": Part(f"V2 runner, tests of {name}", "contract", f"v2-{name}")
+        f"tests-{runner}-{name}": Part(
+            f"{runner.upper()} runner, tests of {name}", "contract", f"{runner}-{name}"
+        )
+        for runner in ("v1", "v2")
         for name in TESTS
     }
-    | {
-        f"stock-{case}": Part(f"Against stock vLLM, {case}", "stock", case)
-        for case in ("decode", "prefill")
-    }
+    | {"stock": Part("Against stock vLLM", "stock")}
     | {
         f"speed-{row}": Part(f"Speed, {row}", "speed", row)
         for row in dict.fromkeys(bar.row for bar in BARS)

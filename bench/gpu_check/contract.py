@@ -11,7 +11,6 @@ from bench.gpu_check.report import LIMIT_S, ROOT, Findings, Options, Table
 QUICK = {
     "exactness": "test_alone_batched_and_shuffled_are_the_same and demo",
     "steering": "test_each_operation_is_a_plain_hook and vllm",
-    "adapters": "test_scores_are_those_of_merged_weights and vllm",
 }
 """What is selected where the check is quick."""
 OUTCOME = re.compile(r"^(tests/\S+?::.+) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
@@ -32,10 +31,9 @@ def read_outcomes(output: str, found: Findings) -> None:
 def measure(options: Options, found: Findings) -> None:
     """Run the tests, and read what became of each, as far as the time reaches.
 
-    A case is a file of tests; behind `v2-` they run on vLLM's V2 runner.
+    A case is one of vLLM's runners and a file of tests, such as `v2-steering`.
     """
-    name = options.case.removeprefix("v2-")
-    runner = "auto" if name == options.case else "v2"
+    runner, _, name = options.case.partition("-")
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", f"tests/contract/test_{name}.py"]
     if options.quick:

@@ -1,7 +1,7 @@
-"""Our server against vLLM's own with its own defaults, over HTTP: decode steps, or prefill.
+"""Our server against vLLM's own with its own defaults, over HTTP: decode steps and prefill.
 
-The model is that in `MODEL`, else one of 8 billion weights that vLLM draws by itself, on both
-sides: how fast a step is does not depend on them.
+The model is that in `MODEL`, else one of 8 billion random weights: how fast a step is does not
+depend on them.
 """
 
 import contextlib
@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import save_file
 
 from bench.bars import COLUMNS, list_figures
 from bench.gpu_check.report import Findings, Options, Table
-from bench.models import DEMO, ID, draw_ids, read_vocab
+from bench.models import DEMO, ID, draw_ids
 from bench.servers import run_logsteer, run_stock
 from bench.stock import ask_choices, describe_stock
 from bench.timing import summarize, time_in_turn
-from logsteer import Client
+from logsteer import Client, Steer, Steering
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
@@ -36,34 +38,63 @@ QUICK_SHAPE = {
 }  # fmt: skip
 DECODED = (1, 32, 256)
 PROMPT = 16
+LAYER = 1
 SHARE, CACHE = 0.45, 2**29
 """Of a GPU for each of the two servers; bytes of cache of each on a CPU."""
 POLICY = {"temperature": 0.8, "top_p": 0.9}
 POLICY_COLUMNS = ("logprob", "log_q", "rb_entropy")
-OURS, STOCK = "logsteer", "stock vLLM"
+OURS, STEERED, STOCK = "logsteer", "logsteer, steered", "stock vLLM"
 
 
-def find_model(options: Options) -> tuple[Path, dict[str, str]]:
-    """Return the model's directory, and vLLM's arguments where its weights are drawn."""
+def find_model(options: Options) -> Path:
+    """Return the directory of the model: the user's, or one drawn here."""
     if given := os.environ.get("MODEL"):
-        return Path(given), {}
+        return Path(given)
     path = options.directory / "model"
     path.mkdir()
     shape = SHAPE | (QUICK_SHAPE if options.quick else {})
     (path / "config.json").write_text(json.dumps(shape))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, path / name)
-    return path, {"load_format": "dummy"}
+    draw_weights(path, shape, options.device)
+    return path
+
+
+def draw_weights(path: Path, shape: Mapping[str, Any], device: str) -> None:
+    """Write random weights of a Llama of this shape in bfloat16, a file for each layer."""
+    width, inner, vocab = (shape[f"{n}_size"] for n in ("hidden", "intermediate", "vocab"))
+    keys = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (width,))
+    queries = {f"self_attn.{name}_proj": (width, width) for name in "qo"}
+    values = {f"self_attn.{name}_proj": (keys, width) for name in "kv"}
+    products = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+                "mlp.down_proj": (width, inner)}  # fmt: skip
+    ends = {"model.embed_tokens": (vocab, width), "lm_head": (vocab, width), "model.norm": (width,)}
+    parts: dict[str, dict[str, tuple[int, ...]]] = {"ends": ends}
+    for layer in range(shape["num_hidden_layers"]):
+        shapes = norms | queries | values | products
+        parts[str(layer)] = {f"model.layers.{layer}.{name}": size for name, size in shapes.items()}
+    torch.manual_seed(0)
+    for number, sizes in enumerate(parts.values(), start=1):
+        weights = {
+            f"{name}.weight": torch.ones(size, dtype=torch.bfloat16)
+            if len(size) == 1
+            else (torch.randn(size, device=device) / size[1] ** 0.5).bfloat16().cpu()
+            for name, size in sizes.items()
+        }
+        save_file(weights, path / f"model-{number:05}-of-{len(parts):05}.safetensors")
 
 
 class Peers:
     """Both servers of a model, and prompts that neither has had before."""
 
-    def __init__(self, ours: str, stock: str, vocab: int) -> None:
+    def __init__(self, ours: str, stock: str, path: Path) -> None:
         self.client = Client(ours, timeout=600)
         self._names = {ours: ID, stock: "stock"}
         self.ours, self.stock = ours, stock
-        self._vocab = vocab
+        shape = json.loads((path / "config.json").read_text())
+        self._vocab = shape["vocab_size"]
+        self._vector = Steer(data={LAYER: [1.0] * shape["hidden_size"]}, scale=0.1, layer=LAYER)
         self._seeds = itertools.count()
         self._http = httpx.Client(timeout=600)
 
@@ -77,6 +108,17 @@ class Peers:
         answer = self._http.post(f"{url}/v1/completions", json=body | more)
         if answer.is_error or answer.json()["usage"]["completion_tokens"] != count * tokens:
             raise RuntimeError(f"{url}: {answer.status_code}: {answer.text[:500]}")
+
+    def steer(self, count: int, length: int, tokens: int) -> None:
+        """Have ours continue prompts by so many tokens, a vector added at each."""
+        self.client.steer(
+            None,
+            Steering(vectors=[self._vector]),
+            prompt_ids=self._draw(count, length),
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+        )
 
     def score(self, count: int, length: int, **more: Any) -> None:
         """Score all tokens of texts but their first."""
@@ -93,18 +135,14 @@ class Peers:
 @contextlib.contextmanager
 def serve(options: Options, found: Findings) -> Iterator[Peers]:
     """Both servers with the same model, dtype and memory; note what stock vLLM has chosen."""
-    path, drawn = find_model(options)
+    path = find_model(options)
     dtype, memory = ("bfloat16", SHARE) if options.on_cuda else ("float32", CACHE)
     size = SHARE if options.on_cuda else f"{CACHE >> 20}MiB"
-    arguments = ["--load-format", drawn["load_format"]] if drawn else []
     found.notes.append(describe_stock(ask_choices(path, dtype)))
-    models = {ID: path}
     with (
-        run_stock(path, options.directory, dtype, memory, *arguments) as stock,
-        run_logsteer(
-            models, options.directory, dtype=dtype, memory=size, engine_args=drawn
-        ) as ours,
-        contextlib.closing(Peers(ours, stock, read_vocab(path))) as peers,
+        run_stock(path, options.directory, dtype, memory) as stock,
+        run_logsteer({ID: path}, options.directory, dtype=dtype, memory=size) as ours,
+        contextlib.closing(Peers(ours, stock, path)) as peers,
     ):
         yield peers
 
@@ -127,11 +165,13 @@ def measure_decode(peers: Peers, found: Findings, quick: bool, runs: int) -> Non
     tokens = 8 if quick else 128
     for count in DECODED:
         ways = {
-            name: partial(peers.complete, url, count, PROMPT, tokens)
-            for name, url in ((OURS, peers.ours), (STOCK, peers.stock))
+            OURS: partial(peers.complete, peers.ours, count, PROMPT, tokens),
+            STEERED: partial(peers.steer, count, PROMPT, tokens),
+            STOCK: partial(peers.complete, peers.stock, count, PROMPT, tokens),
         }
         caption = f"Decode, {count} sequences of {PROMPT} tokens, {tokens} generated."
-        add_table(found, caption, ways, count * tokens, [(OURS, STOCK)], runs)
+        pairs = [(OURS, STOCK), (STEERED, OURS)]
+        add_table(found, caption, ways, count * tokens, pairs, runs)
 
 
 def measure_prefill(peers: Peers, found: Findings, quick: bool, runs: int) -> None:
@@ -153,10 +193,9 @@ def measure_prefill(peers: Peers, found: Findings, quick: bool, runs: int) -> No
     add_table(found, caption, ways, count * length, pairs, runs)
 
 
-MEASURES = {"decode": measure_decode, "prefill": measure_prefill}
-
-
 def measure(options: Options, found: Findings) -> None:
-    """Measure the case that is asked for."""
+    """Measure both, with the same two servers."""
+    runs = 1 if options.quick else 5
     with serve(options, found) as peers:
-        MEASURES[options.case](peers, found, options.quick, 1 if options.quick else 5)
+        measure_decode(peers, found, options.quick, runs)
+        measure_prefill(peers, found, options.quick, runs)
