@@ -33,7 +33,7 @@ from logsteer_server.engines.vllm.config import interpret_kernels
 
 BATCHES = (1, 32, 256)
 PROMPT, GENERATED = 16, 24
-SHAPE = {"vocab": 2048, "hidden": 64, "layers": 36}
+SHAPE: dict[str, Any] = {"vocab": 2048, "hidden": 64, "layers": 36}
 SIZES = {"max_num_seqs": max(BATCHES), "max_num_batched_tokens": 8192}
 
 DEVICE_MS = 4.8

@@ -18,7 +18,7 @@ import orjson
 import psutil
 
 from bench.models import DEMO
-from bench.servers import find_process, run_logsteer
+from bench.servers import find_engines, find_process, read_cpu, run_logsteer
 from bench.short_items import (
     AT_ONCE,
     FAKE,
@@ -66,7 +66,7 @@ def measure_cpu(directory: Path, runs: int) -> dict[str, Any]:
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         server = find_process(url)
-        engine = find_engine(server)
+        (engine,) = find_engines(server)
 
         def score(way: str, count: int) -> dict[str, float]:
             pairs = make_pairs(count, next(seeds))
@@ -117,19 +117,6 @@ def send_all(client: httpx.Client, bodies: Sequence[bytes], headers: dict[str, s
     with ThreadPoolExecutor(CALLERS) as pool:
         for _ in pool.map(lambda body: len(post(client, body, headers)), bodies):
             pass
-
-
-def find_engine(server: psutil.Process) -> psutil.Process:
-    """Return the process of a server's only engine."""
-    engines = [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
-    assert len(engines) == 1, engines
-    return engines[0]
-
-
-def read_cpu(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process, those of its children left out."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def measure_memory(directory: Path, runs: int) -> dict[str, Any]:

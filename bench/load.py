@@ -106,31 +106,27 @@ def draw_plans(rng: random.Random, models: Sequence[str], count: int) -> list[Pl
 WIDTHS = {"demo": 128, "bridge": 128, "stories": 64}
 
 
-def read_numbers(kind: str, document: dict[str, Any]) -> Any:
-    """Return what of an answer has to be equal: ids and texts as they are, and numbers."""
+def read_numbers(kind: str, document: dict[str, Any]) -> list[float] | None:
+    """Return what of an answer has to be equal, in one row: ids, log-probabilities and counts."""
     match kind:
         case "score" | "steered score":
-            return [t["logprobs"] for r in document["results"] for t in r["targets"]]
+            return [x for r in document["results"] for t in r["targets"] for x in t["logprobs"]]
         case "perplexity":
             return [document["total"]["sum_logprob"], document["total"]["num_tokens"]]
         case "steer" | "slow":
             found = [c for r in document["results"] for c in r["completions"]]
-            return [[c["token_ids"] for c in found], [c["logprobs"] for c in found]]
+            return [x for c in found for x in (*c["token_ids"], *c["logprobs"])]
         case "sweep":
             return [t["logprob"] for p in document["points"] for i in p["items"]
                     for t in i["targets"]]  # fmt: skip
     return None
 
 
-def differs(found: Any, wanted: Any) -> bool:
+def differs(found: list[float] | None, wanted: list[float] | None) -> bool:
     """Return whether two answers differ by more than rounding."""
-    if isinstance(wanted, list):
-        if not isinstance(found, list) or len(found) != len(wanted):
-            return True
-        return any(differs(a, b) for a, b in zip(found, wanted, strict=True))
-    if isinstance(wanted, float):
-        return not isinstance(found, float) or abs(found - wanted) > TOLERANCE
-    return bool(found != wanted)
+    if found is None or wanted is None:
+        return found is not wanted
+    return len(found) != len(wanted) or not np.allclose(found, wanted, 0, TOLERANCE)
 
 
 JSON = "application/json"
@@ -270,17 +266,9 @@ async def inject(server: Server, report: Report, rng: random.Random, every_s: fl
 
 async def watch(pid: int, report: Report, total: int) -> None:
     """Note the server's memory in MiB by the share of requests that are done."""
-    last = time.monotonic()
     while True:
         share = sum(report.done.values()) / total
         report.memory.append((share, psutil.Process(pid).memory_info().rss >> 20))
-        if time.monotonic() - last > 30:
-            last = time.monotonic()
-            print(
-                f"{share:6.1%} done, {report.memory[-1][1]} MiB, retried {dict(report.retried)}, "
-                f"{len(report.wrong)} wrong, {len(report.faults)} faults",
-                flush=True,
-            )
         await asyncio.sleep(1)
 
 

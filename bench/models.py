@@ -37,31 +37,28 @@ def make_model(
     hidden: int = 384,
     layers: int = 4,
     sharpness: float = 1.0,
+    device: str = "cpu",
+    **shape: Any,
 ) -> Path:
     """A checkpoint with random weights of a fixed seed; by default 18 million of them.
 
     Its vocabulary is larger than its tokenizer's, so it is measured with token ids. `sharpness`
     multiplies its logits: 10 makes their distributions about as peaked as a trained model's.
+    `shape` is of its configuration in place of what stands here; the weights are drawn on `device`.
     """
     path = directory / f"llama-{vocab}-{hidden}-{layers}-{sharpness:g}"
     if path.is_dir():
         return path
     torch.manual_seed(0)
     heads = hidden // 64
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    usual: dict[str, Any] = {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "head_dim": 64, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**usual | shape))
     torch.nn.init.constant_(model.model.norm.weight, sharpness)
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

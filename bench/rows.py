@@ -7,9 +7,9 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from bench.models import DEVICE
@@ -23,16 +23,12 @@ ROWS, VOCAB, WIDTH = 2048, 128_256, 256
 CHUNK = 256 * MIB
 
 
-def current_rss() -> int:
-    """Resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 class PeakMemory:
     """Bytes above the level at entry, at the peak: the allocator's on CUDA, sampled RSS on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._process = psutil.Process()
         self.added = 0
 
     def __enter__(self) -> "PeakMemory":
@@ -43,7 +39,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            self._before = self._peak = current_rss()
+            self._before = self._peak = self._process.memory_info().rss
             self._stop = threading.Event()
             self._sampler = threading.Thread(target=self._sample)
             self._sampler.start()
@@ -51,7 +47,7 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self._peak = max(self._peak, current_rss())
+            self._peak = max(self._peak, self._process.memory_info().rss)
 
     def __exit__(self, *_: object) -> None:
         if self._device.type == "cuda":

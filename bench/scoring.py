@@ -15,7 +15,7 @@ import httpx
 from bench.models import DEMO, DEVICE, ID, ROOT, Workplace, draw_ids, read_vocab
 from bench.servers import run_module, start_worker
 from bench.short_items import make_pairs
-from bench.stock import ask_choices, describe_stock
+from bench.stock import describe_stock
 from bench.timing import join_results, summarize, time_call, time_in_turn
 from logsteer import Client
 
@@ -95,7 +95,7 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
                 seconds["stock vLLM server"].append(other / CONTEXTS_ON_STOCK)
     result = summarize(seconds, TARGETS, "pairs")
     notes = [f"{CONTEXTS} contexts a run; {CONTEXTS_ON_STOCK} on the stock server"]
-    result["notes"] = [*notes, describe_stock(ask_choices(path, place.settings["dtype"]))]
+    result["notes"] = [*notes, describe_stock(run_module("stock", path, place.settings["dtype"]))]
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 
@@ -202,7 +202,7 @@ def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
         worst = max(abs(a - b) for a, b in zip(values, answers[EXACT], strict=False))
         result["ways"][name]["largest_difference_from_hf_nats"] = float(f"{worst:.2g}")
     notes = [f"{COUNT} sequences of {sort}, {FEW} of them by default settings, model {path.name}"]
-    return result | {"notes": [*notes, describe_stock(ask_choices(path, dtype))]}
+    return result | {"notes": [*notes, describe_stock(run_module("stock", path, dtype))]}
 
 
 PROMPTS, PROMPT, SAMPLES, GENERATED = 16, 32, 2, 64

@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from bench.servers import print_result, run_module
+from bench.servers import print_result
 
 
 def read_choices(config: Any) -> dict[str, Any]:
@@ -18,11 +17,6 @@ def read_choices(config: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "enforce_eager": bool(config.model_config.enforce_eager),
     }
-
-
-def ask_choices(path: Path, dtype: str) -> dict[str, Any]:
-    """Return what vLLM's server chooses for a model, asked in a process of its own."""
-    return run_module("stock", path, dtype)
 
 
 def describe_stock(chosen: Mapping[str, Any]) -> str:

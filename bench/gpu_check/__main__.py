@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.bars import BARS
 from bench.gpu_check.report import (
     LIMIT_S,
     ROOT,
@@ -65,11 +64,6 @@ PARTS = (
         for name in TESTS
     }
     | {"stock": Part("Against stock vLLM", "stock")}
-    | {
-        f"speed-{row}": Part(f"Speed, {row}", "speed", row)
-        for row in dict.fromkeys(bar.row for bar in BARS)
-        if row != "host_time"  # whose clock counts a GPU's own time, too
-    }
 )
 
 

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,29 +15,24 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors.torch import save_file
 
 from bench.bars import COLUMNS, list_figures
 from bench.gpu_check.report import Findings, Options, Table
-from bench.models import DEMO, ID, draw_ids
-from bench.servers import run_logsteer, run_stock
-from bench.stock import ask_choices, describe_stock
+from bench.models import ID, draw_ids, make_model, read_vocab
+from bench.servers import run_logsteer, run_module, run_stock
+from bench.stock import describe_stock
 from bench.timing import summarize, time_in_turn
 from logsteer import Client, Steer, Steering
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 8192,
-    "bos_token_id": 1, "eos_token_id": 2,
+SHAPE: dict[str, Any] = {
+    "vocab": 128_256, "hidden": 4096, "layers": 32, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False, "dtype": torch.bfloat16,
 }  # fmt: skip
-QUICK_SHAPE = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2048,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+"""That of Llama 3 8B."""
+QUICK_SHAPE: dict[str, Any] = {"vocab": 2048, "hidden": 128, "layers": 2}
 DECODED = (1, 32, 256)
 PROMPT = 16
-LAYER = 1
 SHARE, CACHE = 0.45, 2**29
 """Of a GPU for each of the two servers; bytes of cache of each on a CPU."""
 POLICY = {"temperature": 0.8, "top_p": 0.9}
@@ -50,39 +44,8 @@ def find_model(options: Options) -> Path:
     """Return the directory of the model: the user's, or one drawn here."""
     if given := os.environ.get("MODEL"):
         return Path(given)
-    path = options.directory / "model"
-    path.mkdir()
-    shape = SHAPE | (QUICK_SHAPE if options.quick else {})
-    (path / "config.json").write_text(json.dumps(shape))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, path / name)
-    draw_weights(path, shape, options.device)
-    return path
-
-
-def draw_weights(path: Path, shape: Mapping[str, Any], device: str) -> None:
-    """Write random weights of a Llama of this shape in bfloat16, a file for each layer."""
-    width, inner, vocab = (shape[f"{n}_size"] for n in ("hidden", "intermediate", "vocab"))
-    keys = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (width,))
-    queries = {f"self_attn.{name}_proj": (width, width) for name in "qo"}
-    values = {f"self_attn.{name}_proj": (keys, width) for name in "kv"}
-    products = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-                "mlp.down_proj": (width, inner)}  # fmt: skip
-    ends = {"model.embed_tokens": (vocab, width), "lm_head": (vocab, width), "model.norm": (width,)}
-    parts: dict[str, dict[str, tuple[int, ...]]] = {"ends": ends}
-    for layer in range(shape["num_hidden_layers"]):
-        shapes = norms | queries | values | products
-        parts[str(layer)] = {f"model.layers.{layer}.{name}": size for name, size in shapes.items()}
-    torch.manual_seed(0)
-    for number, sizes in enumerate(parts.values(), start=1):
-        weights = {
-            f"{name}.weight": torch.ones(size, dtype=torch.bfloat16)
-            if len(size) == 1
-            else (torch.randn(size, device=device) / size[1] ** 0.5).bfloat16().cpu()
-            for name, size in sizes.items()
-        }
-        save_file(weights, path / f"model-{number:05}-of-{len(parts):05}.safetensors")
+    shape = QUICK_SHAPE if options.quick else SHAPE
+    return make_model(options.directory, device=options.device, **shape)
 
 
 class Peers:
@@ -92,9 +55,9 @@ class Peers:
         self.client = Client(ours, timeout=600)
         self._names = {ours: ID, stock: "stock"}
         self.ours, self.stock = ours, stock
-        shape = json.loads((path / "config.json").read_text())
-        self._vocab = shape["vocab_size"]
-        self._vector = Steer(data={LAYER: [1.0] * shape["hidden_size"]}, scale=0.1, layer=LAYER)
+        self._vocab = read_vocab(path)
+        width = json.loads((path / "config.json").read_text())["hidden_size"]
+        self._vector = Steer(data={1: [1.0] * width}, scale=0.1, layer=1)
         self._seeds = itertools.count()
         self._http = httpx.Client(timeout=600)
 
@@ -138,7 +101,7 @@ def serve(options: Options, found: Findings) -> Iterator[Peers]:
     path = find_model(options)
     dtype, memory = ("bfloat16", SHARE) if options.on_cuda else ("float32", CACHE)
     size = SHARE if options.on_cuda else f"{CACHE >> 20}MiB"
-    found.notes.append(describe_stock(ask_choices(path, dtype)))
+    found.notes.append(describe_stock(run_module("stock", path, dtype)))
     with (
         run_stock(path, options.directory, dtype, memory) as stock,
         run_logsteer({ID: path}, options.directory, dtype=dtype, memory=size) as ours,
