@@ -55,17 +55,16 @@ class SupersededError(ChangeError):
         super().__init__("a later change of this model took its place")
 
 
-def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings]) -> ReloadAnswer:
-    """Return which models are added, removed, replaced and left alone by other settings.
+def compare_models(old: Mapping[str, object], new: Mapping[str, object]) -> ReloadAnswer:
+    """Return which models are added, removed, replaced and left alone: by id, what each is.
 
     Changes keep up `pending` and `failed` of an answer: see `ModelChange.report_to`.
     """
-    wanted = {model.id: model for model in new}
     return ReloadAnswer(
-        added=[name for name in wanted if name not in old],
-        removed=[name for name in old if name not in wanted],
-        replaced=[name for name, own in wanted.items() if name in old and old[name] != own],
-        unchanged=[name for name, own in wanted.items() if name in old and old[name] == own],
+        added=[name for name in new if name not in old],
+        removed=[name for name in old if name not in new],
+        replaced=[name for name, own in new.items() if name in old and old[name] != own],
+        unchanged=[name for name, own in new.items() if name in old and old[name] == own],
         pending=[],
         failed={},
         needs_restart=[],
@@ -290,7 +289,7 @@ class ModelChanges:
         becomes = {name: own.settings for name, own in self._models.by_id.items()}
         becomes |= {name: change.aim for name, change in working.items()}  # type: ignore[misc]
         old = {name: own for name, own in becomes.items() if own is not None}
-        report = compare_models(old, wanted.values())
+        report = compare_models(old, wanted)
         for model_id in (*report.added, *report.removed):
             self._begin(model_id, wanted.get(model_id), self._reach)
         for model_id in report.replaced:
