@@ -16,14 +16,14 @@ from pathlib import Path
 
 from cachetools import LRUCache
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import api_error
 from logsteer.schemas.common import ProblemCode
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import Adapter, Direction
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import Upload, digest_file, report_faults
+from logsteer_server.stores.upload import Upload, digest_file, refuse_damage, report_faults
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +216,7 @@ class JobContents:
             detail = f"The {noun} was deleted while the request waited; upload it again."
             raise api_error(unknown, detail) from error
         except DamagedContentError as error:
-            raise refuse_damage(noun, content.sha256) from error
-
-
-def refuse_damage(noun: str, sha256: str) -> APIError:
-    """Return the error for a content that is not what its SHA-256 says."""
-    detail = f"The content {sha256} is damaged: PUT the {noun} again with overwrite=true, or "
-    return api_error("internal", f"{detail}DELETE it.")
+            raise refuse_damage(f"content {content.sha256}", noun) from error
 
 
 def _move(job: Job, paths: Mapping[Content, str]) -> Job:
