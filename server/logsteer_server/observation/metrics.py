@@ -309,27 +309,37 @@ class Metrics:
         gauge = self._gauge
         build = gauge("build_info", ("version", "python"), "1; the labels say what runs.")
         build.labels(__version__, platform.python_version()).set(1)
-        text = "Requests that have arrived and are not completely answered."
-        self.in_flight: Gauge = gauge("requests_in_flight", (), text)
-        text = "Memory expected for running requests and answers."
-        self.pending_bytes: Gauge = gauge("pending_bytes", (), text)
-        text = "Limit of logsteer_pending_bytes: max_pending_bytes."
-        self.pending_bytes_limit: Gauge = gauge("pending_bytes_limit", (), text)
-        text = "Memory that cached results take."
-        self.cache_bytes: Gauge = gauge("result_cache_bytes", (), text)
-        text = "Limit of logsteer_result_cache_bytes: cache_bytes."
-        self.cache_bytes_limit: Gauge = gauge("result_cache_limit_bytes", (), text)
+        self.in_flight: Gauge = gauge(
+            "requests_in_flight", (), "Requests that have arrived and are not completely answered."
+        )
+        self.pending_bytes: Gauge = gauge(
+            "pending_bytes", (), "Memory expected for running requests and answers."
+        )
+        self.pending_bytes_limit: Gauge = gauge(
+            "pending_bytes_limit", (), "Limit of logsteer_pending_bytes: max_pending_bytes."
+        )
+        self.cache_bytes: Gauge = gauge(
+            "result_cache_bytes", (), "Memory that cached results take."
+        )
+        self.cache_bytes_limit: Gauge = gauge(
+            "result_cache_limit_bytes", (), "Limit of logsteer_result_cache_bytes: cache_bytes."
+        )
 
     def _define_requests(self) -> tuple[Any, Any]:
         """Return what finds counter and histogram of a path and status, and the errors of a path
         and code. Finding a child by its labels takes longer than counting with it.
         """
-        text = "Requests answered, by route and status."
-        requests = self._counter("requests", ("path", "status"), text)
-        text = "Time from a request's arrival to the end of its answer."
-        seconds = self._seconds("request_seconds", ("path",), text)
-        text = "Requests that ended with a problem, and its code; in a stream, too."
-        errors = self._counter("errors", ("path", "code"), text)
+        requests = self._counter(
+            "requests", ("path", "status"), "Requests answered, by route and status."
+        )
+        seconds = self._seconds(
+            "request_seconds", ("path",), "Time from a request's arrival to the end of its answer."
+        )
+        errors = self._counter(
+            "errors",
+            ("path", "code"),
+            "Requests that ended with a problem, and its code; in a stream, too.",
+        )
 
         @cache
         def find_route(path: str, status: str) -> tuple[Counter, Histogram]:
@@ -362,10 +372,14 @@ class Metrics:
 
     def _define_keys(self) -> Any:
         """Return what finds the counters of a key: requests, errors, three kinds of tokens."""
-        text = f"Requests of a key, by name; beyond {MAX_KEYS} names: key {OTHER_KEYS}."
-        requests = self._counter("key_requests", ("key",), text)
-        text = "Requests of a key that ended with a problem."
-        errors = self._counter("key_errors", ("key",), text)
+        requests = self._counter(
+            "key_requests",
+            ("key",),
+            f"Requests of a key, by name; beyond {MAX_KEYS} names: key {OTHER_KEYS}.",
+        )
+        errors = self._counter(
+            "key_errors", ("key",), "Requests of a key that ended with a problem."
+        )
         tokens = self._counter(
             "key_tokens",
             ("key", "kind"),

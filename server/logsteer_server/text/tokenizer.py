@@ -47,7 +47,7 @@ class TextCodec:
         probe = tokenizer("a")["input_ids"]
         self._adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor_length = len(self._decode(self._anchor))
+        self._anchor_length = len(self.decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
         self._divides = divides_at_spaces(self._backend)
 
@@ -152,7 +152,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens written out."""
-        return self._decode(list(ids))
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
         """Yield the text of each sequence, of so many at once that no call takes long."""
@@ -174,12 +174,9 @@ class TextCodec:
             length += len(stream.step(self._backend, token_id) or "")
         return starts
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=False))
-
     def _piece(self, token_id: int) -> str:
         """Return the text that a token adds after other text, its leading space included."""
-        return self._decode([*self._anchor, token_id])[self._anchor_length :]
+        return self.decode([*self._anchor, token_id])[self._anchor_length :]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
