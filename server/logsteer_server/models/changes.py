@@ -51,9 +51,6 @@ class ChangeError(Exception):
 class SupersededError(ChangeError):
     """A change that was given up for a later one of the same model."""
 
-    def __init__(self) -> None:
-        super().__init__("a later change of this model took its place")
-
 
 def compare_models(old: Mapping[str, object], new: Mapping[str, object]) -> ReloadAnswer:
     """Return which models are added, removed, replaced and left alone: by id, what each is.
@@ -129,7 +126,7 @@ class ModelChange:
     def check(self) -> None:
         """Continue only if it was not given up. Errors: SupersededError."""
         if self.is_given_up:
-            raise SupersededError
+            raise SupersededError("a later change of this model took its place")
 
     async def wait_for_answer(self, model: ResidentModel) -> None:
         """Wait until a model answers, with each replica that loads. Errors: ChangeError."""

@@ -200,11 +200,12 @@ class Store(Generic[C]):
         """
         try:
             record = None if overwrite else self._read_record(name)
+            if record is None:
+                return None
+            size = self.objects.measure(self._locate_content(record.content))
         except FileNotFoundError:
             return None
-        if record is None or not self._is_there(record):
-            return None
-        return self._repeat(record, request)
+        return self._repeat(record, request) if size == record.card.bytes else None
 
     def _repeat(self, record: NameRecord[C], request: str) -> C:
         card = record.card
@@ -217,12 +218,6 @@ class Store(Generic[C]):
             "choose another name."
         )
         raise api_error("exists", detail, param="name")
-
-    def _is_there(self, record: NameRecord[C]) -> bool:
-        try:
-            return self.objects.measure(self._locate_content(record.content)) == record.card.bytes
-        except FileNotFoundError:
-            return False
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
         """Point the card's name to a finished upload; return the card that the name has then.
@@ -389,12 +384,8 @@ class Store(Generic[C]):
             with suppress(FileNotFoundError):  # deleted just now
                 found[name] = self._read_record(name)
 
-        if len(new) > 1 and not self.objects.is_local:
-            with ThreadPoolExecutor(READERS) as pool:
-                list(pool.map(read, new))
-        else:
-            for name in new:
-                read(name)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(read, new))
         self._parsed = {entry: found[name] for name, entry in entries.items() if name in found}
         return {name: found[name] for name in sorted(found)}
 
