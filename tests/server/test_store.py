@@ -227,10 +227,10 @@ def test_what_is_old_and_has_no_name_is_swept(
     (gone,) = sweep(store.objects, GRACE_S)
     assert hashlib.sha256(make_content(1)).hexdigest() in gone
     assert read_state(store) == {"a": make_content(3), "b": make_content(2)}
-    assert read_disk(store.objects).stores[1].shared_bytes == 2 * SIZE
+    assert read_disk(store.objects).held["overrides"]["shared"] == 2 * SIZE
     put_content(store, "c", make_content(4))
     assert store.delete("b") and store.delete("c")  # b's goes at once, c's is new
-    assert read_disk(store.objects).stores[1].shared_bytes == 2 * SIZE
+    assert read_disk(store.objects).held["overrides"]["shared"] == 2 * SIZE
 
 
 def test_a_content_that_is_swept_is_never_one_that_gets_a_name(

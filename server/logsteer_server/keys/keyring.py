@@ -212,7 +212,10 @@ class KeyRing:
             routing = Routing(priority=priority, request_id=request_id)
             return Requester(routing=routing, allowance=self._everybody)
         self._reload_if_changed(self._path)
-        key = self._verify(token)
+        found = TOKEN.fullmatch(token)
+        key = None if found is None else self._keys.get(found[1])
+        if found is None or key is None or not key.verify(found[2]):
+            raise api_error("unauthorized", WRONG_KEY)
         routing = Routing(
             key.name,
             "batch" if priority == "batch" else key.priority,
@@ -220,14 +223,6 @@ class KeyRing:
             request_id,
         )
         return Requester(frozenset(key.scopes), key.name, routing, self._allowances[key.id])
-
-    def _verify(self, token: str) -> KeyEntry:
-        """Return the key of a token. Errors: APIError `unauthorized`."""
-        found = TOKEN.fullmatch(token)
-        key = None if found is None else self._keys.get(found[1])
-        if found is None or key is None or not key.verify(found[2]):
-            raise api_error("unauthorized", WRONG_KEY)
-        return key
 
     def _reload_if_changed(self, path: Path) -> None:
         """Read the file again where it has changed; what cannot be read changes nothing."""

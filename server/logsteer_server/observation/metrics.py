@@ -7,7 +7,7 @@ written from both.
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -73,20 +73,15 @@ class ModelReading:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreReading:
-    """What the stores of a kind hold: bytes in those of everybody and of keys, and their limit."""
-
-    kind: str
-    shared_bytes: int
-    keys_bytes: int
-    limit_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class DiskReading:
-    """What lies on disk; None where it was not read yet, or there is none."""
+    """What lies on disk; None where it was not read yet, or there is none.
 
-    stores: Sequence[StoreReading] = ()
+    `held`: kind -> owner, `shared` or `keys` -> bytes of contents; `limit_bytes` is that of each
+    kind's shared store.
+    """
+
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    limit_bytes: int = 0
     free_bytes: int | None = None
     size_bytes: int | None = None
 
@@ -497,9 +492,9 @@ def _read_steps(engines: Iterable[tuple[tuple[str, str], EngineStatus]]) -> Metr
 def _read_stores(disk: DiskReading) -> Iterator[Metric]:
     held = GaugeMetricFamily(PREFIX + "store_bytes", STORE_BYTES, labels=("kind", "owner"))
     limit = GaugeMetricFamily(PREFIX + "store_limit_bytes", STORE_LIMIT, labels=("kind",))
-    for store in disk.stores:
-        held.add_metric((store.kind, "shared"), store.shared_bytes)
-        held.add_metric((store.kind, "keys"), store.keys_bytes)
-        limit.add_metric((store.kind,), store.limit_bytes)
+    for kind, by_owner in disk.held.items():
+        for owner, num_bytes in by_owner.items():
+            held.add_metric((kind, owner), num_bytes)
+        limit.add_metric((kind,), disk.limit_bytes)
     yield held
     yield limit

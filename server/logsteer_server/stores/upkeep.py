@@ -4,14 +4,13 @@ import asyncio
 import logging
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from logsteer.errors import APIError
-from logsteer_server.observation.metrics import DiskReading, StoreReading
+from logsteer_server.observation.metrics import DiskReading
 from logsteer_server.settings import Settings
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import Objects
@@ -109,23 +108,14 @@ def read_disk(objects: Objects) -> DiskReading:
 
     Errors: those of `Objects`.
     """
-    bytes_by_kind: Counter[tuple[bool, str]] = Counter()
+    held = {kind.plural: {"shared": 0, "keys": 0} for kind in KINDS}
     for entry in objects.list(""):
         parts = entry.place.split("/")
-        if len(parts) >= 3 and parts[-2] == "contents":
-            bytes_by_kind[parts[0] == KEYS_DIRECTORY, parts[-3]] += entry.size
+        if len(parts) >= 3 and parts[-2] == "contents" and parts[-3] in held:
+            held[parts[-3]]["keys" if parts[0] == KEYS_DIRECTORY else "shared"] += entry.size
     free = size = None
     with suppress(OSError):
         root = objects.root
         usage = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists()))
         free, size = usage.free, usage.total
-    stores = [
-        StoreReading(
-            kind.plural,
-            bytes_by_kind[False, kind.plural],
-            bytes_by_kind[True, kind.plural],
-            SHARED_BYTES,
-        )
-        for kind in KINDS
-    ]
-    return DiskReading(stores, free, size)
+    return DiskReading(held, SHARED_BYTES, free, size)

@@ -61,17 +61,12 @@ class TextCodec:
     def load(cls, path: str) -> "TextCodec":
         """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
         with _import_lock:
-            return cls._load(path)
-
-    @classmethod
-    def _load(cls, path: str) -> "TextCodec":
-        file = Path(path) / "tokenizer.json"
-        if file.is_file():
-            # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        tokenizer = Tokenizer.from_pretrained(path)
+            if (Path(path) / "tokenizer.json").is_file():
+                # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
+                from transformers import PreTrainedTokenizerFast as Tokenizer
+            else:
+                from transformers import AutoTokenizer as Tokenizer
+            tokenizer = Tokenizer.from_pretrained(path)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"{path}: its tokenizer has no fast form; add a tokenizer.json")
         content = tokenizer.backend_tokenizer.to_str().encode()
