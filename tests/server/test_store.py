@@ -85,7 +85,7 @@ def test_what_is_put_comes_back_on_another_server(open_store: Open, kind: Kind[A
     assert again.read(found) == make_content(1)
     by_content = again.find_content(card.sha256)
     assert (by_content.name, by_content.source) == (None, found.source)
-    assert found.path.is_absolute() == store.objects.is_local
+    assert Path(found.source).is_absolute() == store.objects.is_local
     assert again.look_up("step.1")[0] == card
     assert again.list_all() == StoreListing([card], [], SIZE)
     assert not open_store(kind, prefix="keys/ann/").list_all().cards

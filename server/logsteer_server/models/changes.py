@@ -73,15 +73,6 @@ def is_same_engine(old: ModelSettings, new: ModelSettings) -> bool:
     return old.model_copy(update={"required": new.required}) == new
 
 
-def find_fixed(old: Settings, new: Settings) -> list[str]:
-    """Return the settings of a configuration that are others, and count from the start on."""
-    return [
-        name
-        for name in Settings.model_fields
-        if name != "models" and getattr(new, name) != getattr(old, name)
-    ]
-
-
 class ModelChange:
     """A change of one model. `aim` is what its settings are to be, None where it goes.
 
@@ -256,7 +247,11 @@ class ModelChanges:
             except ConfigurationError as error:
                 raise refuse_configuration(error) from error
         report = self._begin_all(new.models)
-        report.needs_restart = find_fixed(self._settings, new)
+        report.needs_restart = [
+            name
+            for name in Settings.model_fields
+            if name != "models" and getattr(new, name) != getattr(self._settings, name)
+        ]
         by_id = self._models.by_id
         for wanted in new.models:
             if wanted.id not in by_id:

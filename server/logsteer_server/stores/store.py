@@ -92,11 +92,6 @@ class StoredContent:
     sha256: str
     source: str
 
-    @property
-    def path(self) -> Path:
-        """The file of a content of a directory."""
-        return Path(self.source)
-
 
 @dataclass(frozen=True, slots=True)
 class StoreListing(Generic[C]):
