@@ -299,6 +299,8 @@ async def _serve(
         needs_key = app.state.keys.needs_key
         if not needs_key and settings.uds is None and not is_loopback(settings.host):
             log.warning("INSECURE: anyone who reaches %s can use it without a key", url)
+        loop = asyncio.get_running_loop()
+        log.debug("requests are served on a loop of %s", type(loop).__module__)
         reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")
         others = [
             asyncio.create_task(reporting),
