@@ -225,7 +225,17 @@ class DrainingServer(uvicorn.Server):
         if await super().on_tick(counter):
             return True
         if not self._drain.has_begun:
-            self._look_for_end()
+            models: ModelRegistry = self._state.models
+            given_up = models.find_given_up() if self._settings.exit_when_given_up else None
+            if given_up is not None:
+                self.status = GIVEN_UP
+                self.last_words = (
+                    f"The required model {given_up.id} was given up, so the server has ended: "
+                    f"{given_up.handle.detail}"
+                )
+            if given_up is not None or self._is_interrupted:
+                self._drain.has_begun = True
+                self._deadline = time.monotonic() + self._settings.drain_s
             return False
         if self._drain.num_running == 0 or self._drain.has_ended:
             return True
@@ -234,19 +244,6 @@ class DrainingServer(uvicorn.Server):
             self._drain.has_ended = True
             self._state.models.stop()
         return False
-
-    def _look_for_end(self) -> None:
-        models: ModelRegistry = self._state.models
-        given_up = models.find_given_up() if self._settings.exit_when_given_up else None
-        if given_up is not None:
-            self.status = GIVEN_UP
-            self.last_words = (
-                f"The required model {given_up.id} was given up, so the server has ended: "
-                f"{given_up.handle.detail}"
-            )
-        if given_up is not None or self._is_interrupted:
-            self._drain.has_begun = True
-            self._deadline = time.monotonic() + self._settings.drain_s
 
 
 async def _reload(state: State, asked: asyncio.Event) -> None:

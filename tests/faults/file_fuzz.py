@@ -236,7 +236,9 @@ def make_cards() -> list[bytes]:
         name="a", sha256="0" * 64, hook="resid_post", layers=[1], width=3, norms={"1": 0.5},
         bytes=9, created="now", about=about,
     )  # fmt: skip
-    return [NameRecord(card, f"{card.sha256}-7.safetensors", "request").write()]
+    content = f"{card.sha256}-7.safetensors"
+    record = NameRecord[VectorCard](card=card, content=content, request="request")
+    return [record.model_dump_json().encode()]
 
 
 def read_card(data: bytes, place: Path) -> None:

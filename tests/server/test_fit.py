@@ -19,7 +19,6 @@ from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estima
 from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from logsteer_server.models import fit
 from logsteer_server.models.fit import (
-    Gpu,
     check_loadable,
     fits_beside,
     measure_memory,
@@ -157,7 +156,7 @@ class TestNeeds:
 
 def test_lines_of_nvidia_smi_are_read() -> None:
     text = "0, 143771\n1, [N/A]\nno GPU\n"
-    assert parse_gpus(text) == [Gpu(0, 143771 * 2**20)]
+    assert parse_gpus(text) == {0: 143771 * 2**20}
 
 
 def test_memory_is_that_of_the_machine() -> None:
@@ -182,7 +181,7 @@ class TestCheck:
         assert "no such directory" in told
         (told,) = self.look(settings_of(model, cache_bytes=9000 * GIB))
         assert told.startswith("warning: memory: about 900")
-        monkeypatch.setattr(fit, "list_gpus", lambda: [Gpu(0, 140 * GIB)])
+        monkeypatch.setattr(fit, "list_gpus", lambda: {0: 140 * GIB})
         assert self.look(settings_of(model | {"memory": 0.9})) == []
         (told,) = self.look(settings_of(model | {"devices": [0, 7], "tensor_parallel": 2}))
         assert told == "warning: model m: of devices [0, 7] only 1 are here"
@@ -254,10 +253,10 @@ class TestLoadable:
     """What is known of a model before the one that it replaces ends."""
 
     def check(
-        self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu] = ()
+        self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int] = ()
     ) -> None:
         monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
-        monkeypatch.setattr(fit, "list_gpus", lambda: list(gpus))
+        monkeypatch.setattr(fit, "list_gpus", lambda: dict(enumerate(sizes)))
         one = {"id": "m", "path": str(DEMO_MODEL), "memory": "4GiB"}
         settings = settings_of(one)
         check_loadable(ModelSettings(**one), ModelSettings(**one | new), settings)
@@ -323,9 +322,8 @@ class TestLoadable:
             ({"devices": [0]}, [1, whole], "of each GPU"),
             ({"devices": [0, 7], "tensor_parallel": 2}, [whole, whole], "only 1 are here"),
         ):
-            gpus = [Gpu(number, size) for number, size in enumerate(sizes)]
             with nullcontext() if why is None else pytest.raises(ValueError, match=why):
-                self.check(new, monkeypatch, gpus)
+                self.check(new, monkeypatch, sizes)
 
     def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(hub_id: str, file: str) -> None:

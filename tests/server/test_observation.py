@@ -192,10 +192,10 @@ class TestDisk:
             (contents / "a.safetensors").write_bytes(b"x" * size)
             (contents.parent / "lock").write_bytes(b"not a content")
         found = read_disk(Objects.open(settings))
-        vectors = next(store for store in found.stores if store.kind == "vectors")
-        assert (vectors.shared_bytes, vectors.keys_bytes) == (10, 7)
-        assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
-            "overrides": 0, "adapters": 0, "saes": 0,
+        nothing = {"shared": 0, "keys": 0}
+        assert found.held == {
+            "vectors": {"shared": 10, "keys": 7},
+            "overrides": nothing, "adapters": nothing, "saes": nothing,
         }  # fmt: skip
         assert 0 < found.free_bytes <= found.size_bytes
 

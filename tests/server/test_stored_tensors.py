@@ -149,7 +149,7 @@ def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reas
 
 def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
     card = store.put("a", make(1), ABOUT)
-    path = store.files.look_up("a")[1].path
+    path = Path(store.files.look_up("a")[1].source)
     content = bytearray(path.read_bytes())
     content[-5] ^= 4
     path.write_bytes(content)
@@ -253,7 +253,7 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     found = resolve_override(given, store, INFO)
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3, "cast": None}
     assert found.override == Override(
-        Direction(str(store.look_up("step")[1].path), card.sha256), -1e-3
+        Direction(store.look_up("step")[1].source, card.sha256), -1e-3
     )
     wide = resolve_override(given.model_copy(update={"cast": "float32"}), store, INFO)
     assert wide.used == found.used | {"cast": "float32"}

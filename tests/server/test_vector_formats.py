@@ -154,7 +154,7 @@ def test_types_of_numbers(dtype: torch.dtype) -> None:
         ({"1": torch.ones(2), "2": torch.ones(3)}, "layer 1 has 2 numbers and layer 2 has 3"),
         ({"1": torch.tensor([float("nan")])}, "NaN"),
         ({"1": torch.tensor([1e300], dtype=torch.float64)}, "beyond float32"),
-        ({"1": torch.ones(2, dtype=torch.int64)}, "type I64; F32"),
+        ({"1": torch.ones(2, dtype=torch.int64)}, "type I64; F64"),
         ({"1": torch.ones(2, 2)}, r"shape \[2, 2\]"),
         ({"1": torch.tensor(1.0)}, r"shape \[\]"),
         ({"1": torch.ones(2), "layer.1": torch.ones(2)}, "layer 1 is there twice"),

@@ -477,7 +477,7 @@ def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found = find_similar("own", new, store)
     assert [one.name for one in found.layers["1"]] == ["across"]  # the latest
     assert (found.compared, found.left_out) == (1, 3)
-    path = store.files.look_up("near")[1].path
+    path = Path(store.files.look_up("near")[1].source)
     path.write_bytes(path.read_bytes()[::-1])
     fresh = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
     assert find_similar("own", new, fresh).left_out == 1

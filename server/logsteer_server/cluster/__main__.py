@@ -9,8 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from logsteer_server.engines.lifetime import ScratchDirectory, sweep
@@ -33,8 +32,8 @@ ENVIRONMENT = {
 }
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line's arguments."""
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted; return the exit status: 2 for an unusable configuration."""
     parser = argparse.ArgumentParser(
         prog="python -m logsteer_server.cluster",
         description="Serve a configuration with Ray Serve, on a Ray of its own on this machine.",
@@ -45,12 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument("--nodes", type=int, default=1, help="logical nodes (default 1)")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; return the exit status: 2 for an unusable configuration."""
-    arguments = parse_arguments(argv)
+    arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sweep(PARENT)
@@ -72,39 +66,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace, directory: Path) -> None:
+    """Have Ray run at the loopback address with the service, and end it with what it runs."""
     # Ray reads the environment that was set above when it is imported.
-    from ray import serve
-
-    from logsteer_server.cluster.application import ClusterArguments, build, deploy
-
-    application = build(ClusterArguments(config=arguments.config.resolve()))
-    settings = load_settings(arguments.config)
-    with _run_ray(arguments.nodes):
-        print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        deploy(application)
-        url = f"http://{settings.host}:{settings.port}"
-        name = settings.models[0].id if len(settings.models) > 1 else None
-        needs_key = settings.api_key is not None or settings.key_file is not None
-        print(f"logsteer on Ray comes up at {url}; GET /models says how far.")
-        print(suggest_calls(url, name, needs_key), flush=True)
-        signal.pause()
-
-
-@contextmanager
-def _run_ray(num_nodes: int) -> Iterator[None]:
-    """Have Ray run at the loopback address, and end it with what it runs."""
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
     from ray.serve.exceptions import RayServeException
 
+    from logsteer_server.cluster.application import SERVE_LOG, ClusterArguments, build, deploy
     from logsteer_server.cluster.ingress import SERVICE
 
+    application = build(ClusterArguments(config=arguments.config.resolve()))
+    settings = load_settings(arguments.config)
     # The kernel kills Ray's processes with this one: `shutdown_at_exit` asks it to.
     cluster = Cluster(shutdown_at_exit=True)
     try:
-        for _ in range(num_nodes):
+        for _ in range(arguments.nodes):
             cluster.add_node(
                 num_cpus=NODE_CPUS,
                 object_store_memory=STORE_BYTES,
@@ -117,7 +94,15 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         # Ray has put its own handler there.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        yield
+        print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
+        serve.start(proxy_location="Disabled", logging_config=SERVE_LOG)
+        deploy(application)
+        url = f"http://{settings.host}:{settings.port}"
+        name = settings.models[0].id if len(settings.models) > 1 else None
+        needs_key = settings.api_key is not None or settings.key_file is not None
+        print(f"logsteer on Ray comes up at {url}; GET /models says how far.")
+        print(suggest_calls(url, name, needs_key), flush=True)
+        signal.pause()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -24,7 +24,7 @@ from logsteer.schemas import ReloadAnswer
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.cluster.ingress import SERVICE, Ingress, Models, name_deployment
 from logsteer_server.listening import listen_at
-from logsteer_server.models.changes import COMES_UP, refuse_configuration
+from logsteer_server.models.changes import COMES_UP, compare_models, refuse_configuration
 from logsteer_server.serving import check_places, check_vllm_arguments, configure_server
 from logsteer_server.settings import (
     ConfigurationError,
@@ -85,20 +85,20 @@ def read_document(config: Path) -> tuple[Settings, dict[str, Any]]:
     settings = load_settings(config)
     check_vllm_arguments(settings)
     document: dict[str, Any] = yaml.safe_load(config.read_text())
-    for name, field in Settings.model_fields.items():
-        if name in document and not field.repr:
-            detail = f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
-            raise ConfigurationError(f"{config}: {detail}")
+    faults = [
+        f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
+        for name, field in Settings.model_fields.items()
+        if name in document and not field.repr
+    ]
     if settings.uds is not None:
-        raise ConfigurationError(f"{config}: uds is for one machine: remove it on Ray")
+        faults.append("uds is for one machine: remove it on Ray")
     for model in settings.models:
-        detail = ""
         if "hf_token" in model.engine_args:
-            detail = "Ray would show hf_token: give each node HF_TOKEN"
-        elif isinstance(model.devices, list):
-            detail = "Ray chooses GPUs: devices takes auto or cpu there"
-        if detail:
-            raise ConfigurationError(f"{config}: model {model.id}: {detail}")
+            faults.append(f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN")
+        if isinstance(model.devices, list):
+            faults.append(f"model {model.id}: Ray chooses GPUs: devices takes auto or cpu there")
+    if faults:
+        raise ConfigurationError(f"{config}: {'; '.join(faults)}")
     check_places(settings)
     return settings, document | {"directory": str(settings.directory.resolve())}
 
@@ -201,31 +201,20 @@ async def reload(arguments: ClusterArguments, earlier: Models, wait_s: float) ->
     except ConfigurationError as error:
         raise refuse_configuration(error) from error
     await asyncio.to_thread(deploy, application)
-    same = [own for own in models if earlier.get(own, {}).get("version") == models[own]["version"]]
-    replaced = [own for own in models if own in earlier and own not in same]
-    added = [own for own in models if own not in earlier]
-    pending = added + replaced
-    failed: dict[str, str] = {}
+    report = compare_models(earlier, models)
+    report.pending = report.added + report.replaced
     deadline = time.monotonic() + wait_s
-    while pending and time.monotonic() < deadline:
+    while report.pending and time.monotonic() < deadline:
         await asyncio.sleep(STATUS_S)
         status = await asyncio.to_thread(serve.status)
         found = status.applications[SERVICE].deployments
-        for model_id in list(pending):
+        for model_id in list(report.pending):
             own = found.get(name_deployment(models[model_id]["group"]))
             if own is not None and own.status in ("HEALTHY", "DEPLOY_FAILED"):
-                pending.remove(model_id)
+                report.pending.remove(model_id)
                 if own.status == "DEPLOY_FAILED":
-                    failed[model_id] = own.message
-    return ReloadAnswer(
-        added=added,
-        removed=[own for own in earlier if own not in models],
-        replaced=replaced,
-        unchanged=same,
-        pending=pending,
-        failed=failed,
-        needs_restart=[],
-    )
+                    report.failed[model_id] = own.message
+    return report
 
 
 def digest(value: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import httpcore
 import msgspec
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -39,6 +39,7 @@ from logsteer_server.api.routing import KeyedRoute, LimitedRequest
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.listening import listen_at
 from logsteer_server.models.admission import BYTES, Admission
+from logsteer_server.models.registry import choose_model
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.serving import configure_server
 from logsteer_server.settings import parse_settings
@@ -67,7 +68,6 @@ HOP_BY_HOP = frozenset(
     | {b"proxy-connection", b"x-request-id"}
 )
 """Headers of one connection, and the request's id, which the ingress sets."""
-REPLACED = HOP_BY_HOP | {b"content-length"}
 OWN_OF_ANSWERS = HOP_BY_HOP | {b"date", b"server"}
 
 
@@ -86,7 +86,7 @@ Models = Mapping[str, Mapping[str, Any]]
 """Id -> group, engine, whether it is required, and the version of its deployment."""
 
 
-@dataclass(slots=True)
+@dataclass
 class ServeReplica:
     """A replica that has described itself."""
 
@@ -110,14 +110,11 @@ class ForwardedRequest(LimitedRequest):
 
     def copy(self, address: str, body: bytes | None) -> httpcore.Request:
         """Return the request as a replica gets it; without `body` it is read as it is sent."""
-        headers = [pair for pair in self.scope["headers"] if pair[0] not in REPLACED]
+        headers = [pair for pair in self.scope["headers"] if pair[0] not in HOP_BY_HOP]
         headers.append((b"x-request-id", self.state.id.encode()))
-        size = self.headers.get("content-length") if body is None else str(len(body))
-        if size is None:
+        if "transfer-encoding" in self.headers:
             headers.append((b"transfer-encoding", b"chunked"))
-        else:
-            headers.append((b"content-length", size.encode()))
-        target = self.scope["raw_path"] + b"?" + self.scope["query_string"]
+        target = b"?".join(filter(None, (self.scope["raw_path"], self.scope["query_string"])))
         return httpcore.Request(
             self.method,
             f"http://{address}",
@@ -188,9 +185,8 @@ class Ingress:
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEPT_S
         )
-        self._server = uvicorn.Server(
-            configure_server(settings, self._create_app(), settings.drain_s)
-        )
+        config = configure_server(settings, self._create_app(), settings.drain_s)
+        self._server = uvicorn.Server(config)
         listener = listen_at(settings.host, settings.port)
         self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))
         self._watching = asyncio.create_task(self._watch())
@@ -199,27 +195,27 @@ class Ingress:
         settings = self._settings
         app = FastAPI(openapi_url=None)
         app.state.settings, app.state.keys = settings, self._keys
-        router = APIRouter(route_class=KeyedRoute)
-        for path, answer in (
-            ("/models", self._list_models),
-            ("/models/{model_id:path}", self._get_model),
-            ("/v1/models", self._list_openai_models),
-            ("/healthz", self._answer_health),
-            ("/readyz", self._answer_ready),
-            ("/startupz", self._answer_startup),
-            ("/metrics", self._refuse_metrics),
-        ):
-            router.add_api_route(path, answer, methods=["GET"], response_model=None)
-        for change in ("load", "unload", "drain"):
-            path, answer = f"/models/{{model_id}}/{change}", partial(self._change_model, change)
-            router.add_api_route(path, answer, methods=["POST"], response_model=None)
-        router.add_api_route("/admin/reload", self._reload, methods=["POST"])
-        app.include_router(router)
-        app.add_api_route("/metrics/targets", self._list_targets)
-        for endpoint in ENDPOINTS.values():
+        own: dict[str, Callable[..., Any]] = {
+            "models": self._list_models,
+            "model": self._get_model,
+            "v1.models": self._list_openai_models,
+            "health": self._answer_health,
+            "ready": self._answer_ready,
+            "startup": self._answer_startup,
+            "metrics": self._refuse_metrics,
+            "reload": self._reload,
+            "load_model": partial(self._change_model, "load"),
+            "unload_model": partial(self._change_model, "unload"),
+            "drain_model": partial(self._change_model, "drain"),
+        }
+        for name, endpoint in ENDPOINTS.items():
             path = endpoint.path.replace("{name}", "{name:stored}")
             path = path.replace("{model_id}", "{model_id:path}")
-            app.add_route(path, partial(self._forward, endpoint), [endpoint.method])
+            if name in own:
+                app.routes.append(KeyedRoute(path, own[name], methods=[endpoint.method]))
+            else:
+                app.add_route(path, partial(self._forward, endpoint), [endpoint.method])
+        app.add_api_route("/metrics/targets", self._list_targets)
         app.add_route("/{path:path}", self._pass_on, METHODS)
         hosts = AllowedHosts(settings, needs_key=self._keys.needs_key)
         memory = Admission(settings.max_pending_bytes, BYTES)
@@ -307,26 +303,16 @@ class Ingress:
             if len(self._handles) == 1 or source is None or "model" not in source.model_fields:
                 return self._choose_group()
             model = _read_model(request, body) if body else request.query_params.get("model")
-        if model is None:
-            model = next((own for own, card in self._models.items() if card["default"]), None)
-        if model is None:
-            ids = ", ".join(self._models)
-            detail = f"Several models are resident; name one of them as model: {ids}."
-            raise api_error("invalid_request", detail, param="model")
         return self._find_group(model)
 
     def _choose_group(self) -> str:
-        """Return a group that has a replica, where there is one."""
-        known = (group for group, replicas in self._replicas.items() if replicas)
-        return next(known, next(iter(self._replicas)))
+        """Return the group with the most replicas."""
+        return max(self._replicas, key=lambda group: len(self._replicas[group]))
 
-    def _find_group(self, model: str) -> str:
-        """Return the group of a model. Errors: APIError `unknown_model`."""
-        if model not in self._models:
-            ids = ", ".join(self._models)
-            detail = f"No model {model[:80]!r} is resident; these are: {ids}."
-            raise api_error("unknown_model", detail, param="model")
-        return str(self._models[model]["group"])
+    def _find_group(self, model: str | None) -> str:
+        """Return the group of a model, of the default for None. Errors: as `choose_model`."""
+        default = next((own for own, card in self._models.items() if card["default"]), None)
+        return str(self._models[choose_model(model, self._models, default)]["group"])
 
     async def _choose(self, group: str) -> ServeReplica:
         """Return the replica with the least to do, as soon as one answers. Errors: APIError."""
@@ -392,13 +378,10 @@ class Ingress:
 
     async def _answer_ready(self, response: Response) -> Readiness:
         """Say whether a replica of each required model answers."""
-        states = {card.id: card.state for card in self._list_cards()}
-        waiting = [
-            f"{own} is {state}"
-            for own, state in states.items()
-            if self._models[own]["required"] and state != "ready"
-        ]
+        cards = self._list_cards()
+        waiting = [f"{c.id} is {c.state}" for c in cards if c.required and c.state != "ready"]
         response.status_code = 503 if waiting else 200
+        states = {card.id: card.state for card in cards}
         return Readiness(ready=not waiting, models=states, reason="; ".join(waiting) or None)
 
     async def _answer_startup(self, response: Response) -> Startup:
@@ -411,8 +394,7 @@ class Ingress:
 
     async def _list_targets(self, request: Request) -> list[dict[str, Any]]:
         """Return the replicas in the form that Prometheus' `http_sd_configs` reads."""
-        given = request.headers.get("authorization", "")
-        check_metrics_key(self._settings.metrics_key, given)
+        check_metrics_key(self._settings.metrics_key, request.headers.get("authorization", ""))
         return [
             {"targets": [own.address], "labels": {"group": group, "process": replica}}
             for group, replicas in self._replicas.items()
@@ -442,9 +424,7 @@ class Ingress:
                 name = answer.pop("id")
                 missing.pop(name, None)
                 replica = replicas.setdefault(name, ServeReplica(**answer))
-                replica.fault, replica.running = answer["fault"], answer["running"]
-                replica.cards = answer["cards"]
-                replica.is_silent = False
+                vars(replica).update(answer, is_silent=False)
         deaths = await asyncio.gather(*(find_death(replica) for replica in missing.values()))
         for name, death in zip(missing, deaths, strict=True):
             if death is not None:

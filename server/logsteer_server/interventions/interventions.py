@@ -17,8 +17,6 @@ from logsteer.schemas import (
     InterventionFields,
     OverrideCard,
     ParameterFields,
-    SaeCard,
-    VectorCard,
 )
 from logsteer_server.contract.batches import change_all
 from logsteer_server.contract.engine import EngineInfo
@@ -42,7 +40,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VECTORS, C, Kind, Store
+from logsteer_server.stores.store import open_all
 from logsteer_server.stores.upkeep import SHARED_BYTES
 from logsteer_server.stores.vectors import ParsedVectors, SaeStore, VectorStore
 from logsteer_server.text.tokenizer import TextCodec
@@ -175,20 +173,7 @@ class NamespaceRegistry:
         self._files = files
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
-        self._shared = self._open_all()
-
-    def _open(self, kind: Kind[C], prefix: str = "", max_bytes: int = SHARED_BYTES) -> Store[C]:
-        return Store(kind, self._objects, max_bytes, prefix, self._settings.store_grace_s)
-
-    def _open_all(
-        self, prefix: str = "", max_bytes: int = SHARED_BYTES
-    ) -> tuple[Store[VectorCard], Store[OverrideCard], Store[AdapterCard], Store[SaeCard]]:
-        return (
-            self._open(VECTORS, prefix, max_bytes),
-            self._open(OVERRIDES, prefix, max_bytes),
-            self._open(ADAPTERS, prefix, max_bytes),
-            self._open(SAES, prefix, max_bytes),
-        )
+        self._shared = open_all(objects, SHARED_BYTES, "", settings.store_grace_s)
 
     async def find(self, caller: Requester) -> Stores:
         """Return a caller's stores."""
@@ -196,17 +181,17 @@ class NamespaceRegistry:
         place = caller.namespace, quota, caller.scopes
         if (known := self._opened.get(place)) is not None:
             return known
-        vectors, overrides, adapters, autoencoders = shared = self._shared
+        own = shared = self._shared
         if caller.namespace is not None:
             prefix = f"{KEYS_DIRECTORY}/{caller.namespace}/"
             max_bytes = self._settings.max_key_bytes if quota is None else quota
-            vectors, overrides, adapters, autoencoders = self._open_all(prefix, max_bytes)
+            own = open_all(self._objects, max_bytes, prefix, self._settings.store_grace_s)
         may_share = "admin" in caller.scopes
-        saes = SaeStore(Namespace(autoencoders, shared[3], may_share=may_share), self._files)
+        saes = SaeStore(Namespace(own[3], shared[3], may_share=may_share), self._files)
         stores = self._opened[place] = Stores(
-            VectorStore(Namespace(vectors, shared[0], may_share=may_share), self._parsed, saes),
-            Namespace(overrides, shared[1], may_share=may_share),
-            Namespace(adapters, shared[2], may_share=may_share),
+            VectorStore(Namespace(own[0], shared[0], may_share=may_share), self._parsed, saes),
+            Namespace(own[1], shared[1], may_share=may_share),
+            Namespace(own[2], shared[2], may_share=may_share),
             saes,
             may_steer="steer" in caller.scopes,
         )

@@ -121,7 +121,7 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"key_file: {path} cannot be read: {error.strerror}") from error
-    if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
+    if found.st_mode & stat.S_IWOTH:
         raise ConfigurationError(f"key_file: anybody may write to {path}: chmod 600 it")
     if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(f"key_file: {path} is larger than {MAX_FILE_BYTES} bytes")
@@ -132,11 +132,6 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
             f"key_file: {path} is not a key file: {explain(error, KeyFile)} "
             "`logsteer-server keys add NAME --scope … --file FILE` writes one."
         ) from None
-
-
-def is_open_to_others(found: os.stat_result) -> bool:
-    """Return whether somebody but the owner may read the file: the hashes are not for everybody."""
-    return bool(stat.S_IMODE(found.st_mode) & (stat.S_IRGRP | stat.S_IROTH))
 
 
 @contextmanager
@@ -217,7 +212,10 @@ class KeyRing:
             routing = Routing(priority=priority, request_id=request_id)
             return Requester(routing=routing, allowance=self._everybody)
         self._reload_if_changed(self._path)
-        key = self._verify(token)
+        found = TOKEN.fullmatch(token)
+        key = None if found is None else self._keys.get(found[1])
+        if found is None or key is None or not key.verify(found[2]):
+            raise api_error("unauthorized", WRONG_KEY)
         routing = Routing(
             key.name,
             "batch" if priority == "batch" else key.priority,
@@ -225,14 +223,6 @@ class KeyRing:
             request_id,
         )
         return Requester(frozenset(key.scopes), key.name, routing, self._allowances[key.id])
-
-    def _verify(self, token: str) -> KeyEntry:
-        """Return the key of a token. Errors: APIError `unauthorized`."""
-        found = TOKEN.fullmatch(token)
-        key = None if found is None else self._keys.get(found[1])
-        if found is None or key is None or not key.verify(found[2]):
-            raise api_error("unauthorized", WRONG_KEY)
-        return key
 
     def _reload_if_changed(self, path: Path) -> None:
         """Read the file again where it has changed; what cannot be read changes nothing."""
@@ -261,7 +251,7 @@ class KeyRing:
         """
         keys, found = read_keys(path)
         self._version = _read_version(found)
-        if is_open_to_others(found):
+        if found.st_mode & (stat.S_IRGRP | stat.S_IROTH):  # the hashes are not for everybody
             log.warning("key_file: others may read %s: chmod 600 it", path)
         self._keys = {key.id: key for key in keys}
         allowances = self._allowances

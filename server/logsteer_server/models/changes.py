@@ -51,21 +51,17 @@ class ChangeError(Exception):
 class SupersededError(ChangeError):
     """A change that was given up for a later one of the same model."""
 
-    def __init__(self) -> None:
-        super().__init__("a later change of this model took its place")
 
-
-def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings]) -> ReloadAnswer:
-    """Return which models are added, removed, replaced and left alone by other settings.
+def compare_models(old: Mapping[str, object], new: Mapping[str, object]) -> ReloadAnswer:
+    """Return which models are added, removed, replaced and left alone: by id, what each is.
 
     Changes keep up `pending` and `failed` of an answer: see `ModelChange.report_to`.
     """
-    wanted = {model.id: model for model in new}
     return ReloadAnswer(
-        added=[name for name in wanted if name not in old],
-        removed=[name for name in old if name not in wanted],
-        replaced=[name for name, own in wanted.items() if name in old and old[name] != own],
-        unchanged=[name for name, own in wanted.items() if name in old and old[name] == own],
+        added=[name for name in new if name not in old],
+        removed=[name for name in old if name not in new],
+        replaced=[name for name, own in new.items() if name in old and old[name] != own],
+        unchanged=[name for name, own in new.items() if name in old and old[name] == own],
         pending=[],
         failed={},
         needs_restart=[],
@@ -75,15 +71,6 @@ def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings
 def is_same_engine(old: ModelSettings, new: ModelSettings) -> bool:
     """Return whether settings differ at most in whether the model is required."""
     return old.model_copy(update={"required": new.required}) == new
-
-
-def find_fixed(old: Settings, new: Settings) -> list[str]:
-    """Return the settings of a configuration that are others, and count from the start on."""
-    return [
-        name
-        for name in Settings.model_fields
-        if name != "models" and getattr(new, name) != getattr(old, name)
-    ]
 
 
 class ModelChange:
@@ -130,7 +117,7 @@ class ModelChange:
     def check(self) -> None:
         """Continue only if it was not given up. Errors: SupersededError."""
         if self.is_given_up:
-            raise SupersededError
+            raise SupersededError("a later change of this model took its place")
 
     async def wait_for_answer(self, model: ResidentModel) -> None:
         """Wait until a model answers, with each replica that loads. Errors: ChangeError."""
@@ -260,7 +247,11 @@ class ModelChanges:
             except ConfigurationError as error:
                 raise refuse_configuration(error) from error
         report = self._begin_all(new.models)
-        report.needs_restart = find_fixed(self._settings, new)
+        report.needs_restart = [
+            name
+            for name in Settings.model_fields
+            if name != "models" and getattr(new, name) != getattr(self._settings, name)
+        ]
         by_id = self._models.by_id
         for wanted in new.models:
             if wanted.id not in by_id:
@@ -290,7 +281,7 @@ class ModelChanges:
         becomes = {name: own.settings for name, own in self._models.by_id.items()}
         becomes |= {name: change.aim for name, change in working.items()}  # type: ignore[misc]
         old = {name: own for name, own in becomes.items() if own is not None}
-        report = compare_models(old, wanted.values())
+        report = compare_models(old, wanted)
         for model_id in (*report.added, *report.removed):
             self._begin(model_id, wanted.get(model_id), self._reach)
         for model_id in report.replaced:

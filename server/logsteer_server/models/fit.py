@@ -1,8 +1,8 @@
 """Whether a model fits on this machine: at a start, or beside or in place of another one."""
 
+import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
@@ -16,14 +16,6 @@ SERVER_BYTES = 350 * 2**20
 `http_memory` has it under load."""
 
 GPU_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU, by its number, with its memory in bytes."""
-
-    index: int
-    total_bytes: int
 
 
 def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> bool:
@@ -78,11 +70,10 @@ def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> Model
     needs = estimate(spec)
     if gpus := list_usable_gpus(model):
         if isinstance(model.devices, list):
-            gpus = [gpu for gpu in gpus if gpu.index in model.devices]
+            gpus = {index: gpus[index] for index in model.devices if index in gpus}
             if len(gpus) < len(model.devices):
                 raise ValueError(f"of devices {model.devices} only {len(gpus)} are here")
-        part = needs.weights_bytes // spec.num_ranks
-        size = min(gpu.total_bytes for gpu in gpus)
+        part, size = needs.weights_bytes // spec.num_ranks, min(gpus.values())
         if part > size:
             raise ValueError(f"its weights take {part} bytes of each GPU, of which one has {size}")
         return needs
@@ -93,9 +84,9 @@ def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> Model
     return needs
 
 
-def list_usable_gpus(model: ModelSettings) -> list[Gpu]:
-    """Return the GPUs of this machine; none for a model that runs on CPUs."""
-    return [] if model.engine == "fake" or model.devices == "cpu" else list_gpus()
+def list_usable_gpus(model: ModelSettings) -> dict[int, int]:
+    """Return `list_gpus`; none for a model that runs on CPUs."""
+    return {} if model.engine == "fake" or model.devices == "cpu" else list_gpus()
 
 
 def describe_fit(settings: Settings) -> Iterator[str]:
@@ -138,26 +129,27 @@ def _fetch_config(hub_id: str) -> None:
         raise ValueError(f"{hub_id} cannot be had of the hub: {error}") from error
 
 
-def list_gpus() -> list[Gpu]:
-    """Return the GPUs that nvidia-smi names; none where it is missing or fails."""
+def list_gpus() -> dict[int, int]:
+    """Return the bytes of memory of each GPU that nvidia-smi names, by the GPU's number; none
+    where it is missing or fails.
+    """
     command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(
             command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return []
+        return {}
     return parse_gpus(found.stdout)
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs of nvidia-smi's lines, whose numbers are in MiB; others are left out."""
-    gpus = []
-    for line in text.splitlines():
-        index, _, total = line.partition(", ")
-        if index.isdigit() and total.isdigit():
-            gpus.append(Gpu(int(index), int(total) * 2**20))
-    return gpus
+def parse_gpus(text: str) -> dict[int, int]:
+    """Return `list_gpus` of nvidia-smi's lines, which are in MiB; what is no such line is left out.
+
+    Of `0, 143771` it is {0: 143771 * 2**20}.
+    """
+    lines = re.findall(r"^(\d+), (\d+)$", text, re.MULTILINE)
+    return {int(index): int(size) * 2**20 for index, size in lines}
 
 
 def measure_memory() -> tuple[int, int]:

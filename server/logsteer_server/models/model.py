@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -240,28 +240,29 @@ class ResidentModel:
         """Describe the model as `GET /models` shows it."""
         info, codec = self.handle.info, self._codec
         state, detail = self.status
-        card = ModelCard(
+        known: dict[str, Any] = {}
+        if info is not None and codec is not None:
+            known = {
+                "context_length": info.context_length,
+                "vocab_size": info.vocab_size,
+                "num_layers": info.num_layers,
+                "hidden_size": info.hidden_size,
+                "hooks": list(info.hooks),
+                "has_chat_template": codec.has_chat_template,
+                "columns": list(info.columns),
+                "lacks": {str(feature): reason for feature, reason in info.lacks.items()},
+                "provenance": self.provenance(),
+            }
+        return ModelCard(
             id=self.id,
             engine=self.settings.engine,
             state=state,
-            detail=detail,
+            detail=f"{detail}; {self.note}" if self.note else detail,
             required=self.settings.required,
             restarts=self.handle.restarts,
             replicas=list(self.handle.read()),
+            **known,
         )
-        if self.note:
-            card.detail = f"{detail}; {self.note}"
-        if info is not None and codec is not None:
-            card.context_length = info.context_length
-            card.vocab_size = info.vocab_size
-            card.num_layers = info.num_layers
-            card.hidden_size = info.hidden_size
-            card.hooks = list(info.hooks)
-            card.has_chat_template = codec.has_chat_template
-            card.columns = list(info.columns)
-            card.lacks = {str(feature): reason for feature, reason in info.lacks.items()}
-            card.provenance = self.provenance()
-        return card
 
     def provenance(
         self,

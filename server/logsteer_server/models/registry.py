@@ -1,7 +1,7 @@
 """The models of the configuration, by id: started, found, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from logsteer.errors import api_error
@@ -33,6 +33,21 @@ def make_handles(settings: Settings, contents: JobContents) -> MakeHandle:
         style=LogStyle(settings.log_format, settings.log_level),
     )
     return lambda model: EngineHandle(model.to_spec(settings.directory), limits, contents)
+
+
+def choose_model(asked: str | None, ids: Collection[str], default: str | None) -> str:
+    """Return the id of the model that a request means.
+
+    Errors: APIError `unknown_model`, or `invalid_request` where it names none of several.
+    """
+    chosen = default if asked is None else asked
+    if chosen is None:
+        detail = f"Several models are resident; name one of them as model: {', '.join(ids)}."
+        raise api_error("invalid_request", detail, param="model")
+    if chosen not in ids:
+        detail = f"No model {chosen[:80]!r} is resident; these are: {', '.join(ids)}."
+        raise api_error("unknown_model", detail, param="model")
+    return chosen
 
 
 class ScratchSpace:
@@ -169,20 +184,9 @@ class ModelRegistry:
         await asyncio.gather(*(model.handle.close() for model in self._running))
 
     def find(self, model_id: str | None) -> ResidentModel:
-        """Return the model of that id, or the default for None.
-
-        Errors: APIError `unknown_model`, or `invalid_request` where None is ambiguous.
-        """
-        ids = ", ".join(self.by_id)
-        if model_id is None:
-            if self.default is not None:
-                return self.default
-            detail = f"Several models are resident; name one of them as model: {ids}."
-            raise api_error("invalid_request", detail, param="model")
-        if model_id not in self.by_id:
-            detail = f"No model {model_id!r} is resident; these are: {ids}."
-            raise api_error("unknown_model", detail, param="model")
-        return self.by_id[model_id]
+        """Return the model of that id, or the default for None. Errors: as `choose_model`."""
+        default = None if self.default is None else self.default.id
+        return self.by_id[choose_model(model_id, self.by_id, default)]
 
 
 async def _load(model: ResidentModel, prove: Prove | None) -> None:

@@ -7,7 +7,7 @@ written from both.
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -73,20 +73,15 @@ class ModelReading:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreReading:
-    """What the stores of a kind hold: bytes in those of everybody and of keys, and their limit."""
-
-    kind: str
-    shared_bytes: int
-    keys_bytes: int
-    limit_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class DiskReading:
-    """What lies on disk; None where it was not read yet, or there is none."""
+    """What lies on disk; None where it was not read yet, or there is none.
 
-    stores: Sequence[StoreReading] = ()
+    `held`: kind -> owner, `shared` or `keys` -> bytes of contents; `limit_bytes` is that of each
+    kind's shared store.
+    """
+
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    limit_bytes: int = 0
     free_bytes: int | None = None
     size_bytes: int | None = None
 
@@ -309,27 +304,37 @@ class Metrics:
         gauge = self._gauge
         build = gauge("build_info", ("version", "python"), "1; the labels say what runs.")
         build.labels(__version__, platform.python_version()).set(1)
-        text = "Requests that have arrived and are not completely answered."
-        self.in_flight: Gauge = gauge("requests_in_flight", (), text)
-        text = "Memory expected for running requests and answers."
-        self.pending_bytes: Gauge = gauge("pending_bytes", (), text)
-        text = "Limit of logsteer_pending_bytes: max_pending_bytes."
-        self.pending_bytes_limit: Gauge = gauge("pending_bytes_limit", (), text)
-        text = "Memory that cached results take."
-        self.cache_bytes: Gauge = gauge("result_cache_bytes", (), text)
-        text = "Limit of logsteer_result_cache_bytes: cache_bytes."
-        self.cache_bytes_limit: Gauge = gauge("result_cache_limit_bytes", (), text)
+        self.in_flight: Gauge = gauge(
+            "requests_in_flight", (), "Requests that have arrived and are not completely answered."
+        )
+        self.pending_bytes: Gauge = gauge(
+            "pending_bytes", (), "Memory expected for running requests and answers."
+        )
+        self.pending_bytes_limit: Gauge = gauge(
+            "pending_bytes_limit", (), "Limit of logsteer_pending_bytes: max_pending_bytes."
+        )
+        self.cache_bytes: Gauge = gauge(
+            "result_cache_bytes", (), "Memory that cached results take."
+        )
+        self.cache_bytes_limit: Gauge = gauge(
+            "result_cache_limit_bytes", (), "Limit of logsteer_result_cache_bytes: cache_bytes."
+        )
 
     def _define_requests(self) -> tuple[Any, Any]:
         """Return what finds counter and histogram of a path and status, and the errors of a path
         and code. Finding a child by its labels takes longer than counting with it.
         """
-        text = "Requests answered, by route and status."
-        requests = self._counter("requests", ("path", "status"), text)
-        text = "Time from a request's arrival to the end of its answer."
-        seconds = self._seconds("request_seconds", ("path",), text)
-        text = "Requests that ended with a problem, and its code; in a stream, too."
-        errors = self._counter("errors", ("path", "code"), text)
+        requests = self._counter(
+            "requests", ("path", "status"), "Requests answered, by route and status."
+        )
+        seconds = self._seconds(
+            "request_seconds", ("path",), "Time from a request's arrival to the end of its answer."
+        )
+        errors = self._counter(
+            "errors",
+            ("path", "code"),
+            "Requests that ended with a problem, and its code; in a stream, too.",
+        )
 
         @cache
         def find_route(path: str, status: str) -> tuple[Counter, Histogram]:
@@ -362,10 +367,14 @@ class Metrics:
 
     def _define_keys(self) -> Any:
         """Return what finds the counters of a key: requests, errors, three kinds of tokens."""
-        text = f"Requests of a key, by name; beyond {MAX_KEYS} names: key {OTHER_KEYS}."
-        requests = self._counter("key_requests", ("key",), text)
-        text = "Requests of a key that ended with a problem."
-        errors = self._counter("key_errors", ("key",), text)
+        requests = self._counter(
+            "key_requests",
+            ("key",),
+            f"Requests of a key, by name; beyond {MAX_KEYS} names: key {OTHER_KEYS}.",
+        )
+        errors = self._counter(
+            "key_errors", ("key",), "Requests of a key that ended with a problem."
+        )
         tokens = self._counter(
             "key_tokens",
             ("key", "kind"),
@@ -483,9 +492,9 @@ def _read_steps(engines: Iterable[tuple[tuple[str, str], EngineStatus]]) -> Metr
 def _read_stores(disk: DiskReading) -> Iterator[Metric]:
     held = GaugeMetricFamily(PREFIX + "store_bytes", STORE_BYTES, labels=("kind", "owner"))
     limit = GaugeMetricFamily(PREFIX + "store_limit_bytes", STORE_LIMIT, labels=("kind",))
-    for store in disk.stores:
-        held.add_metric((store.kind, "shared"), store.shared_bytes)
-        held.add_metric((store.kind, "keys"), store.keys_bytes)
-        limit.add_metric((store.kind,), store.limit_bytes)
+    for kind, by_owner in disk.held.items():
+        for owner, num_bytes in by_owner.items():
+            held.add_metric((kind, owner), num_bytes)
+        limit.add_metric((kind,), disk.limit_bytes)
     yield held
     yield limit

@@ -123,8 +123,8 @@ class RequestObserver:
 
         def trace(tracer: RequestTracer) -> None:
             if record.phases is not None:
-                line = _describe(scope, record, find_route(scope), status)
-                line |= _describe_work(scope, record, time.monotonic() - started, sent)
+                seconds = time.monotonic() - started
+                line = _describe_access(scope, record, status, seconds, sent)
                 tracer.describe(line, record.phases)
                 record.phases = None
 
@@ -138,27 +138,24 @@ class RequestObserver:
         finally:
             ended = time.monotonic()
             metrics.in_flight.dec()
-            route = find_route(scope)
             if status == CRASHED and not record.code:
                 record.code = "internal"
-            metrics.record_request(route, status, ended - started, record.code)
+            metrics.record_request(find_route(scope), status, ended - started, record.code)
             if record.key:
                 usage = record.usage
                 tokens = usage.prompt_tokens, usage.scored_tokens, usage.generated_tokens
                 metrics.record_key(record.key, bool(record.code), tokens)
             if self._access.isEnabledFor(logging.INFO):
-                line = _describe(scope, record, route, status)
-                line |= _describe_work(scope, record, ended - started, sent)
+                line = _describe_access(scope, record, status, ended - started, sent)
                 self._access.info("request", extra={FIELDS: line})
             if record.scope in AUDITED:
-                line = _describe(scope, record, route, status)
-                line |= _describe_change(scope, record)
+                line = _describe_change(scope, record, status)
                 self._audit.info("change", extra={FIELDS: line})
             if self._tracer is not None:
                 trace(self._tracer)
 
 
-def _describe(scope: Scope, record: RequestRecord, route: str, status: int) -> dict[str, Any]:
+def _describe(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:
     """Return what both logs and a trace say of a request."""
     client = scope.get("client")
     return {
@@ -166,18 +163,19 @@ def _describe(scope: Scope, record: RequestRecord, route: str, status: int) -> d
         "client": client[0] if client else None,
         "key": record.key or None,
         "method": scope["method"],
-        "route": route,
+        "route": find_route(scope),
         "status": status,
         "code": record.code or None,
     }
 
 
-def _describe_work(
-    scope: Scope, record: RequestRecord, seconds: float, sent: int
+def _describe_access(
+    scope: Scope, record: RequestRecord, status: int, seconds: float, sent: int
 ) -> dict[str, Any]:
-    """Return what the access log says of a request's size, and of what it took."""
+    """Return what the access log says of a request: its size, too, and what it took."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return {
+        **_describe(scope, record, status),
         "model": record.model or None,
         "ms": round(1e3 * seconds, 3),
         "queue_ms": round(1e3 * record.queue_s, 3),
@@ -187,10 +185,11 @@ def _describe_work(
     }
 
 
-def _describe_change(scope: Scope, record: RequestRecord) -> dict[str, Any]:
-    """Return what the audit log says of a change: what it was done to."""
+def _describe_change(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:
+    """Return what the audit log says of a change: what it was done to, too."""
     given = scope.get("path_params", {})
     return {
+        **_describe(scope, record, status),
         "scope": record.scope,
         "name": record.stored or given.get("name") or given.get("model_id"),
         "sha256": record.sha256 or None,

@@ -130,23 +130,15 @@ class ModelSettings(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _replicas_have_devices(self) -> "ModelSettings":
+    def _fit_together(self) -> "ModelSettings":
         needed = self.replicas * self.tensor_parallel * self.pipeline_parallel
         if self.replicas > 1 and isinstance(self.devices, list) and len(self.devices) != needed:
             raise ValueError(
                 f"{self.replicas} replicas need {needed} devices, {needed // self.replicas} each, "
                 f"and devices lists {len(self.devices)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_of_replicas_fit(self) -> "ModelSettings":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is below replicas, which is {self.replicas}")
-        return self
-
-    @model_validator(mode="after")
-    def _dtype_fits_the_engine(self) -> "ModelSettings":
         if self.dtype == "float64" and self.engine == "vllm":
             raise ValueError("dtype float64 takes engine transformer_lens; vllm has float32")
         return self

@@ -240,23 +240,22 @@ class Settings(BaseSettings):
 
     @field_validator("models")
     @classmethod
-    def _ids_are_distinct(cls, models: list[ModelSettings]) -> list[ModelSettings]:
+    def _can_be_told_apart(cls, models: list[ModelSettings]) -> list[ModelSettings]:
         ids = [model.id for model in models]
         if len(set(ids)) != len(ids):
             raise ValueError(f"model ids must differ, got {ids}")
-        return models
-
-    @field_validator("models")
-    @classmethod
-    def _one_is_meant(cls, models: list[ModelSettings]) -> list[ModelSettings]:
         if len(meant := [model.id for model in models if model.default]) > 1:
             raise ValueError(f"default is set for {meant}; requests that name no model mean one")
         return models
 
     @model_validator(mode="after")
-    def _has_one_kind_of_key(self) -> "Settings":
+    def _are_whole(self) -> "Settings":
         if self.api_key is not None and self.key_file is not None:
             raise ValueError("api_key and key_file are both set; give the file alone")
+        if not self.models:
+            raise ValueError(
+                "no model is configured: name one under `models:`, or serve MODEL or --demo"
+            )
         return self
 
     _directory = PrivateAttr(default=Path())
@@ -275,14 +274,6 @@ class Settings(BaseSettings):
         # The XDG specification has relative paths ignored.
         home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
         return home / "logsteer"
-
-    @model_validator(mode="after")
-    def _has_models(self) -> "Settings":
-        if not self.models:
-            raise ValueError(
-                "no model is configured: name one under `models:`, or serve MODEL or --demo"
-            )
-        return self
 
 
 def parse_settings(document: Mapping[str, Any], directory: Path) -> Settings:

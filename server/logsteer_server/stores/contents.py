@@ -13,17 +13,18 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cachetools import LRUCache
 
-from logsteer.errors import APIError, api_error
-from logsteer.schemas.common import ProblemCode
+from logsteer.errors import api_error
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import Adapter, Direction
 from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, Kind
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import Upload, digest_file, report_faults
+from logsteer_server.stores.upload import Upload, digest_file, refuse_damage, report_faults
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +37,7 @@ STRIPES = 64
 RETRY_AFTER_S = 5.0
 
 Content = Adapter | Direction
-UNKNOWN: Mapping[type[Content], tuple[str, ProblemCode]] = {
-    Adapter: ("adapter", "unknown_adapter"),
-    Direction: ("override", "unknown_override"),
-}
+KIND_OF: Mapping[type[Content], Kind[Any]] = {Adapter: ADAPTERS, Direction: OVERRIDES}
 
 
 class DamagedContentError(Exception):
@@ -202,7 +200,7 @@ class JobContents:
 
     async def _hold(self, content: Content) -> Path:
         """Return a content's file. A caller that leaves early holds nothing."""
-        noun, unknown = UNKNOWN[type(content)]
+        kind = KIND_OF[type(content)]
         work = self._threads.run(self._files.hold, content.sha256, content.path)
         holding = asyncio.ensure_future(work)
         try:
@@ -213,16 +211,10 @@ class JobContents:
             )
             raise
         except FileNotFoundError as error:
-            detail = f"The {noun} was deleted while the request waited; upload it again."
-            raise api_error(unknown, detail) from error
+            detail = f"The {kind.noun} was deleted while the request waited; upload it again."
+            raise api_error(kind.unknown, detail) from error
         except DamagedContentError as error:
-            raise refuse_damage(noun, content.sha256) from error
-
-
-def refuse_damage(noun: str, sha256: str) -> APIError:
-    """Return the error for a content that is not what its SHA-256 says."""
-    detail = f"The content {sha256} is damaged: PUT the {noun} again with overwrite=true, or "
-    return api_error("internal", f"{detail}DELETE it.")
+            raise refuse_damage(f"content {content.sha256}", kind.noun) from error
 
 
 def _move(job: Job, paths: Mapping[Content, str]) -> Job:

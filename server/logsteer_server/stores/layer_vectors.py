@@ -15,13 +15,15 @@ from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
+from logsteer.extras.tensors import FLOATS, TensorFile
 from logsteer.schemas.steering import FLOAT32_MAX
 
 Vector = npt.NDArray[np.float32]
+Array = npt.NDArray[np.floating]
 
 RESID_POST = "resid_post"
 MAX_LAYERS = 4096
@@ -29,6 +31,9 @@ MAX_WIDTH = 2**20
 
 _HOOK = re.compile(r"[A-Za-z0-9_.]{1,128}")
 _NAME = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_.]+)")
+_BY_NUMBER = re.compile(
+    r"(?:(?:layers?|model\.layers|transformer\.h|blocks|direction)[._])?([0-9]{1,6})"
+)
 
 
 READOUTS = "logsteer.readouts"
@@ -163,7 +168,11 @@ def name_tensor(layer: int, hook: str) -> str:
 
 
 def parse_tensor_name(name: str) -> tuple[int, str] | None:
-    """Return layer and hook of a name that `name_tensor` gives, None for any other."""
+    """Return layer and hook of a name that `name_tensor` gives, or that is a layer's number alone
+    or behind `layer.` and its like; None for any other.
+    """
+    if found := _BY_NUMBER.fullmatch(name):
+        return int(found[1]), RESID_POST
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -192,32 +201,51 @@ def parse_readouts(text: str) -> dict[int, Readout]:
         ) from error
 
 
-def read_metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file that its library has read."""
-    size = int.from_bytes(content[:8], "little")
-    metadata: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
-    return metadata
+def parse_safetensors(data: bytes) -> LayerVectors:
+    """Return the vectors of a safetensors file. Errors: APIError `invalid_vector`."""
+    try:
+        deserialize(data)  # type: ignore[no-untyped-call]  # compares all sizes with what is there
+        file = TensorFile(data)
+        tensors = {name: file.read(name, FLOATS) for name in file.entries}
+    except (SafetensorError, ValueError) as error:
+        raise invalid_vector(f"the safetensors file cannot be read: {str(error)[:400]}.") from error
+    return place_tensors(tensors, file.metadata.get(READOUTS, "{}"))
+
+
+def place_tensors(tensors: Mapping[str, Array], readouts: str) -> LayerVectors:
+    """Return named tensors as vectors by layer, with their readouts as files have them.
+
+    Errors: APIError `invalid_vector`.
+    """
+    if len(tensors) > MAX_LAYERS:
+        raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are allowed.")
+    layers: dict[int, Array] = {}
+    hooks = set()
+    for name, tensor in tensors.items():
+        place = parse_tensor_name(name)
+        if place is None:
+            raise invalid_vector(
+                f"tensor {name[:80]!r} names no layer; put the layer's number into its name, such "
+                "as '3', 'layer.3' or 'blocks.3.hook_resid_post'."
+            )
+        layer, hook = place
+        if layer in layers:
+            raise invalid_vector(f"layer {layer} is there twice; one tensor a layer is read.")
+        if tensor.ndim > 1 and all(size == 1 for size in tensor.shape[:-1]):
+            tensor = tensor.reshape(-1)
+        layers[layer] = tensor
+        hooks.add(hook)
+    if len(hooks) > 1:
+        raise invalid_vector(
+            f"it has several hooks, {', '.join(sorted(hooks))}; store one vector for each."
+        )
+    return LayerVectors(layers, hooks.pop() if hooks else RESID_POST, parse_readouts(readouts))
 
 
 def parse_content(content: bytes) -> LayerVectors:
-    """Return the vectors of `LayerVectors.content`. Errors: ValueError for anything else."""
+    """Return the vectors of `LayerVectors.content`. Errors: ValueError where they are damaged."""
     try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise ValueError(f"no safetensors: {error}") from error
-    layers: dict[int, Vector] = {}
-    hooks = set()
-    for name, vector_D in tensors.items():
-        place = parse_tensor_name(name)
-        if place is None:
-            raise ValueError(f"unexpected tensor {name!r}")
-        layers[place[0]] = vector_D
-        hooks.add(place[1])
-    if len(hooks) != 1:
-        raise ValueError(f"one hook is expected, got {sorted(hooks)}")
-    try:
-        readouts = parse_readouts(read_metadata(content).get(READOUTS, "{}"))
-        return LayerVectors(layers, hooks.pop(), readouts)
+        return parse_safetensors(content)
     except APIError as error:
         raise ValueError(error.detail) from error
 

@@ -30,15 +30,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256 as new_sha256
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
 from logsteer.schemas.common import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
-from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
+from logsteer_server.stores.upload import StoreRoom, Upload, refuse_damage, refuse_size
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +92,6 @@ class StoredContent:
     sha256: str
     source: str
 
-    @property
-    def path(self) -> Path:
-        """The file of a content of a directory."""
-        return Path(self.source)
-
 
 @dataclass(frozen=True, slots=True)
 class StoreListing(Generic[C]):
@@ -107,19 +102,13 @@ class StoreListing(Generic[C]):
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class NameRecord(Generic[C]):
+class NameRecord(BaseModel, Generic[C]):
     """What a name points to, and the digest of the request that made it so."""
 
     card: C
     content: str
     """The content's name below the store."""
     request: str
-
-    def write(self) -> bytes:
-        """Return the record's object."""
-        card = self.card.model_dump(mode="json")
-        return json.dumps({"card": card, "content": self.content, "request": self.request}).encode()
 
 
 @dataclass(frozen=True)
@@ -206,11 +195,12 @@ class Store(Generic[C]):
         """
         try:
             record = None if overwrite else self._read_record(name)
+            if record is None:
+                return None
+            size = self.objects.measure(self._locate_content(record.content))
         except FileNotFoundError:
             return None
-        if record is None or not self._is_there(record):
-            return None
-        return self._repeat(record, request)
+        return self._repeat(record, request) if size == record.card.bytes else None
 
     def _repeat(self, record: NameRecord[C], request: str) -> C:
         card = record.card
@@ -223,12 +213,6 @@ class Store(Generic[C]):
             "choose another name."
         )
         raise api_error("exists", detail, param="name")
-
-    def _is_there(self, record: NameRecord[C]) -> bool:
-        try:
-            return self.objects.measure(self._locate_content(record.content)) == record.card.bytes
-        except FileNotFoundError:
-            return False
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
         """Point the card's name to a finished upload; return the card that the name has then.
@@ -250,8 +234,9 @@ class Store(Generic[C]):
         create = not overwrite and not is_known
         keep = create and index.sizes.get(content) in (None, card.bytes)
         self.objects.write_file(upload, self._locate_content(content), create=keep)
-        record = NameRecord(card, content, request)
-        if not self.objects.write(record.write(), self._locate(card.name), create=create):
+        record = NameRecord[C](card=card, content=content, request=request)
+        data = record.model_dump_json().encode()
+        if not self.objects.write(data, self._locate(card.name), create=create):
             return self._repeat(self._find_record(card.name), request)  # another server's
         self.room.release(upload)  # what it reserved is stored now
         return card
@@ -344,10 +329,8 @@ class Store(Generic[C]):
         return self._report(f"content of {what}", found.source)
 
     def _report(self, what: str, place: str) -> APIError:
-        noun = self.kind.noun
-        log.error("%s is damaged: PUT or DELETE the %s", place, noun)
-        detail = f"The {what} is damaged: PUT the {noun} again with overwrite=true, or DELETE it."
-        return api_error("internal", detail)
+        log.error("%s is damaged: PUT or DELETE the %s", place, self.kind.noun)
+        return refuse_damage(what, self.kind.noun)
 
     def _find_record(self, name: str) -> NameRecord[C]:
         """Return the record of a name as it is now."""
@@ -371,13 +354,11 @@ class Store(Generic[C]):
         place = self._locate(name)
         data = self.objects.read(place)
         try:
-            found = json.loads(data)
-            card = cast(C, self.kind.card.model_validate(found["card"]))
-            record = NameRecord(card, str(found["content"]), str(found["request"]))
-        except (ValueError, ValidationError, TypeError, KeyError, RecursionError) as error:
-            log.warning("the name %s cannot be read: %s", place, type(error).__name__)
+            record = NameRecord[self.kind.card].model_validate_json(data)  # type: ignore[name-defined]
+        except ValidationError:
+            log.warning("the name %s cannot be read", place)
             return None
-        content = _CONTENT.fullmatch(record.content)
+        content, card = _CONTENT.fullmatch(record.content), record.card
         if card.name != name or content is None or content["sha256"] != card.sha256:
             log.warning("the name %s has a record that was not written for it", place)
             return None
@@ -398,12 +379,8 @@ class Store(Generic[C]):
             with suppress(FileNotFoundError):  # deleted just now
                 found[name] = self._read_record(name)
 
-        if len(new) > 1 and not self.objects.is_local:
-            with ThreadPoolExecutor(READERS) as pool:
-                list(pool.map(read, new))
-        else:
-            for name in new:
-                read(name)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(read, new))
         self._parsed = {entry: found[name] for name, entry in entries.items() if name in found}
         return {name: found[name] for name in sorted(found)}
 
@@ -414,6 +391,18 @@ class Store(Generic[C]):
     def _list_contents(self) -> list[ObjectEntry]:
         entries = self.objects.list(f"{self._root}/contents")
         return [entry for entry in entries if _CONTENT.fullmatch(entry.name)]
+
+
+def open_all(
+    objects: Objects, max_bytes: int, prefix: str, grace_s: float
+) -> tuple[Store[VectorCard], Store[OverrideCard], Store[AdapterCard], Store[SaeCard]]:
+    """Return the stores of all kinds below a prefix, each of at most `max_bytes`."""
+    return (
+        Store(VECTORS, objects, max_bytes, prefix, grace_s),
+        Store(OVERRIDES, objects, max_bytes, prefix, grace_s),
+        Store(ADAPTERS, objects, max_bytes, prefix, grace_s),
+        Store(SAES, objects, max_bytes, prefix, grace_s),
+    )
 
 
 def _read_time(entry: ObjectEntry) -> int:

@@ -4,17 +4,17 @@ import asyncio
 import logging
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from logsteer.errors import APIError
-from logsteer_server.observation.metrics import DiskReading, StoreReading
+from logsteer_server.observation.metrics import DiskReading
 from logsteer_server.settings import Settings
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import KINDS, Store
+from logsteer_server.stores.store import KINDS, Store, open_all
 from logsteer_server.stores.threads import StoreThreads
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
         if parts[0] == KEYS_DIRECTORY and len(parts) > 2:
             prefixes.add(f"{KEYS_DIRECTORY}/{parts[1]}/")
     for prefix in ("", *sorted(prefixes)):
-        for kind in KINDS:
-            yield Store(kind, objects, SHARED_BYTES, prefix, grace_s)
+        yield from open_all(objects, SHARED_BYTES, prefix, grace_s)
 
 
 class StoreUpkeep:
@@ -55,8 +54,9 @@ class StoreUpkeep:
 
     def start(self) -> None:
         """Begin; call it from the event loop."""
+        grace_s = self._settings.store_grace_s
         work: list[tuple[Callable[[], object], float]] = [
-            (self._sweep, self._settings.store_grace_s / 2),
+            (partial(sweep, self._objects, grace_s), grace_s / 2),
             (self._read, READ_EVERY_S if self.is_local else LIST_EVERY_S),
         ]
         if not self.is_local:
@@ -76,9 +76,6 @@ class StoreUpkeep:
                 log.warning("the stores do not answer: %s", error.detail)
             # Servers that were started together do not sweep together.
             await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311
-
-    def _sweep(self) -> None:
-        sweep(self._objects, self._settings.store_grace_s)
 
     def _read(self) -> None:
         self.reading = read_disk(self._objects)
@@ -111,23 +108,14 @@ def read_disk(objects: Objects) -> DiskReading:
 
     Errors: those of `Objects`.
     """
-    bytes_by_kind: Counter[tuple[bool, str]] = Counter()
+    held = {kind.plural: {"shared": 0, "keys": 0} for kind in KINDS}
     for entry in objects.list(""):
         parts = entry.place.split("/")
-        if len(parts) >= 3 and parts[-2] == "contents":
-            bytes_by_kind[parts[0] == KEYS_DIRECTORY, parts[-3]] += entry.size
+        if len(parts) >= 3 and parts[-2] == "contents" and parts[-3] in held:
+            held[parts[-3]]["keys" if parts[0] == KEYS_DIRECTORY else "shared"] += entry.size
     free = size = None
     with suppress(OSError):
         root = objects.root
         usage = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists()))
         free, size = usage.free, usage.total
-    stores = [
-        StoreReading(
-            kind.plural,
-            bytes_by_kind[False, kind.plural],
-            bytes_by_kind[True, kind.plural],
-            SHARED_BYTES,
-        )
-        for kind in KINDS
-    ]
-    return DiskReading(stores, free, size)
+    return DiskReading(held, SHARED_BYTES, free, size)

@@ -74,6 +74,12 @@ def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
     return api_error("payload_too_large", detail)
 
 
+def refuse_damage(what: str, noun: str) -> APIError:
+    """Return the error for what is not as the store of a kind has written it."""
+    detail = f"The {what} is damaged: PUT the {noun} again with overwrite=true, or DELETE it."
+    return api_error("internal", detail)
+
+
 class Upload:
     """A file that is being written; `discard` it when done, whether or not it was stored.
 

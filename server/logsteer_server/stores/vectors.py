@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 
 from logsteer.schemas import Recommendation, SaeCard, VectorAbout, VectorCard, VectorReadout
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError
@@ -40,19 +40,8 @@ class ParsedVectors:
     """Contents that were read lately, by SHA-256; threads, and stores, may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._vectors: LRUCache[str, LayerVectors] = LRUCache(PARSED_BYTES, _measure)
-
-    def get(self, sha256: str) -> LayerVectors | None:
-        """Return the vectors of a content, if it was read lately."""
-        with self._lock:
-            return self._vectors.get(sha256)
-
-    def keep(self, sha256: str, vectors: LayerVectors) -> None:
-        """Remember a content."""
-        if _measure(vectors) <= PARSED_BYTES:
-            with self._lock:
-                self._vectors[sha256] = vectors
+        self.lock = threading.Lock()
+        self.vectors: LRUCache[str, LayerVectors] = LRUCache(PARSED_BYTES, _measure)
 
 
 def _measure(vectors: LayerVectors) -> int:
@@ -150,13 +139,14 @@ class VectorStore:
         assert self._features is not None, "what resolves requests has autoencoders"
         return self._features.find_feature(name, feature, reads=reads)
 
+    @cachedmethod(
+        lambda self: self._parsed.vectors,
+        key=lambda _, found: found.sha256,
+        lock=lambda self: self._parsed.lock,
+    )
     def _load(self, found: StoredContent) -> LayerVectors:
         """Return a content's vectors. Errors: APIError `internal` for damaged ones."""
-        if (known := self._parsed.get(found.sha256)) is not None:
-            return known
         try:
-            vectors = parse_content(self.files.read(found))
+            return parse_content(self.files.read(found))
         except ValueError as error:
             raise self.files.report_damage(found) from error
-        self._parsed.keep(found.sha256, vectors)
-        return vectors

@@ -14,7 +14,7 @@ A conversation keeps the white space that its template ends in: generation reads
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
@@ -25,10 +25,6 @@ Pair = tuple[str, str, bool]
 
 It then has its BOS already, and its end is where a generated answer would begin.
 """
-
-
-_EXACT: Final[BoundaryFinding] = "exact"
-_MERGED: Final[BoundaryFinding] = "merged"
 
 
 class Cut(NamedTuple):
@@ -85,13 +81,14 @@ def _cut(
     for pair, key, text, apart in zip(pairs, contexts, read, are_apart, strict=True):
         own, context_ids = encoded_contexts[key]
         ids, offsets = encoded[text]
-        start, finding = len(pair[0]), _EXACT
+        start = len(pair[0])
+        finding: BoundaryFinding = "exact"
         if apart:
             start -= len(key[0])
         else:
             count = len(own)
             if ids[:count] != own:
-                finding = _MERGED
+                finding = "merged"
                 context_ids = codec.bos_ids(key[1], ids[:count]) + ids[:count]
             ids, offsets = ids[count:], offsets[count:]
         if not ids:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import api_error
 from logsteer.schemas import ChatFields, Message
 
 
@@ -98,23 +98,19 @@ def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
             detail = (
                 f"chat_template_kwargs has {name[:80]}, which is not a variable of the template."
             )
-            raise _refuse(detail, "chat_template_kwargs")
+            raise api_error("invalid_request", detail, param="chat_template_kwargs")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             detail = (
                 f"chat_template_kwargs has {name[:80]}, which this model's chat template does not "
                 "read: it would change nothing; leave it out. /tokenizer_info gives the template."
             )
-            raise _refuse(detail, "chat_template_kwargs")
+            raise api_error("invalid_request", detail, param="chat_template_kwargs")
     if form.tools and not re.search(r"\btools\b", template):
         detail = (
             "This model's chat template does not read tools: describe them in a message, and leave "
             "tools out; response_format forces the form of a reply."
         )
-        raise _refuse(detail, "tools")
-
-
-def _refuse(detail: str, param: str) -> APIError:
-    return api_error("invalid_request", detail, param=param)
+        raise api_error("invalid_request", detail, param="tools")
 
 
 def _write_turn(message: Message, template: str) -> dict[str, Any]:

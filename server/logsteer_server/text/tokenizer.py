@@ -47,7 +47,7 @@ class TextCodec:
         probe = tokenizer("a")["input_ids"]
         self._adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor_length = len(self._decode(self._anchor))
+        self._anchor_length = len(self.decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
         self._divides = divides_at_spaces(self._backend)
 
@@ -61,17 +61,12 @@ class TextCodec:
     def load(cls, path: str) -> "TextCodec":
         """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
         with _import_lock:
-            return cls._load(path)
-
-    @classmethod
-    def _load(cls, path: str) -> "TextCodec":
-        file = Path(path) / "tokenizer.json"
-        if file.is_file():
-            # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        tokenizer = Tokenizer.from_pretrained(path)
+            if (Path(path) / "tokenizer.json").is_file():
+                # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
+                from transformers import PreTrainedTokenizerFast as Tokenizer
+            else:
+                from transformers import AutoTokenizer as Tokenizer
+            tokenizer = Tokenizer.from_pretrained(path)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"{path}: its tokenizer has no fast form; add a tokenizer.json")
         content = tokenizer.backend_tokenizer.to_str().encode()
@@ -152,7 +147,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens written out."""
-        return self._decode(list(ids))
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
         """Yield the text of each sequence, of so many at once that no call takes long."""
@@ -174,12 +169,9 @@ class TextCodec:
             length += len(stream.step(self._backend, token_id) or "")
         return starts
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=False))
-
     def _piece(self, token_id: int) -> str:
         """Return the text that a token adds after other text, its leading space included."""
-        return self._decode([*self._anchor, token_id])[self._anchor_length :]
+        return self.decode([*self._anchor, token_id])[self._anchor_length :]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:

@@ -90,7 +90,11 @@ class WindowCutter:
         self._kept.extend(ids)
         self.count += len(ids)
         windows = list(self._cut_full())
-        self._forget()
+        # No later window reads the tokens before these.
+        keep_from = max(self._kept_from, self.begin - self.context_length - 1)
+        keep_from = min(keep_from, self.count)
+        del self._kept[: keep_from - self._kept_from]
+        self._kept_from = keep_from
         return windows
 
     def finish(self) -> list[Window]:
@@ -99,13 +103,6 @@ class WindowCutter:
 
     def _tokens(self, start: int, end: int) -> list[int]:
         return self._kept[start - self._kept_from : end - self._kept_from]
-
-    def _forget(self) -> None:
-        """Drop the tokens that no later window reads."""
-        keep_from = max(self._kept_from, self.begin - self.context_length - 1)
-        keep_from = min(keep_from, self.count)
-        del self._kept[: keep_from - self._kept_from]
-        self._kept_from = keep_from
 
     def _cut_full(self) -> Iterator[Window]:
         while self.count >= self.begin + self.context_length:
