@@ -309,27 +309,13 @@ def _tidy(text: str) -> str:
 
 def render_all() -> dict[Path, str]:
     """Return every file that is written, with its source."""
-    sources = {name: (HERE / name).read_text() for name in BLOCKING if name != METHODS}
-    sources[METHODS] = render_methods()
-    made = {HERE / METHODS: sources[METHODS]}
-    return made | {
-        HERE / blocks: render_blocking(awaits, sources[awaits])
+    methods = render_methods()
+    return {HERE / METHODS: methods} | {
+        HERE / blocks: render_blocking(
+            awaits, methods if awaits == METHODS else (HERE / awaits).read_text()
+        )
         for awaits, blocks in BLOCKING.items()
     }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the files, or with --check compare them; return the exit status."""
-    check = "--check" in (sys.argv if argv is None else argv)
-    made = render_all()
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
-    if check and stale:
-        names = " and ".join(path.name for path in stale)
-        sys.stderr.write(f"stale: {names}; run `make client` and commit what it writes\n")
-        return 1
-    for path in stale:
-        path.write_text(made[path])
-    return 0
 
 
 def _write_classes() -> Iterator[str]:
@@ -464,4 +450,5 @@ def _name_event(endpoint: Endpoint) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for written, source in render_all().items():
+        written.write_text(source)
