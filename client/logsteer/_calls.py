@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import (
     Any,
     Final,
@@ -123,8 +123,9 @@ def _derive(endpoint: Endpoint) -> Iterator[Parameter]:
             named = name not in endpoint.positional
             required = not named and message is endpoint.request
             plain = types[name]
-            if required and name not in endpoint.optional:
-                plain = _drop_none(plain)
+            rest = tuple(part for part in get_args(plain) if part is not NoneType)
+            if required and name not in endpoint.optional and NoneType in get_args(plain):
+                plain = Union[rest]  # noqa: UP007  # made of parts
             yield Parameter(
                 name,
                 plain,
@@ -133,13 +134,6 @@ def _derive(endpoint: Endpoint) -> Iterator[Parameter]:
                 required,
                 _short_default(info),
             )
-
-
-def _drop_none(plain: Any) -> Any:
-    if get_origin(plain) not in (Union, UnionType):
-        return plain
-    parts = tuple(part for part in get_args(plain) if part is not NoneType)
-    return Union[parts]  # noqa: UP007  # made of parts
 
 
 def _describe(name: str, field: FieldInfo, in_query: bool) -> str:
