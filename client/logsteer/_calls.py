@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError
 
 from logsteer import schemas
-from logsteer._endpoints import ENDPOINTS, LAST_EVENT, SAFETENSORS_TYPE, Content, Endpoint
+from logsteer._endpoints import ENDPOINTS, LAST_EVENT, Content, Endpoint
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
@@ -245,19 +245,6 @@ def build_call(
     )
 
 
-def build_file_call(
-    default_model: str | None,
-    items: str | Sequence[Any],
-    layers: Sequence[int] | None,
-    **options: Any,
-) -> ApiCall[Download]:
-    """Return the call of `/activations` that is answered by a file. Errors: as `build_call`."""
-    items = [items] if isinstance(items, str) else items
-    values = {"items": items, "layers": layers, **options}
-    call = build_call("activations", values, default_model)
-    return replace(call, answer=Download, file_type=SAFETENSORS_TYPE)
-
-
 def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:
     """Return the message that these arguments make, as `build_call` does: checked, not sent."""
     endpoint = ENDPOINTS[name]
@@ -272,8 +259,8 @@ def fits_query(name: str, values: Mapping[str, Any]) -> bool:
     return _measure(_write_objects(query, values)) <= MAX_OBJECTS_QUERY
 
 
-def as_list(texts: str | Sequence[str]) -> list[str]:
-    """Return the texts as a list; one string is one text, not its characters."""
+def as_list(texts: str | Sequence[Any]) -> list[Any]:
+    """Return the texts, or other items, as a list; one string is one text, not its characters."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
