@@ -66,7 +66,7 @@ S = TypeVar("S")
 
 
 class OpenedSequence(Sequence[S]):
-    """Entries that are each made when they are asked for; a slice is a list of them."""
+    """A sequence that makes each entry when it is read; a slice is a list of entries."""
 
     @overload
     def __getitem__(self, place: int) -> S: ...
