@@ -707,6 +707,10 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -720,10 +724,6 @@ class AsyncClientMethods(AsyncCaller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -751,6 +751,12 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -769,12 +775,6 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -801,6 +801,10 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -811,10 +815,6 @@ class AsyncClientMethods(AsyncCaller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -836,6 +836,10 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -849,10 +853,6 @@ class AsyncClientMethods(AsyncCaller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -882,6 +882,12 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -900,12 +906,6 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -932,6 +932,10 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -942,10 +946,6 @@ class AsyncClientMethods(AsyncCaller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -967,6 +967,10 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -980,10 +984,6 @@ class AsyncClientMethods(AsyncCaller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1010,6 +1010,12 @@ class AsyncClientMethods(AsyncCaller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1028,12 +1034,6 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1058,6 +1058,10 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1068,10 +1072,6 @@ class AsyncClientMethods(AsyncCaller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -1092,6 +1092,10 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1105,10 +1109,6 @@ class AsyncClientMethods(AsyncCaller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1137,6 +1137,12 @@ class AsyncClientMethods(AsyncCaller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1155,12 +1161,6 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1185,6 +1185,10 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1195,10 +1199,6 @@ class AsyncClientMethods(AsyncCaller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -1761,6 +1761,10 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1768,10 +1772,6 @@ class AsyncClientMethods(AsyncCaller):
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1815,6 +1815,12 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1828,12 +1834,6 @@ class AsyncClientMethods(AsyncCaller):
                 be cached. They are the same numbers, bit for bit. Default True.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1868,6 +1868,10 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             model=model,
             bos=bos,
@@ -1875,10 +1879,6 @@ class AsyncClientMethods(AsyncCaller):
             cache=cache,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import (
     Any,
     Final,
@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError
 
 from logsteer import schemas
-from logsteer._endpoints import ENDPOINTS, LAST_EVENT, SAFETENSORS_TYPE, Content, Endpoint
+from logsteer._endpoints import ENDPOINTS, LAST_EVENT, Content, Endpoint
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
@@ -123,8 +123,9 @@ def _derive(endpoint: Endpoint) -> Iterator[Parameter]:
             named = name not in endpoint.positional
             required = not named and message is endpoint.request
             plain = types[name]
-            if required and name not in endpoint.optional:
-                plain = _drop_none(plain)
+            rest = tuple(part for part in get_args(plain) if part is not NoneType)
+            if required and name not in endpoint.optional and NoneType in get_args(plain):
+                plain = Union[rest]  # noqa: UP007  # made of parts
             yield Parameter(
                 name,
                 plain,
@@ -133,13 +134,6 @@ def _derive(endpoint: Endpoint) -> Iterator[Parameter]:
                 required,
                 _short_default(info),
             )
-
-
-def _drop_none(plain: Any) -> Any:
-    if get_origin(plain) not in (Union, UnionType):
-        return plain
-    parts = tuple(part for part in get_args(plain) if part is not NoneType)
-    return Union[parts]  # noqa: UP007  # made of parts
 
 
 def _describe(name: str, field: FieldInfo, in_query: bool) -> str:
@@ -251,19 +245,6 @@ def build_call(
     )
 
 
-def build_file_call(
-    default_model: str | None,
-    items: str | Sequence[Any],
-    layers: Sequence[int] | None,
-    **options: Any,
-) -> ApiCall[Download]:
-    """Return the call of `/activations` that is answered by a file. Errors: as `build_call`."""
-    items = [items] if isinstance(items, str) else items
-    values = {"items": items, "layers": layers, **options}
-    call = build_call("activations", values, default_model)
-    return replace(call, answer=Download, file_type=SAFETENSORS_TYPE)
-
-
 def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:
     """Return the message that these arguments make, as `build_call` does: checked, not sent."""
     endpoint = ENDPOINTS[name]
@@ -278,8 +259,8 @@ def fits_query(name: str, values: Mapping[str, Any]) -> bool:
     return _measure(_write_objects(query, values)) <= MAX_OBJECTS_QUERY
 
 
-def as_list(texts: str | Sequence[str]) -> list[str]:
-    """Return the texts as a list; one string is one text, not its characters."""
+def as_list(texts: str | Sequence[Any]) -> list[Any]:
+    """Return the texts, or other items, as a list; one string is one text, not its characters."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 

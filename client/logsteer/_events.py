@@ -52,7 +52,9 @@ class EventParser:
 
     def _read_line(self, line: str) -> ServerSentEvent | None:
         if not line:
-            return self._dispatch()
+            name, data = self._name or "message", self._data
+            self._name, self._data = "", []
+            return ServerSentEvent(name, "\n".join(data)) if data else None
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if field == "data":
@@ -60,8 +62,3 @@ class EventParser:
         elif field == "event":
             self._name = value
         return None
-
-    def _dispatch(self) -> ServerSentEvent | None:
-        name, data = self._name, self._data
-        self._name, self._data = "", []
-        return ServerSentEvent(name or "message", "\n".join(data)) if data else None

@@ -216,9 +216,8 @@ def _retry_after(value: str | None, now: float) -> float | None:
         return None
     try:
         # isdecimal and not float(): that would take "nan" and "inf", which is not a time.
-        seconds = float(value) if value.replace(".", "", 1).isdecimal() else None
-        if seconds is None:
-            seconds = parsedate_to_datetime(value).timestamp() - now
+        is_number = value.replace(".", "", 1).isdecimal()
+        seconds = float(value) if is_number else parsedate_to_datetime(value).timestamp() - now
     except ValueError:
         return None
     return max(0.0, seconds)

@@ -196,7 +196,7 @@ BLOCKING = {
 """File that awaits -> the file that is written from it, which blocks."""
 _WITHOUT_ASYNC = {
     "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes",
-    "aread": "read", "async_chunks": "chunks", "asyncio": "time",
+    "aread": "read", "async_chunks": "chunks", "anext": "next", "asyncio": "time",
     "sample_in_tasks": "sample_in_threads", "_async_caller": "_sync_caller",
     "_async_methods": "_sync_methods",
 }  # fmt: skip
@@ -296,7 +296,7 @@ def render_blocking(name: str, text: str) -> str:
 def _tidy(text: str) -> str:
     """Return the source with its imports and lines as ruff has them."""
     for command in (
-        ["check", "--select=I,UP028", "--fix-only", "--unsafe-fixes", "--quiet"],
+        ["check", "--select=D200,I,UP028", "--fix-only", "--unsafe-fixes", "--quiet"],
         ["format"],
     ):
         done = subprocess.run(
@@ -309,27 +309,13 @@ def _tidy(text: str) -> str:
 
 def render_all() -> dict[Path, str]:
     """Return every file that is written, with its source."""
-    sources = {name: (HERE / name).read_text() for name in BLOCKING if name != METHODS}
-    sources[METHODS] = render_methods()
-    made = {HERE / METHODS: sources[METHODS]}
-    return made | {
-        HERE / blocks: render_blocking(awaits, sources[awaits])
+    methods = render_methods()
+    return {HERE / METHODS: methods} | {
+        HERE / blocks: render_blocking(
+            awaits, methods if awaits == METHODS else (HERE / awaits).read_text()
+        )
         for awaits, blocks in BLOCKING.items()
     }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the files, or with --check compare them; return the exit status."""
-    check = "--check" in (sys.argv if argv is None else argv)
-    made = render_all()
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
-    if check and stale:
-        names = " and ".join(path.name for path in stale)
-        sys.stderr.write(f"stale: {names}; run `make client` and commit what it writes\n")
-        return 1
-    for path in stale:
-        path.write_text(made[path])
-    return 0
 
 
 def _write_classes() -> Iterator[str]:
@@ -359,11 +345,10 @@ def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
         answer, body = "bytes", f"file = await self._ask({values})\nreturn file.data"
         if endpoint.answer:
             answer, body = endpoint.answer.__name__, f"return await self._ask({values})"
-        doc = _write_docstring(endpoint.summary, endpoint.notes, arguments)
+        doc = endpoint.summary, endpoint.notes
         yield _write_method(f"async def {name}", arguments, answer, doc, body)
     if endpoint.events_summary:
-        notes = f"{endpoint.notes} {EVENTS_NOTE}".strip()
-        doc = _write_docstring(endpoint.events_summary, notes, arguments)
+        doc = endpoint.events_summary, f"{endpoint.notes} {EVENTS_NOTE}".strip()
         name = f"{name}_events" if endpoint.answer else name
         answer = f"AsyncGenerator[{_name_event(endpoint)}, None]"
         body = f"return self._listen({values})"
@@ -379,12 +364,14 @@ def _write_convenience(convenience: Convenience) -> str:
     arguments = [*convenience.own, *options]
     values = [one.name for one in convenience.own] + [f"{one.name}={one.name}" for one in options]
     body = f"return await self._{convenience.name}({', '.join(values)})"
-    doc = _write_docstring(convenience.summary, convenience.notes, arguments)
+    doc = convenience.summary, convenience.notes
     head = f"async def {convenience.name}"
     return _write_method(head, arguments, convenience.answer, doc, body)
 
 
-def _write_method(head: str, arguments: list[Parameter], answer: str, doc: str, body: str) -> str:
+def _write_method(
+    head: str, arguments: list[Parameter], answer: str, doc: tuple[str, str], body: str
+) -> str:
     parameters = ["self"]
     for argument in arguments:
         if argument.named and "*" not in parameters:
@@ -392,7 +379,7 @@ def _write_method(head: str, arguments: list[Parameter], answer: str, doc: str, 
         default = "" if argument.default is None else f" = {argument.default}"
         parameters.append(f"{argument.name}: {argument.type}{default}")
     lines = [f"{head}({', '.join(parameters)}) -> {answer}:"]
-    lines += [textwrap.indent(part, "    ") for part in (doc, body)]
+    lines += [textwrap.indent(part, "    ") for part in (_write_docstring(*doc, arguments), body)]
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
@@ -407,8 +394,6 @@ def _write_docstring(summary: str, notes: str, arguments: list[Parameter]) -> st
             for one in arguments
         ]
         parts.append("\n".join(["Args:", *lines]))
-    if len(parts) == 1 and len(parts[0]) <= width - 3:
-        return f'{parts[0]}"""'
     return "\n\n".join(parts) + '\n"""'
 
 
@@ -464,4 +449,5 @@ def _name_event(endpoint: Endpoint) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for written, source in render_all().items():
+        written.write_text(source)

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from logsteer._calls import ApiCall, as_list, build_call, build_file_call
+from logsteer._calls import ApiCall, Download, as_list, build_call
+from logsteer._endpoints import SAFETENSORS_TYPE
 from logsteer._events import EventParser
 from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
@@ -89,9 +90,7 @@ class Caller:
 
     def _answer(self, call: ApiCall[A]) -> A:
         with closing(self._run(call)) as answers:
-            for answer in answers:
-                return answer
-        raise AssertionError("an exchange delivers an answer or raises")
+            return next(answers)
 
     def _score(self, context: str, targets: str | Sequence[str], **options: Any) -> ItemScore:
         targets = as_list(targets)
@@ -122,7 +121,9 @@ class Caller:
     def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int] | None = None, **options: Any
     ) -> Activations:
-        file = self._answer(build_file_call(self._model, items, layers, **options))
+        values = {"items": as_list(items), "layers": layers, **options}
+        call = build_call("activations", values, self._model)
+        file = self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
         return Activations(file.data)
 
     def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:

@@ -703,6 +703,10 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -716,10 +720,6 @@ class ClientMethods(Caller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -747,6 +747,12 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -765,12 +771,6 @@ class ClientMethods(Caller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -797,6 +797,10 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -807,10 +811,6 @@ class ClientMethods(Caller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -832,6 +832,10 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -845,10 +849,6 @@ class ClientMethods(Caller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -878,6 +878,12 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -896,12 +902,6 @@ class ClientMethods(Caller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -928,6 +928,10 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -938,10 +942,6 @@ class ClientMethods(Caller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -963,6 +963,10 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -976,10 +980,6 @@ class ClientMethods(Caller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1006,6 +1006,12 @@ class ClientMethods(Caller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1024,12 +1030,6 @@ class ClientMethods(Caller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1054,6 +1054,10 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1064,10 +1068,6 @@ class ClientMethods(Caller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -1088,6 +1088,10 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1101,10 +1105,6 @@ class ClientMethods(Caller):
         | None = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1133,6 +1133,12 @@ class ClientMethods(Caller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1151,12 +1157,6 @@ class ClientMethods(Caller):
             messages: One conversation or a list of them, through the model's chat template.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1181,6 +1181,10 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1191,10 +1195,6 @@ class ClientMethods(Caller):
             messages=messages,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,
@@ -1757,6 +1757,10 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1764,10 +1768,6 @@ class ClientMethods(Caller):
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
-        temperature: float | NotGiven = NOT_GIVEN,
-        top_p: float | NotGiven = NOT_GIVEN,
-        top_k: int | NotGiven = NOT_GIVEN,
-        min_p: float | NotGiven = NOT_GIVEN,
         seed: int | NotGiven | None = NOT_GIVEN,
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
@@ -1811,6 +1811,12 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
+            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
+                1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Never draw a token less probable than this share of the most probable one.
+                Default 0.0.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1824,12 +1830,6 @@ class ClientMethods(Caller):
                 be cached. They are the same numbers, bit for bit. Default True.
             max_tokens: Maximum number of tokens in each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
-            top_p: Draw from the most probable tokens whose probabilities sum to this. Default
-                1.0.
-            top_k: 0: every token. Default 0.
-            min_p: Never draw a token less probable than this share of the most probable one.
-                Default 0.0.
             seed: Seed of the first completion; each further completion, of this prompt and the
                 next ones, takes the next number, so all draws are independent. None: the server
                 draws one. In float32 a seed gives the same tokens in any batch and on every
@@ -1864,6 +1864,10 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             precision=precision,
             model=model,
             bos=bos,
@@ -1871,10 +1875,6 @@ class ClientMethods(Caller):
             cache=cache,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
             seed=seed,
             stop=stop,
             include_stop=include_stop,

@@ -142,6 +142,14 @@ def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
 parse_layers = reading(steering.parse_layers)
 
 
+def cut_pair(text: str, form: str) -> tuple[str, str]:
+    """Return both sides of a text of a form such as NAME:ETA; raise ValueError for another."""
+    first, _, second = text.partition(re.sub(r"\w", "", form))
+    if not first or not second:
+        raise ValueError(f"{text!r} has not the form {form}")
+    return first, second
+
+
 def parse_scales(text: str) -> list[float]:
     """Return the numbers of a list such as -4,-2,0,2,4; else raise ArgumentTypeError."""
     try:
@@ -288,12 +296,7 @@ def _add_steering_options(parser: argparse.ArgumentParser, required: bool) -> No
     )
 
 
-def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the steering object of the arguments, or None.
-
-    Exits with 2 where options do not go together. Raises LogsteerError for a file without a JSON
-    object.
-    """
+def _read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
     refuse: Callable[[str], NoReturn] = arguments.refuse
     dependent = given(arguments, *_DEPENDENT)
     if not arguments.vectors:
@@ -313,18 +316,14 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return `steering`, `adapter` and `override` where given; fail as `read_steering` does."""
-    steering = read_steering(arguments)
-    changes = {} if steering is None else {"steering": steering}
-    return {**changes, **read_parameters(arguments)}
+    """Return `steering`, `adapter` and `override` where they were given.
 
-
-def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return `adapter` and `override` where they were given.
-
-    Exits with 2 where options do not go together.
+    Exits with 2 where options do not go together. Raises LogsteerError for a file without a JSON
+    object.
     """
-    changes: dict[str, Any] = dict(given(arguments, "adapter", "override"))
+    steering = _read_steering(arguments)
+    changes = {} if steering is None else {"steering": steering}
+    changes |= given(arguments, "adapter", "override")
     if arguments.cast is not None:
         if "override" not in changes:
             arguments.refuse("--cast: only with --override")
@@ -333,9 +332,7 @@ def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    name, _, eta = text.rpartition(":")
-    if not name:
-        raise ValueError(f"{text!r} has not the form NAME:ETA")
+    name, eta = cut_pair(text, "NAME:ETA")
     return {"name": name, "eta": float(eta)}
 
 

@@ -67,9 +67,8 @@ def run(argv: Sequence[str], *, transport: httpx.BaseTransport | None = None) ->
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
     """
     arguments = build_parser().parse_args(argv)
-    given = vars(arguments)
-    names = ("base_url", "api_key", "timeout", "model")
-    settings: Any = {name: given[name] for name in names if name in given}
+    names = {"base_url", "api_key", "timeout", "model"}
+    settings: Any = {name: value for name, value in vars(arguments).items() if name in names}
     command: Command = arguments.command
     try:
         check_output(arguments)
@@ -91,14 +90,11 @@ def run(argv: Sequence[str], *, transport: httpx.BaseTransport | None = None) ->
     return 0
 
 
-def choose_status(error: BaseException) -> int:
+def choose_status(error: BaseException | None) -> int:
     """Return the exit status for an error: whether the same command may succeed later."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, _PASSING):
-            return NOT_NOW
-        found = found.__cause__ if isinstance(found, LogsteerError) else None
-    return REFUSED
+    if isinstance(error, _PASSING):
+        return NOT_NOW
+    return choose_status(error.__cause__) if isinstance(error, LogsteerError) else REFUSED
 
 
 def _fail(message: object, status: int = REFUSED) -> int:

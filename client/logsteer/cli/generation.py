@@ -1,11 +1,12 @@
 """The commands that generate: generate, chat, steer; and sweep, which scores under steering."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+from logsteer._calls import checked
 from logsteer._progress import Waiting
 from logsteer.cli.arguments import (
     MUST_STEER,
@@ -17,11 +18,8 @@ from logsteer.cli.arguments import (
     parse_scales,
     read_changes,
     read_entries,
-    read_parameters,
-    read_steering,
 )
 from logsteer.cli.output import (
-    draw_changes,
     draw_generated,
     draw_grown,
     draw_sweep,
@@ -36,7 +34,7 @@ from logsteer.extras.datasets import read_text
 from logsteer.extras.labels import SweepLabels, label_sweep
 from logsteer.extras.plots import plot_sweep
 from logsteer.extras.rows import FlatRow, list_rows
-from logsteer.schemas import GenerateAnswer, SteerAnswer, SweepAnswer
+from logsteer.schemas import GenerateAnswer, SteerAnswer, Steering, SweepAnswer
 
 _SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
@@ -190,7 +188,7 @@ def add_sweep(add: AddCommand) -> None:
     )
     group.add_argument(
         "--layers",
-        type=_parse_layer_sets,
+        type=lambda text: [parse_layers(part) for part in text.split(";")],
         metavar="SET;SET;…",
         help="sets of layers in place of the vectors' own, as in '2;3;2,3'",
     )
@@ -216,9 +214,9 @@ def add_sweep(add: AddCommand) -> None:
 
 
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
-    steering = read_steering(arguments)
-    assert steering is not None, "the parser requires it"
-    options: Any = {**given(arguments, *_STEER_SAMPLING, "probes"), **read_parameters(arguments)}
+    own = given(arguments, *_STEER_SAMPLING, "probes")
+    options: Any = {**own, **read_changes(arguments)}
+    steering = options.pop("steering")
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -237,13 +235,12 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _sweep(client: Client, arguments: argparse.Namespace) -> None:
-    steering = read_steering(arguments)
-    assert steering is not None, "the parser requires it"
+    options: Any = {**given(arguments, *_SWEPT, "layers"), **read_changes(arguments)}
+    steering = options.pop("steering")
     items = _read_items(arguments)
     names: list[str] = arguments.texts or []
     if not items and not names:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
-    options: Any = {**given(arguments, *_SWEPT, "layers"), **read_parameters(arguments)}
     if items:
         options["items"] = items
     if names:
@@ -261,8 +258,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         plot_sweep(answer, path, items=items, texts=texts, title=title)
 
     rows = list(_name_rows(list_rows(answer), labels))
-    drawn = [*draw_sweep(answer, rows), *draw_changes(answer)]
-    show(arguments, answer, *drawn, rows=lambda: rows, draw=draw)
+    show(arguments, answer, *draw_sweep(answer, rows), rows=lambda: rows, draw=draw)
 
 
 def _name_rows(rows: Iterable[FlatRow], labels: SweepLabels) -> Iterator[FlatRow]:
@@ -291,11 +287,5 @@ def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _name_steering(steering: Mapping[str, Any]) -> str:
-    vectors = steering.get("vectors")
-    named = vectors if isinstance(vectors, Sequence) else []
-    names = [str(vector.get("name") or vector.get("sha256", "vector")[:12]) for vector in named]
-    return " + ".join(names)
-
-
-def _parse_layer_sets(text: str) -> list[list[int]]:
-    return [parse_layers(part) for part in text.split(";")]
+    vectors = checked(Steering, steering).vectors
+    return " + ".join(one.name or one.sae or (one.sha256 or "vector")[:12] for one in vectors)

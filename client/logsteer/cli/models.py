@@ -14,7 +14,7 @@ from logsteer.cli.arguments import AddCommand, add_options, begin_commands, give
 from logsteer.cli.output import draw_answer, draw_checks, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.schemas import ModelCard, ModelList, ReloadAnswer, SelftestAnswer, SelftestCheck
+from logsteer.schemas import ModelCard, ModelList, SelftestAnswer, SelftestCheck
 
 _WAIT_S = 300.0
 _CHANGES = {
@@ -68,13 +68,6 @@ def _change(name: str) -> Callable[[Client, argparse.Namespace], None]:
 def _reload(client: Client, arguments: argparse.Namespace) -> None:
     """Print what has changed; raise LogsteerError, which is exit status 1, where some failed."""
     answer = client.reload(wait_s=arguments.wait)
-    show(arguments, answer, *(Text(line) for line in _tell(answer)))
-    if answer.failed:
-        raise LogsteerError("; ".join(f"{name}: {why}" for name, why in answer.failed.items()))
-
-
-def _tell(answer: ReloadAnswer) -> list[str]:
-    """Return a line for each kind of change that there was."""
     kinds = {
         "added": answer.added,
         "removed": answer.removed,
@@ -83,7 +76,10 @@ def _tell(answer: ReloadAnswer) -> list[str]:
         "still running": answer.pending,
         "count from the next start on": answer.needs_restart,
     }
-    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    lines = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    show(arguments, answer, *map(Text, lines))
+    if answer.failed:
+        raise LogsteerError("; ".join(f"{name}: {why}" for name, why in answer.failed.items()))
 
 
 _AGAINST = {"against": "ID"}
@@ -125,9 +121,8 @@ def _watch(events: Generator[SelftestEvent, None, None]) -> SelftestAnswer:
     console = Console(stderr=True)
     with Live(console=console, transient=True, auto_refresh=False) as live:
         for event in events:
-            if isinstance(event, SelftestAnswer):
-                return event
             if isinstance(event, SelftestCheck) and console.is_terminal:
                 checks.append(event)
                 live.update(draw_checks(checks), refresh=True)
-    raise AssertionError("a stream ends with its result or raises")
+    assert isinstance(event, SelftestAnswer), "a stream ends with its result"
+    return event

@@ -32,7 +32,6 @@ from logsteer.schemas import (
     ItemScore,
     ModelList,
     OverrideList,
-    PerplexityAnswer,
     PromptCompletions,
     Provenance,
     SaeList,
@@ -95,11 +94,14 @@ def show(
 ) -> None:
     """Print the tables, or the answer in the format asked for; then draw the plot asked for.
 
+    Below the tables is what the answer was computed under.
+
     `rows` gives its rows, and `draw` its plot, in place of the class's own.
     """
     form, plot = choose_format(arguments), arguments.plot
     if form == "table":
-        _print_tables(arguments, tables)
+        changes = draw_changes(answer) if isinstance(answer, AppliedParameters) else ()
+        _print_tables(arguments, [*tables, *changes])
     elif form == "json":
         with _open_output(arguments) as file:
             file.write(answer.model_dump_json(indent=2) + "\n")
@@ -125,10 +127,9 @@ def _open_output(arguments: argparse.Namespace) -> Any:
 
 
 def _write_rows(arguments: argparse.Namespace, rows: Sequence[FlatRow]) -> None:
-    form = choose_format(arguments)
     names = list(dict.fromkeys(name for row in rows for name in row))
     with _open_output(arguments) as file:
-        if form == "jsonl":
+        if choose_format(arguments) == "jsonl":
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             return
         writer = csv.writer(file, lineterminator="\n")
@@ -253,12 +254,6 @@ def draw_diagnostics(result: ItemScore, with_tokens: bool) -> Iterator[Table | T
             yield draw_aggregates(target.aggregates)
 
 
-def draw_perplexity(answer: PerplexityAnswer) -> Table:
-    """Draw a row per statistic of the whole."""
-    made = {"protocol": _describe_windows(answer.provenance), "model": answer.model}
-    return draw_statistics(answer.total, made)
-
-
 def draw_statistics(found: BaseModel, more: Mapping[str, Any] = MappingProxyType({})) -> Table:
     """Draw a row per field of a message that has a value of its own."""
     fields = {name: ", ".join(v) if isinstance(v, list) else v for name, v in found}
@@ -270,7 +265,7 @@ def draw_statistics(found: BaseModel, more: Mapping[str, Any] = MappingProxyType
     return draw_rows(rows)
 
 
-def _describe_windows(made: Provenance) -> str:
+def describe_windows(made: Provenance) -> str:
     """Write how a text was cut: `exl3, windows of 2048 tokens, stride 2048, at most 100`."""
     if made.protocol is None or made.context_length is None:  # a server that does not say it
         return made.protocol or ""
@@ -350,7 +345,6 @@ def draw_generated(
                 name = {None: "", True: "steered ", False: "unsteered "}[which.get("steered")]
                 yield Text(f"{name}completion {which['completion']}", "bold")
                 yield from found
-    yield from draw_changes(answer)
 
 
 def draw_grown(answer: SteerAnswer | GenerateAnswer) -> Iterator[Table | Text]:
@@ -358,7 +352,6 @@ def draw_grown(answer: SteerAnswer | GenerateAnswer) -> Iterator[Table | Text]:
     (completion,) = answer.results[0].completions
     yield Text(_sum_up(completion), "dim")
     yield from draw_read(completion)
-    yield from draw_changes(answer)
 
 
 def draw_read(completion: Completion) -> Iterator[Table | Text]:
@@ -377,8 +370,6 @@ def stream_one(
     shown = False
     try:
         for event in events:
-            if isinstance(event, SteerAnswer | GenerateAnswer):
-                return event
             if not shown:
                 # The prompt waits for the first event, so that a refusal stands alone.
                 console.out(escape_controls(prompt), style="dim", end="", highlight=False)
@@ -388,7 +379,8 @@ def stream_one(
     finally:
         if shown:
             console.out("", highlight=False)
-    raise AssertionError("a stream ends with its result or raises")
+    assert isinstance(event, SteerAnswer | GenerateAnswer), "a stream ends with its result"
+    return event
 
 
 def stream_side_by_side(
@@ -400,15 +392,14 @@ def stream_side_by_side(
     heads = ["steered", "unsteered"][: len(sides)]
     with Live(console=console, transient=True, auto_refresh=False) as live:
         for event in events:
-            if isinstance(event, SteerAnswer | GenerateAnswer):
-                return event
             if isinstance(event, SteerPiece) and console.is_terminal:
                 key = event.completion, event.steered
                 texts[key] = texts.get(key, "") + event.text
                 count = 1 + max(index for index, _ in texts)
                 rows = [[(texts.get((n, side), ""), "") for side in sides] for n in range(count)]
                 live.update(_draw_side_by_side(heads, rows), refresh=True)
-    raise AssertionError("a stream ends with its result or raises")
+    assert isinstance(event, SteerAnswer | GenerateAnswer), "a stream ends with its result"
+    return event
 
 
 def _draw_completions(result: PromptCompletions, is_steered: bool) -> Table:

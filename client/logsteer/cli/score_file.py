@@ -4,11 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from logsteer.cli.arguments import (
     AddCommand,
     add_options,
+    cut_pair,
     given,
     read_changes,
     reading,
@@ -26,6 +28,7 @@ _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
     "generate": {"max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K",
                  "min_p": "P", "seed": "N", "stop": "TEXT"},
 }  # fmt: skip
+_FIELD = "FIELD=COLUMN"
 _BOUNDS = {
     "batch_size": "rows of a request", "batch_bytes": "bytes of a request",
     "concurrency": "concurrent requests to each server, at most; fewer where it refuses some",
@@ -58,7 +61,8 @@ OUT.job stays, and says what OUT was made of. Repeat --url to share the rows amo
     parser.add_argument("--endpoint", choices=KINDS, default="logprob", help="default logprob")
     rows = parser.add_argument_group("rows")
     rows.add_argument(
-        "--map", dest="fields", action="append", type=_parse_pair, metavar="FIELD=COLUMN",
+        "--map", dest="fields", action="append", metavar=_FIELD,
+        type=reading(partial(cut_pair, form=_FIELD)),
         help="the column that holds a field of an item; repeatable",
     )  # fmt: skip
     rows.add_argument(
@@ -98,8 +102,11 @@ OUT.job stays, and says what OUT was made of. Repeat --url to share the rows amo
 
 def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
     names = [name for metavars in _OPTIONS.values() for name in metavars]
-    options: dict[str, Any] = {**given(arguments, *names, "probes"), **read_changes(arguments)}
-    options |= arguments.options or {}
+    options: dict[str, Any] = {
+        **given(arguments, *names, "probes"),
+        **read_changes(arguments),
+        **(arguments.options or {}),
+    }
     own = vars(arguments)
     first = [own["base_url"]] if "base_url" in own else []
     fields = dict(arguments.fields or [])
@@ -129,13 +136,6 @@ def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
             f"{scores.failed} of {scores.rows} rows failed; {arguments.target} has the error of "
             "each in place of its result"
         )
-
-
-def _parse_pair(text: str) -> tuple[str, str]:
-    name, separator, column = text.partition("=")
-    if not separator or not name or not column:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIELD=COLUMN")
-    return name, column
 
 
 def _parse_options(text: str) -> dict[str, Any]:

@@ -30,11 +30,11 @@ from logsteer.cli.arguments import (
     read_input,
 )
 from logsteer.cli.output import (
+    describe_windows,
     draw_answer,
-    draw_changes,
     draw_diagnostics,
-    draw_perplexity,
     draw_scores,
+    draw_statistics,
     draw_tokens,
     show,
     wants_json,
@@ -165,7 +165,7 @@ def _score(client: Client, arguments: argparse.Namespace) -> None:
     (result,) = pair_scores(answer, 1, len(arguments.targets))
     read = result.targets if arguments.probes else []
     drawn = [*draw_scores(result), *map(draw_tokens, read)]
-    show(arguments, answer, *drawn, *draw_changes(answer))
+    show(arguments, answer, *drawn)
 
 
 def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
@@ -175,7 +175,7 @@ def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
         options["policy"] = policy
     answer = client.diagnostics(_read_item(arguments), **options)
     drawn = draw_diagnostics(answer.results[0], arguments.columns is not None)
-    show(arguments, answer, *drawn, *draw_changes(answer))
+    show(arguments, answer, *drawn)
 
 
 def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
@@ -197,7 +197,7 @@ def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
         drawn.append(draw_answer(answer, "position"))
     else:
         drawn.append(Text(f"along {answer.along.name} ({answer.along.sha256[:12]})"))
-    show(arguments, answer, *drawn, *draw_changes(answer))
+    show(arguments, answer, *drawn)
 
 
 _LENS = {"columns": "NAME", "top": "N", "boundary": None, "bos": None, "on_overflow": None}
@@ -251,15 +251,14 @@ def _read_lens(client: Client, arguments: argparse.Namespace) -> None:
         item = {"context": arguments.context, "targets": arguments.targets}
     answer = client.lens([item], **given(arguments, "layers", *_LENS), **read_changes(arguments))
     drawn = [part for one in answer.results[0].targets for part in draw_map(map_lens(one))]
-    show(arguments, answer, *drawn, *draw_changes(answer))
+    show(arguments, answer, *drawn)
 
 
 def _patch(client: Client, arguments: argparse.Namespace) -> None:
-    clean, corrupted = (
-        {"context": context, "targets": arguments.targets}
-        for context in (arguments.clean, arguments.corrupted)
-    )
-    pair = {"clean": clean, "corrupted": corrupted}
+    pair = {
+        side: {"context": getattr(arguments, side), "targets": arguments.targets}
+        for side in ("clean", "corrupted")
+    }
     answer = client.patch([pair], **given(arguments, "layers", *_PATCH))
     result = answer.results[0]
     runs = f"clean {show_value(result.clean)}, corrupted {show_value(result.corrupted)}"
@@ -345,20 +344,19 @@ def _measure(client: Client, arguments: argparse.Namespace) -> None:
     else:
         with Path(arguments.file).open("rb") as file:
             answer = _score_text(client, file, options, windows)
+    made = {"protocol": describe_windows(answer.provenance), "model": answer.model}
     name = arguments.dataset or arguments.file
     title = f"{name} on {answer.model}, perplexity {answer.total.perplexity or float('nan'):.5g}"
 
     def list_flat() -> list[FlatRow]:
         if arguments.per == "text":
             return list_rows(answer, "text")
-        # The text is one, whatever its number.
-        return [{k: v for k, v in write_window(one).items() if k != "text"} for one in windows]
+        return [write_window(one) for one in windows]
 
     show(
         arguments,
         answer,
-        draw_perplexity(answer),
-        *draw_changes(answer),
+        draw_statistics(answer.total, made),
         rows=list_flat,
         draw=lambda path: plot_windows(windows, title, path),
     )
@@ -380,12 +378,12 @@ def _score_text(
             events = client.perplexity_events(text, **options)
         with closing(events):
             for event in events:
-                if isinstance(event, PerplexityAnswer):
-                    return event
-                progress.show(event)
+                if not isinstance(event, PerplexityAnswer):
+                    progress.show(event)
                 if isinstance(event, WindowEvent):
                     windows.append(event.window)
-    raise AssertionError("a stream ends with its result or raises")
+    assert isinstance(event, PerplexityAnswer), "a stream ends with its result"
+    return event
 
 
 _READ = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}

@@ -15,6 +15,7 @@ from logsteer.cli.arguments import (
     Command,
     add_options,
     begin_commands,
+    cut_pair,
     given,
     parse_layers,
     parse_scales,
@@ -98,7 +99,15 @@ def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> Non
   logsteer score "I feel" " happy" " sad" --override gradient:1e-3
 """,
     )  # fmt: skip
-    _add_override_commands(_begin_store(begin_commands(parser, common), "overrides", "gradient"))
+    add_one = _begin_store(begin_commands(parser, common), "overrides", "gradient")
+    _add_put(
+        add_one, "overrides", "FILE", "upload a file as a direction",
+        "\n  logsteer overrides put gradient direction.safetensors\n",
+        "safetensors, a tensor for each parameter that moves, under its name in transformers",
+    )  # fmt: skip
+    text = "one direction: what it moves, and how far"
+    examples = "\n  logsteer overrides show gradient\n"
+    add_one("show", _show_override, text, examples, answer=OverrideCard)
 
 
 def _begin_store(add: AddCommand, resource: str, example: str) -> AddCommand:
@@ -159,17 +168,6 @@ def _add_put(
 
 def _draw_cards(resource: str, *cards: BaseModel) -> Table:
     return draw_answer(_CARDS[resource](**{resource: cards, "bytes": 0, "max_bytes": 0}))
-
-
-def _add_override_commands(add: AddCommand) -> None:
-    _add_put(
-        add, "overrides", "FILE", "upload a file as a direction",
-        "\n  logsteer overrides put gradient direction.safetensors\n",
-        "safetensors, a tensor for each parameter that moves, under its name in transformers",
-    )  # fmt: skip
-    text = "one direction: what it moves, and how far"
-    examples = "\n  logsteer overrides show gradient\n"
-    add("show", _show_override, text, examples, answer=OverrideCard)
 
 
 def _show_override(client: Client, arguments: argparse.Namespace) -> None:
@@ -285,11 +283,8 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _parse_weight(text: str) -> tuple[str, float]:
-    name, _, weight = text.partition("=")
-    try:
-        return name, float(weight)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not VECTOR=WEIGHT, as in mood=0.5") from error
+    name, weight = cut_pair(text, "VECTOR=WEIGHT")
+    return name, float(weight)
 
 
 def _combine(client: Client, arguments: argparse.Namespace) -> None:

@@ -124,10 +124,8 @@ class RowSource:
                 if row := line.strip():
                     number += 1
                     yield row
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
-        except OSError as error:
-            if error.errno is not None:
+        except (EOFError, OSError, zlib.error) as error:
+            if getattr(error, "errno", None) is not None:  # of the disk, not of what gzip reads
                 raise
             raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
 

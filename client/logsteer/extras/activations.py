@@ -12,10 +12,11 @@ Axis letters: N rows of all items, T rows of one item, D width of an activation.
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -61,7 +62,25 @@ class ActivationsOfItem:
     feature_activations: "Floats | None" = None
 
 
-class Activations(Sequence[ActivationsOfItem]):
+S = TypeVar("S")
+
+
+class OpenedSequence(Sequence[S]):
+    """A sequence that makes each entry when it is read; a slice is a list of entries."""
+
+    @overload
+    def __getitem__(self, place: int) -> S: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[S]: ...
+    def __getitem__(self, place: int | slice) -> S | list[S]:
+        found = range(len(self))[place]  # IndexError, and places from the end
+        return self._open(found) if isinstance(found, int) else [*map(self._open, found)]
+
+    @abstractmethod
+    def _open(self, index: int) -> S: ...
+
+
+class Activations(OpenedSequence[ActivationsOfItem]):
     """The activations of some texts, in their order.
 
     `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
@@ -100,14 +119,7 @@ class Activations(Sequence[ActivationsOfItem]):
     def __len__(self) -> int:
         return len(self.row_starts) - 1
 
-    @overload
-    def __getitem__(self, place: int) -> ActivationsOfItem: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[ActivationsOfItem]: ...
-    def __getitem__(self, place: int | slice) -> ActivationsOfItem | list[ActivationsOfItem]:
-        if isinstance(place, slice):
-            return [self[index] for index in range(*place.indices(len(self)))]
-        index = range(len(self))[place]  # IndexError, and places from the end
+    def _open(self, index: int) -> ActivationsOfItem:
         rows = slice(*self.row_starts[index : index + 2].tolist())
         read = slice(*self._token_starts[index : index + 2].tolist())
         return ActivationsOfItem(
@@ -209,7 +221,7 @@ _Item: TypeAlias = str | dict[str, Any]
 """A text, or a conversation as its item of the request."""
 
 
-class ActivationShards(Sequence[Activations]):
+class ActivationShards(OpenedSequence[Activations]):
     """The shards of a directory, each opened when it is needed; `contents` is what its index
     file says.
 
@@ -233,14 +245,8 @@ class ActivationShards(Sequence[Activations]):
     def __len__(self) -> int:
         return len(self._files)
 
-    @overload
-    def __getitem__(self, place: int) -> Activations: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Activations]: ...
-    def __getitem__(self, place: int | slice) -> Activations | list[Activations]:
-        if isinstance(place, slice):
-            return [open_activations(self.directory / name) for name in self._files[place]]
-        return open_activations(self.directory / self._files[place])
+    def _open(self, index: int) -> Activations:
+        return open_activations(self.directory / self._files[index])
 
     @property
     def num_items(self) -> int:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras import import_package
 from logsteer.schemas import Message
+from logsteer.schemas.chat import CONVERSATION
 
 
 def read_json_lines(lines: Iterable[bytes], name: str, form: str) -> Iterator[tuple[int, Any]]:
@@ -174,9 +175,6 @@ PROMPT = "prompt"
 _FORM = 'an object, or a text in quotation marks, "Once upon a time"'
 
 
-_CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-
-
 @dataclass(frozen=True, slots=True)
 class PromptRow:
     """A prompt, and the row of its dataset that it comes from.
@@ -231,7 +229,7 @@ def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) 
 
 def _read_conversation(turns: object, number: int, field: str) -> list[Message]:
     try:
-        return _CONVERSATION.validate_python(turns)
+        return CONVERSATION.validate_python(turns)
     except ValidationError as invalid:
         reason = invalid.errors(include_url=False)[0]["msg"]
         raise _refuse(f"row {number} has no conversation under {field!r}: {reason}") from invalid

@@ -8,8 +8,6 @@ for what tells the texts apart raises it with the scale, and lowers it below 0.
         context "The day was", targets " sunny and warm" and " rainy and cold"
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -73,11 +71,9 @@ def evaluate_vector(
     advice = card.about.recommendation
     own = None if advice is None else [advice.layer]
     places = own if layers is None else list(layers)
-    vector: dict[str, Any] = {"name": name}
-    if places is not None:
-        vector["layers"] = places
+    steering = {"vectors": [{"name": name, "layers": places}]}
     answers: list[SweepAnswer] = [
-        client.sweep({"vectors": [vector]}, chosen, items=cut[start : start + PAIRS_A_REQUEST],
+        client.sweep(steering, chosen, items=cut[start : start + PAIRS_A_REQUEST],
                      **options)
         for start in range(0, len(cut), PAIRS_A_REQUEST)
     ]  # fmt: skip

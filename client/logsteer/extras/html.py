@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from logsteer.errors import LogsteerError
 from logsteer.extras.labels import (
     describe_card,
     describe_changes,
@@ -18,7 +17,7 @@ from logsteer.extras.labels import (
     pick_told,
     show_value,
 )
-from logsteer.extras.rows import FlatRow, list_grains, list_rows
+from logsteer.extras.rows import FlatRow, find_rows, list_grains, list_rows
 from logsteer.schemas import SteeringReceipt, TrainAnswer, VectorCard
 from logsteer.schemas.interventions import AppliedParameters
 
@@ -101,20 +100,14 @@ def _cut(value: Any) -> str:
 
 def _draw_tables(answer: Any) -> Iterator[str]:
     for grain in list_grains(type(answer)):
-        if grain == "token":
-            continue
-        try:
-            rows = list_rows(answer, grain)
-        except LogsteerError:  # the answer was not asked for them
-            continue
-        yield write_table(pick_told(rows))
+        if grain != "token" and (rows := find_rows(answer, grain)) is not None:
+            yield write_table(pick_told(rows))
 
 
 def _draw_sequences(answer: Any) -> Iterator[str]:
     """Yield heat maps of each sequence of tokens: surprisal, and what its first probes read."""
-    try:
-        rows = list_rows(answer, "token")
-    except LogsteerError:
+    rows = find_rows(answer, "token")
+    if rows is None:
         return
     told = next((name for name in ("logprob", "attribution") if any(name in r for r in rows)), None)
     if told is None:

@@ -77,16 +77,21 @@ def list_rows(answer: Any, per: str | None = None) -> list[FlatRow]:
     """
     writers = _find_writers(answer)
     if per is None:
-        for write in writers.values():
-            if (found := write(answer)) is not None:
-                return list(found)
-        return []
+        found = (find_rows(answer, grain) for grain in writers)
+        return next((rows for rows in found if rows is not None), [])
     if per not in writers:
         raise LogsteerError(f"there is no row per {per}, but one per {' or '.join(writers)}")
-    found = writers[per](answer)
-    if found is None:
+    rows = find_rows(answer, per)
+    if rows is None:
         raise LogsteerError(f"the answer has no {per}s: {_MISSING.get(per, 'ask for them')}")
-    return list(found)
+    return rows
+
+
+def find_rows(answer: Any, per: str) -> list[FlatRow] | None:
+    """Return the rows of a grain; None where the answer was not asked for them, or has none."""
+    write = _find_writers(answer).get(per)
+    found = None if write is None else write(answer)
+    return None if found is None else list(found)
 
 
 def list_grains(kind: type) -> list[str]:
@@ -99,7 +104,8 @@ def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
 
     Raises ImportError that says what to install, and what `list_rows` raises.
     """
-    pandas = load_pandas()
+    missing = 'tables need pandas: pip install "logsteer[tables]"'
+    pandas = import_package("pandas", ImportError(missing))
     rows = answer if isinstance(answer, list) else list_rows(answer, per)
     frame: pd.DataFrame = pandas.DataFrame(rows)
     for name in frame.columns:
@@ -107,12 +113,6 @@ def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
         if kinds == {int, type(None)}:
             frame[name] = pandas.array([row.get(name) for row in rows], dtype="Int64")
     return frame
-
-
-def load_pandas() -> Any:
-    """Return the module pandas; ImportError that says what to install where it is missing."""
-    missing = 'tables need pandas: pip install "logsteer[tables]"'
-    return import_package("pandas", ImportError(missing))
 
 
 def place_readings(
@@ -228,31 +228,22 @@ def _of_each(
     return write_all
 
 
+def _of_asked(name: str, write: Callable[[Any, Any], Iterable[FlatRow]]) -> _Write:
+    """Return a writer of what an answer has in a field; it gives None where that was not asked."""
+    return lambda part: None if (found := getattr(part, name)) is None else write(part, found)
+
+
 # ------------------------------------------------------------------ texts
-
-
-def _write_text(text: TextResult) -> Iterator[FlatRow]:
-    yield {**_pick(text, _TEXT), "flags": ",".join(text.flags)}
 
 
 def write_window(window: WindowScore) -> FlatRow:
     """Return the row of a window: what it reads, and what its scored tokens come to."""
-    row = window.model_dump()
+    row = window.model_dump(exclude={"text"})  # a column before it has the number
     count, total = window.num_scored, window.sum_logprob
     return row | {"mean_logprob": None if total is None or not count else total / count}
 
 
-def _write_windows(text: TextResult) -> Iterable[FlatRow] | None:
-    if text.windows is None:
-        return None
-    rows = map(write_window, text.windows)
-    return ({name: value for name, value in row.items() if name != "text"} for row in rows)
-
-
-def _write_text_tokens(text: TextResult) -> Iterable[FlatRow] | None:
-    found: TokenScores | None = text.tokens
-    if found is None:
-        return None
+def _write_text_tokens(_: TextResult, found: TokenScores) -> Iterable[FlatRow]:
     return _write_tokens(found.tokens, found.token_ids, found.logprobs, found, found.positions)
 
 
@@ -395,20 +386,16 @@ def _write_patches(result: PatchResult) -> Iterator[FlatRow]:
             }  # fmt: skip
 
 
-def _write_norms(target: TargetGradient) -> Iterable[FlatRow] | None:
-    if target.norms is None:
-        return None
-    names = [f"norm@{layer}" for layer in target.norms]
+def _write_norms(target: TargetGradient, norms: Mapping[str, list[Float]]) -> list[FlatRow]:
+    names = [f"norm@{layer}" for layer in norms]
     return [
         {"target": target.target, "position": position, **dict(zip(names, values, strict=True))}
-        for position, *values in zip(target.positions or [], *target.norms.values(), strict=True)
+        for position, *values in zip(target.positions or [], *norms.values(), strict=True)
     ]
 
 
-def _write_attributions(target: TargetGradient) -> Iterable[FlatRow] | None:
-    if target.attributions is None:
-        return None
-    parts = zip(target.input_tokens or (), target.input_ids or (), target.attributions, strict=True)
+def _write_attributions(target: TargetGradient, attributions: list[Float]) -> list[FlatRow]:
+    parts = zip(target.input_tokens or (), target.input_ids or (), attributions, strict=True)
     return [
         {"target": target.target, "position": position, "token": token, "token_id": number,
          "attribution": attribution}
@@ -426,12 +413,14 @@ _ITEM: Mapping[str, _Write] = {
     "token": _of_each("targets", _write_target_tokens, lambda _, one: {"target": one.target}),
 }
 _TEXTS: Mapping[str, _Write] = {
-    "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
+    "token": _of_asked("tokens", _write_text_tokens),
+    "window": _of_asked("windows", lambda _, windows: map(write_window, windows)),
+    "text": lambda text: [{**_pick(text, _TEXT), "flags": ",".join(text.flags)}],
 }  # fmt: skip
 _PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
 _GRADIENTS: Mapping[str, _Write] = {
-    "position": _of_each("targets", _write_norms),
-    "token": _of_each("targets", _write_attributions),
+    "position": _of_each("targets", _of_asked("norms", _write_norms)),
+    "token": _of_each("targets", _of_asked("attributions", _write_attributions)),
     "target": _of_each("targets", _write_gradient),
 }
 _LENS_TARGET: Mapping[str, _Write] = {"token": _write_lens_tokens, "layer": _write_lens_layers}
@@ -443,10 +432,10 @@ _PATCH: Mapping[str, _Write] = {
 
 
 def _of_all(name: str, writers: Mapping[str, _Write]) -> Mapping[str, _Write]:
-    def number(place: int, _: Any) -> FlatRow:
-        return {name: place}
-
-    return {grain: _of_each("results", write, number) for grain, write in writers.items()}
+    return {
+        grain: _of_each("results", write, lambda place, _: {name: place})
+        for grain, write in writers.items()
+    }
 
 
 _WRITERS: Mapping[type, Mapping[str, _Write]] = {

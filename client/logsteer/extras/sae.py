@@ -16,15 +16,13 @@ before the autoencoder (1 for most), w the feature's column of W_enc and d its r
 | `topk`, `batchtopk` | among the k largest of all features: no matter of this feature alone |
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from logsteer._calls import list_files
 from logsteer.errors import LogsteerError
@@ -155,7 +153,7 @@ class SaeConfig:
         self.has_centre = self.get("apply_b_dec_to_input") is not False
 
     @classmethod
-    def parse(cls, content: bytes | str, place: Path) -> SaeConfig:
+    def parse(cls, content: bytes | str, place: Path) -> Self:
         """Return the configuration that a file has, which messages call `place`.
 
         Raises LogsteerError.

@@ -24,7 +24,7 @@ from logsteer.extras.datasets import (
     draw_prompts,
     read_prompts,
 )
-from logsteer.extras.rows import load_pandas
+from logsteer.extras.rows import to_frame
 from logsteer.schemas import Completion, GenerateRequest, PromptCompletions
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ class Samples(Sequence[Sample]):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return the records as a table. Errors: ImportError that says what to install."""
-        frame: pd.DataFrame = load_pandas().DataFrame(self.records())
-        return frame
+        return to_frame(self.records())
 
 
 def _flatten(sample: Sample) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -38,6 +39,8 @@ Ids: TypeAlias = list[int]
 T = TypeVar("T")
 S = TypeVar("S")
 A = TypeVar("A", bound=BaseModel)
+Group: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], list[int]]
+"""A context, a target, and the places of the pairs that are these two."""
 
 TOKENS_PER_REQUEST = 131_072
 IN_FLIGHT = 4
@@ -78,40 +81,20 @@ class Tokenized(BaseModel):
     results: list[Tokens]
 
 
-@dataclass
-class ScoreBatch:
-    """Items of one `/logprob` request; `places[k]`: where target k's score belongs."""
+def group_pairs(pairs: Iterable[tuple[Ids, Ids]]) -> list[Group]:
+    """Return each distinct pair of context and target once, those of a context together.
 
-    items: list[dict[str, Any]] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    num_tokens: int = 0
-
-
-def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
-    """Put pairs of context and target into requests; place k is pair k.
-
-    Equal contexts share an item, so that the server reads them once, and equal pairs a target. A
-    pair whose target is empty is in no batch.
+    A pair whose target is empty is in no group.
     """
     groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for place, (context, target) in enumerate(pairs):
         if target:
             groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
-    batches: list[ScoreBatch] = []
-    for context_key, targets in groups.items():
-        item: dict[str, Any] | None = None
-        for target_key, places in targets.items():
-            more = len(context_key) + len(target_key)
-            if not batches or batches[-1].num_tokens + more > TOKENS_PER_REQUEST:
-                batches.append(ScoreBatch())
-                item = None
-            if item is None:
-                item = {"context_ids": context_key, "target_ids": []}
-                batches[-1].items.append(item)
-            item["target_ids"].append(target_key)
-            batches[-1].places.append(places)
-            batches[-1].num_tokens += more
-    return batches
+    return [
+        (context, target, places)
+        for context, targets in groups.items()
+        for target, places in targets.items()
+    ]
 
 
 def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> list[list[T]]:
@@ -374,16 +357,17 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
         """Score each continuation: its log-probability, and whether it is the greedy one."""
         pairs: list[Pair] = [request.args for request in requests]
-
         batches = cut_slices(
-            pairs, self.batch_size, lambda pair: sum(map(len, pair)) // _CHARS_PER_TOKEN
+            range(len(pairs)),
+            self.batch_size,
+            lambda place: sum(map(len, pairs[place])) // _CHARS_PER_TOKEN,
         )
 
         # Encoded where they are scored: so the server cuts texts while its engine is at work.
-        def score(batch: list[Pair]) -> list[Scored]:
-            return self._score(self._encode_pairs(batch))
+        def score(batch: list[int]) -> list[Scored]:
+            return self._score(self._encode_pairs([pairs[place] for place in batch]))
 
-        return self._run(score, batches, pairs, disable_tqdm)
+        return self._run("loglikelihood", score, batches, pairs, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -424,14 +408,8 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             prompts = [tokens[requests[place].args[0]] for place in batch]
             return self._generate(prompts, settings[batch[0]])
 
-        found = [""] * len(settings)
-        with tqdm(total=len(found), disable=disable_tqdm, desc="Generating") as bar:
-            for batch, texts in run_concurrently(generate, batches):
-                for place, text in zip(batch, texts, strict=True):
-                    found[place] = text
-                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
-                bar.update(len(batch))
-        return found
+        asked = [request.args for request in requests]
+        return self._run("generate_until", generate, batches, asked, disable_tqdm)
 
     def _generate(self, prompts: list[Ids], setting: Mapping[str, Any]) -> list[str]:
         room = self.max_length - setting["max_gen_toks"]
@@ -462,27 +440,39 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **_: Any
     ) -> list[Scored]:
         batches = cut_slices(
-            requests, self.batch_size, lambda request: len(request[1]) + len(request[2])
+            range(len(requests)),
+            self.batch_size,
+            lambda place: len(requests[place][1]) + len(requests[place][2]),
         )
-        return self._run(self._score, batches, [request[0] for request in requests], disable_tqdm)
+        return self._run(
+            "loglikelihood",
+            lambda batch: self._score([requests[place] for place in batch]),
+            batches,
+            [request[0] for request in requests],
+            disable_tqdm,
+        )
 
     def _run(
         self,
-        score: Callable[[list[T]], list[Scored]],
-        batches: list[list[T]],
-        pairs: Sequence[Pair | None],
+        kind: str,
+        work: Callable[[list[int]], list[S]],
+        batches: list[list[int]],
+        asked: Sequence[Any],
         disable_tqdm: bool,
-    ) -> list[Scored]:
-        """Score all batches; `pairs` are the requests that they belong to, for caches."""
-        scores: list[Scored] = []
-        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
-            for batch, found in run_concurrently(score, batches):
-                for pair, result in zip(pairs[len(scores) :], found, strict=False):
-                    if pair is not None:
-                        self.cache_hook.add_partial("loglikelihood", pair, result)
-                scores += found
+    ) -> list[S]:
+        """Return what `work` makes of each place; `asked` are the arguments there, for caches.
+
+        None: a part of a request, which no cache keeps.
+        """
+        found: dict[int, S] = {}
+        with tqdm(total=len(asked), disable=disable_tqdm, desc=f"Running {kind} requests") as bar:
+            for batch, results in run_concurrently(work, batches):
+                for place, result in zip(batch, results, strict=True):
+                    found[place] = result
+                    if asked[place] is not None:
+                        self.cache_hook.add_partial(kind, asked[place], result)
                 bar.update(len(batch))
-        return scores
+        return [found[place] for place in range(len(asked))]
 
     def _encode_pairs(self, pairs: Sequence[Pair]) -> list[Encoded]:
         """Encode as `TemplateLM.loglikelihood` and `_encode_pair` do, many pairs at once."""
@@ -528,12 +518,18 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def _score(self, requests: Sequence[Encoded]) -> list[Scored]:
         # A continuation without a token of its own is certain, as for the harness's `hf`.
         scores: list[Scored] = [(0.0, True)] * len(requests)
-        for batch in make_batches(self._fit(request) for request in requests):
-            fields = {"items": batch.items, "columns": ["logprob", "rank"], "per_token": False}
+        groups = group_pairs(self._fit(request) for request in requests)
+        for batch in cut_slices(groups, len(groups), lambda one: len(one[0]) + len(one[1])):
+            # Of a context one item, so that the server reads it once.
+            items = [
+                {"context_ids": context, "target_ids": [target for _, target, _ in same]}
+                for context, same in groupby(batch, itemgetter(0))
+            ]
+            fields = {"items": items, "columns": ["logprob", "rank"], "per_token": False}
             answer = self._post("logprob", fields, Scores)
             check_adapter(self._adapter, answer.adapter)
             targets = [target for item in answer.results for target in item.targets]
-            for places, target in zip(batch.places, targets, strict=True):
+            for (_, _, places), target in zip(batch, targets, strict=True):
                 logprob = target.logprob
                 if logprob is None:
                     warning_once(_log, "log-probabilities are not finite: they are given as NaN")

@@ -96,7 +96,7 @@ def _read_part(part: Any) -> str:
     return text
 
 
-_CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 _CONVERSATIONS = TypeAdapter(list[Annotated[list[Message], Field(min_length=1)]])
 _TEXT = TypeAdapter(Annotated[str, Field(min_length=1, strict=True)])
 
@@ -104,11 +104,11 @@ _TEXT = TypeAdapter(Annotated[str, Field(min_length=1, strict=True)])
 def _read_conversations(value: Any, _read: Any) -> Any:
     """Check one conversation, or several; an error tells of the form that was meant alone."""
     several = isinstance(value, list) and bool(value) and isinstance(value[0], list)
-    return (_CONVERSATIONS if several else _CONVERSATION).validate_python(value)
+    return (_CONVERSATIONS if several else CONVERSATION).validate_python(value)
 
 
 def _read_text_or_turns(value: Any, _read: Any) -> Any:
-    return (_CONVERSATION if isinstance(value, list) else _TEXT).validate_python(value)
+    return (CONVERSATION if isinstance(value, list) else _TEXT).validate_python(value)
 
 
 Conversations = Annotated[list[Message] | list[list[Message]], WrapValidator(_read_conversations)]

@@ -211,20 +211,34 @@ class ItemOptions(Request):
 
 
 TEMPERATURE = "0, or anything below 0.00001: greedy."
-TOP_P = "Draw from the most probable tokens whose probabilities sum to this."
-MIN_P = "Never draw a token less probable than this share of the most probable one."
 
 
-class SamplingPolicy(Request):
+class DrawOptions(Request):
+    """How the tokens of a continuation are drawn."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Draw from the most probable tokens whose probabilities sum to this.",
+    )
+    top_k: Index = Field(default=0, description="0: every token.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Never draw a token less probable than this share of the most probable one.",
+    )
+
+
+class SamplingPolicy(DrawOptions):
     """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised.
 
     Of equally probable tokens those with smaller ids are kept. Every engine draws by this.
     """
 
     temperature: float = Field(default=1.0, ge=0, le=100, description=TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: Index = Field(default=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
 
 
 Policy = SamplingPolicy
@@ -312,6 +326,13 @@ class RowColumns(Reply):
     probes: list[ProbeReadings] | None = Field(
         default=None, description="One entry for each layer of each probe, in their order."
     )
+
+
+class NamedContent(Reply):
+    """A stored content, by the name that it was asked for by, and its digest."""
+
+    name: str
+    sha256: str
 
 
 class DeletedName(Reply):

@@ -7,15 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from logsteer.schemas.common import DeletedName, Reply, Request, Tabled
+from logsteer.schemas.common import DeletedName, NamedContent, Reply, Request, Tabled
 from logsteer.schemas.steering import Finite, ProbeRequest, Steering, SteeringReceipt, VectorName
 
 
-class UsedAdapter(Reply):
+class UsedAdapter(NamedContent):
     """The adapter that an answer was computed under, and its digest."""
-
-    name: str
-    sha256: str
 
 
 class AdapterCard(Tabled):
@@ -76,11 +73,9 @@ class ParameterOverride(Request):
     )
 
 
-class UsedOverride(Reply):
+class UsedOverride(NamedContent):
     """The override that an answer was computed under, and its digest."""
 
-    name: str
-    sha256: str
     eta: float
     cast: Literal["float32"] | None = Field(
         default=None, description="What the model was computed in; null: its own dtype."

@@ -12,10 +12,8 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
-    MIN_P,
-    TEMPERATURE,
-    TOP_P,
     Count,
+    DrawOptions,
     Float,
     Index,
     NamedRefusals,
@@ -99,15 +97,11 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
         return kept
 
 
-class SamplingRequest(CompatibleRequest, ActivationFields):
+class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     """Fields that completions and chat completions share."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
 
-    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: Index = Field(default=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None

@@ -20,7 +20,6 @@ from logsteer.schemas.common import (
     OneForm,
     Plotted,
     PrecisionOption,
-    Provenance,
     Reply,
     RequestOptions,
     RowColumns,
@@ -30,6 +29,7 @@ from logsteer.schemas.common import (
     name_refusal,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions, ParameterOverride
+from logsteer.schemas.steer import SteerStart
 from logsteer.schemas.steering import Steering, VectorName
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
@@ -267,10 +267,7 @@ class WindowEvent(Reply):
     perplexity: Float
 
 
-class StreamStart(Reply):
+class StreamStart(SteerStart):
     """The first server-sent event, of type `start`."""
 
-    id: str
-    model: str
-    provenance: Provenance
     usage: Usage | None = None

@@ -13,6 +13,7 @@ from logsteer.schemas.common import (
     ItemOptions,
     ItemResult,
     Layers,
+    NamedContent,
     NamedRefusals,
     OneForm,
     Plotted,
@@ -250,11 +251,9 @@ class TokenFeatures(Reply):
     )
 
 
-class UsedSae(Reply):
+class UsedSae(NamedContent):
     """The sparse autoencoder that features are of."""
 
-    name: str
-    sha256: str
     layer: int
     labels: dict[str, str] = Field(description="Of the features that are given, where known.")
 

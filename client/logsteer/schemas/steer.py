@@ -7,13 +7,11 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.chat import CONVERSATIONS, ChatFields, Conversations
 from logsteer.schemas.common import (
-    MIN_P,
-    TEMPERATURE,
-    TOP_P,
     Aggregate,
     Answer,
     Columns,
     Count,
+    DrawOptions,
     Float,
     Index,
     ItemOptions,
@@ -47,6 +45,7 @@ class PromptRequest(
     RequestOptions,
     ItemOptions,
     PrecisionOption,
+    DrawOptions,
     ActivationFields,
     ChatFields,
     NamedRefusals,
@@ -69,10 +68,6 @@ class PromptRequest(
         default=64, description="Maximum number of tokens in each completion."
     )
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
-    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: Index = Field(default=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     seed: int | None = Field(
         default=None,
         ge=0,

@@ -228,20 +228,20 @@ class ProbeRequest(ProbedVector):
     )
 
 
-Slice = tuple[Index, Count]
+def _check_slice(pair: tuple[int, int]) -> tuple[int, int]:
+    start, end = pair
+    if start >= end:
+        raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
+    return pair
+
+
+Slice = Annotated[tuple[Index, Count], Field(strict=False), AfterValidator(_check_slice)]
 
 
 class SlicePositions(Request):
     """Input tokens by position: [start, end) pairs."""
 
-    slices: list[Annotated[Slice, Field(strict=False)]] = Field(min_length=1, max_length=64)
-
-    @model_validator(mode="after")
-    def _slices_have_content(self) -> "SlicePositions":
-        for start, end in self.slices:
-            if start >= end:
-                raise ValueError(f"slice [{start}, {end}] is empty; end is exclusive")
-        return self
+    slices: list[Slice] = Field(min_length=1, max_length=64)
 
 
 class PositionRule(OneForm):
@@ -254,19 +254,11 @@ class PositionRule(OneForm):
 
     forms: ClassVar[tuple[str, ...]] = ("slices", "token_ids", "after", "last", "every")
 
-    slices: list[Annotated[Slice, Field(strict=False)]] | None = Field(
-        default=None, min_length=1, max_length=64
-    )
+    slices: list[Slice] | None = Field(default=None, min_length=1, max_length=64)
     token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=1024)
     after: str | None = Field(default=None, min_length=1)
     last: Count | None = None
     every: Count | None = None
-
-    @model_validator(mode="after")
-    def _slices_have_content(self) -> Self:
-        if self.slices is not None:
-            SlicePositions(slices=self.slices)
-        return self
 
     @property
     def kind(self) -> str:

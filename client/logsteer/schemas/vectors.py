@@ -17,6 +17,7 @@ from logsteer.schemas.common import (
     Float,
     Index,
     Layers,
+    NamedContent,
     Plotted,
     Reply,
     Request,
@@ -103,11 +104,9 @@ class Recommendation(Reply):
     reason: str
 
 
-class VectorPart(Reply):
+class VectorPart(NamedContent):
     """What a combination was made of."""
 
-    name: str
-    sha256: str
     weight: Float = None
 
 
@@ -252,11 +251,9 @@ class TrainRequest(ChatFields):
         return self
 
 
-class SimilarVector(Reply):
+class SimilarVector(NamedContent):
     """A stored vector, and the cosine between it and the new one at a layer."""
 
-    name: str
-    sha256: str
     cosine: float
 
 
