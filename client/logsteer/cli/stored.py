@@ -284,7 +284,10 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
 
 def _parse_weight(text: str) -> tuple[str, float]:
     name, weight = cut_pair(text, "VECTOR=WEIGHT")
-    return name, float(weight)
+    try:
+        return name, float(weight)
+    except ValueError as error:
+        raise ValueError(f"{text!r} has no number behind =, as mood=0.5 has") from error
 
 
 def _combine(client: Client, arguments: argparse.Namespace) -> None:
