@@ -1,20 +1,17 @@
 """What happens when things go wrong: engines that die, too much work, callers that leave."""
 
 import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from logsteer import Client
-from logsteer.errors import APIError, AuthenticationError, DeadlineError
+from logsteer.errors import APIError, AuthenticationError
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import open_request, wait_for
-from tests.held import HOLD, held, may_hold
-from tests.server.test_observation import Readings
+from tests.faults.processes import wait_for
+from tests.held import may_hold
 
 CRASH, FAIL = 77, 78
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
@@ -42,14 +39,6 @@ def server(start_server: ServerFactory, hold: Path) -> Server:
 def client(server: Server) -> Iterator[Client]:
     with Client(server.url, api_key=KEY, max_retries=0) as client:
         yield client
-
-
-def work(tokens: int, count: int = 1, token: int = 5) -> list[dict[str, object]]:
-    """Items of which each is another sequence, so that none shares the work of another."""
-    return [
-        {"context_ids": [token] * (tokens - 2) + [100 + index], "target_ids": [[6, 7]]}
-        for index in range(count)
-    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,67 +89,6 @@ def test_a_job_that_fails_takes_nobody_with_it(client: Client) -> None:
     with pytest.raises(APIError, match="told to fail"):
         client.logprob([ITEM, {"context_ids": [FAIL], "target_ids": [[6]]}], model="quick")
     assert client.logprob([ITEM], model="quick").results
-
-
-def wait_for_tokens(server: Server, tokens: int) -> None:
-    """Wait until so many tokens of work are accepted and unfinished."""
-    wait_for(lambda: Readings(server)("pending_tokens", model="slow") == tokens)
-
-
-def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(
-    start_server: ServerFactory,
-) -> None:
-    model = fake_model("slow", delay_s=0.5, ahead_tokens=100)
-    limits = {"max_pending_tokens": 1000, "request_timeout_s": 4.0, "cache_bytes": 0}
-    server = start_server({"models": [model], **limits}, LOGSTEER_API_KEY=KEY)
-    with Client(server.url, api_key=KEY, max_retries=0) as client:
-        with pytest.raises(DeadlineError, match="request_timeout_s"):
-            client.logprob(work(100, 10))  # ten steps of half a second
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                assert client.logprob(work(100)).results
-                break
-            except DeadlineError:  # the machine stood still for so long
-                assert time.monotonic() < deadline
-
-
-def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server, hold: Path) -> None:
-    before = count_ended(server)
-    items = work(100, 10, HOLD)
-    content = httpx.Request("POST", server.url, json={"model": "slow", "items": items}).content
-    key = f"Authorization: Bearer {KEY}"
-    with held(hold):
-        with open_request(server, "POST /logprob", content, None, key):
-            wait_for_tokens(server, 1000)
-        wait_for(lambda: count_ended(server) != before)
-        assert count_ended(server) == before | {"499": before["499"] + 1}, (
-            "its work ended because it left"
-        )
-        wait_for_tokens(server, 0)
-    assert client.logprob(work(100, 2), model="slow").results
-
-
-def count_ended(server: Server) -> dict[str, float]:
-    """Requests to score that have ended, by status."""
-    now = Readings(server)
-    return {
-        status: now("requests_total", path="/logprob", status=status)
-        for status in ("200", "499", "504")
-    }
-
-
-def test_a_long_call_does_not_keep_a_short_one_waiting(
-    client: Client, server: Server, hold: Path
-) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with held(hold):
-            items = [*work(100, 4), *work(100, 1, HOLD)]  # its last job, which takes a step alone
-            long = pool.submit(client.logprob, items, model="slow")
-            wait_for_tokens(server, 500)
-            client.logprob(work(50), model="slow")
-            assert not long.done()
-        assert len(long.result().results) == 5
 
 
 def test_a_model_that_cannot_be_loaded_says_why(start_server: ServerFactory) -> None:

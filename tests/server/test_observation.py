@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -436,20 +435,6 @@ def test_a_request_is_timed_to_the_end_of_its_answer(client: Client, server: Ser
     assert spent >= 0.5
     assert after("request_seconds_bucket", path="/perplexity", le="0.25") == 0
     assert after("request_seconds_bucket", path="/perplexity", le="+Inf") == 1
-
-
-def test_pending_work_is_shown_while_it_is_pending(
-    client: Client, server: Server, hold: Path
-) -> None:
-    assert Readings(server)("pending_tokens", model="slow") == 0
-    with ThreadPoolExecutor(1) as pool:
-        with held(hold):
-            call = pool.submit(client.logprob, [item(20, 21, HOLD)], model="slow")
-            while not (pending := Readings(server)("pending_tokens", model="slow")):
-                assert not call.done()
-        assert pending == 4
-        assert call.result().results
-    assert Readings(server)("pending_tokens", model="slow") == 0
 
 
 def test_restarts_and_readiness_are_shown(client: Client, server: Server, hold: Path) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -184,40 +183,6 @@ def test_a_job_that_another_replica_was_given_is_dropped_there() -> None:
     assert queue.drop(call) == {}
 
 
-@given(calls=st.lists(SIZES, max_size=5), budget=st.integers(1, 20), draw=st.data())
-def test_every_job_gets_its_turn_within_the_budget(
-    calls: list[list[int]], budget: int, draw: st.DataObject
-) -> None:
-    queue = FairQueue(EngineRoom(budget))
-    size_of: dict[int, int] = {}
-    for number, sizes in enumerate(calls):
-        queue.put(make_call(100 * number, *sizes))
-        size_of |= {100 * number + place: size for place, size in enumerate(sizes)}
-    running: list[int] = []
-    seen: list[int] = []
-    while (taken := ids(queue)) or running:
-        seen += taken
-        running += taken
-        assert sum(size_of[i] for i in running) <= budget or len(running) == 1
-        for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
-            queue.finish([job_id])
-            running.remove(job_id)
-    assert sorted(seen) == sorted(size_of)
-
-
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_long_call_delays_a_short_one_by_a_job_of_each_call_before_it(count: int) -> None:
-    queue = FairQueue(EngineRoom(1))
-    for number in range(count):
-        queue.put(make_call(1000 * number, *[1] * 50))
-    queue.put(make_call(99_000, 1))
-    order = []
-    while taken := ids(queue):
-        order += taken
-        queue.finish([taken[0]])
-    assert order.index(99_000) == count
-
-
 # ------------------------------------------------------------------ turns between callers
 
 
@@ -289,16 +254,6 @@ def test_interactive_work_goes_first_and_batch_work_goes_on() -> None:
     assert [order.index(n) for n in range(4)] == [15, 31, 42, 43]
     queue.put(lane_call(200, "night", 1, priority="batch"))
     assert ids(queue) == [200]  # alone it does not wait
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(get_args(Priority)), SIZES)))
-def test_every_job_of_every_lane_is_sent_once(calls: list[tuple[str, Priority, list[int]]]) -> None:
-    queue = FairQueue(EngineRoom(12))
-    expected = []
-    for n, (tenant, priority, sizes) in enumerate(calls):
-        queue.put(lane_call(100 * n, tenant, *sizes, priority=priority))
-        expected += range(100 * n, 100 * n + len(sizes))
-    assert sorted(drain(queue)) == expected
 
 
 # ------------------------------------------------------------------ generation
@@ -524,12 +479,6 @@ class TestSplit:
         queue.finish([0], 0)
         queue.put(EngineCall([long], 20))
         assert send(queue) == {20: 0}
-
-    def test_a_replica_that_does_not_answer_gets_nothing(self) -> None:
-        queue = make_queue()
-        queue.replicas[0].is_open = False
-        queue.put(EngineCall([score(n, 1) for n in range(4)], 0))
-        assert set(send(queue).values()) == {1}
 
     def test_what_a_replica_had_is_sent_again_first_and_with_its_own_sizes(self) -> None:
         jobs = ScoreJobs.of([score(0, 1, length) for length in (20, 30, 5, 6)])

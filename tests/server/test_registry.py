@@ -135,22 +135,6 @@ async def list_outputs(model: ResidentModel, prepared: PreparedJobs) -> list[tup
 
 
 class TestJobs:
-    async def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
-        handle = ScriptedHandle()
-        model = make_model(handle, results=results)
-
-        first = await compute(model, score(1, 2, 3))
-        prepared = await model.prepare(score(3, 4, 1), cache=True)
-        assert sorted(index for index, _ in prepared.hits) == [0, 2]
-        assert prepared.num_known == 2
-        assert prepared.num_tokens == 2, "known jobs take no room"
-        second = dict(await list_outputs(model, prepared))
-        assert sorted(second) == [0, 1, 2]
-        for index, same in ((0, 2), (2, 0)):
-            for name in ("logprob", "rank"):
-                assert np.array_equal(second[index].columns[name], first[same].columns[name])
-        assert [len(call) for call in handle.calls] == [3, 1]
-
     async def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
         handle = ScriptedHandle(answer=cached_prefix)
         model = make_model(handle, results=results)
@@ -181,17 +165,6 @@ class TestJobs:
         assert handle.open == 0
         known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
         assert sorted(index for index, _ in known.hits) == [0, 1, 2]
-
-    async def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
-        self, results: ResultCache
-    ) -> None:
-        handle = ScriptedHandle()
-        model = make_model(handle, results=results)
-
-        await compute(model, score(1))
-        known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
-        assert [part.taken_at for part in known] == [None]
-        assert len(handle.calls) == 1
 
     def test_finished_work_teaches_how_long_to_wait(self) -> None:
         model = make_model(SlowHandle(), max_tokens=100)

@@ -11,7 +11,7 @@ import pytest
 
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, OverloadedError
-from logsteer.schemas import ALL_COLUMNS, GenerateRequest, LogprobRequest, Steering
+from logsteer.schemas import ALL_COLUMNS, GenerateRequest, Steering
 from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -197,19 +197,6 @@ def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
         task.check_limits(SETTINGS.model_copy(update={"max_items": count}))
         with refused("payload_too_large", f"has {count} entries, at most {count - 1}", param=field):
             task.check_limits(SETTINGS.model_copy(update={"max_items": count - 1}))
-
-
-def test_targets_are_scored_by_the_sums_of_their_tokens() -> None:
-    body = {"items": [{"context_ids": [5], "target_ids": [[6, 7], [8]]}]}
-    request = LogprobRequest.model_validate(body)
-    answer = finish(TASKS["logprob"](request, register(make_model()), STORES))
-    (item,) = list(answer["results"])
-    sums = [float(np.sum(target["logprobs"])) for target in item["targets"]]
-    assert [target["logprob"] for target in item["targets"]] == pytest.approx(sums)
-    assert [target["prob"] for target in item["targets"]] == pytest.approx(np.exp(sums).tolist())
-    chosen = np.exp(sums) / np.exp(sums).sum()
-    assert item["choice_probs"] == pytest.approx(chosen.tolist())
-    assert item["best"] == chosen.argmax()
 
 
 def generate_with(**fields: Any) -> list[GenerateJob]:

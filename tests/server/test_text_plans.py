@@ -62,16 +62,6 @@ def encode(*texts: str, bos: bool = True) -> list[list[int]]:
 
 
 class TestPrompts:
-    def test_text_has_a_bos_and_ids_are_taken_as_they_are(self) -> None:
-        (ids,) = encode("Once")
-        for prompt in ("Once", ["Once"]):
-            assert list(read_prompts(prompt, CODEC)) == [("Once", ids)]
-        for prompt in ([5, 6], [[5, 6]]):
-            found = list(read_prompts(prompt, CODEC))
-            assert found == [(None, [5, 6])]
-        both = list(read_prompts([[5], "Once", [6]], CODEC))  # type: ignore[list-item]
-        assert [given for _, given in both] == [[5], ids, [6]]
-
     def test_bos_is_as_asked(self) -> None:
         policies: tuple[BosPolicy, ...] = ("auto", "always", "never")
         found = [next(read_prompts("Once", CODEC, bos))[1] for bos in policies]
