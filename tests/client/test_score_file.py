@@ -34,8 +34,21 @@ from logsteer.corpus.answers import read_answer
 from logsteer.corpus.job import FleetServer
 from logsteer.errors import AnswerError
 
-from .corpus_server import BAD, RESULTS, CorpusServer, answer, encode, serve_corpus, value_of
-from .score_file_cases import PowerCutError, interrupt, read_rows, score, texts, write_rows
+from .corpus_server import (
+    BAD,
+    RESULTS,
+    CorpusServer,
+    PowerCutError,
+    answer,
+    encode,
+    interrupt,
+    read_rows,
+    score,
+    serve_corpus,
+    texts,
+    value_of,
+    write_rows,
+)
 from .scripted import problem
 
 Output = pytest.CaptureFixture[str]

@@ -165,12 +165,12 @@ class TestLosses:
         with ThreadPoolExecutor(1) as pool, held(cluster.hold_file):
             waiting = pool.submit(cluster.score, HOLD)
             (victim,) = wait_for(cluster.find_busy)
-            with load(cluster) as codes:
+            with load(cluster) as found:
                 victim.kill()
                 cluster.hold_file.unlink()
                 wait_for(lambda: "was lost" in cluster.read_card()["detail"])
             assert waiting.result(60).status_code == 200, "it was sent to the other one"
-        assert set(codes) == {200}
+        assert set(found.statuses) == {200}
         told = cluster.read_card()["detail"]
         assert "worker" in told
         assert "was lost" in cluster.output, "an operator reads it in the log"

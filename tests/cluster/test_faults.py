@@ -20,12 +20,12 @@ def test_a_silent_replica_is_replaced_and_costs_no_score(cluster: Cluster) -> No
     with held(cluster.hold_file), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(cluster.score, HOLD)
         (victim,) = wait_for(cluster.find_busy)
-        with load(cluster) as codes:
+        with load(cluster) as found:
             victim.send_signal(signal.SIGSTOP)
             wait_for(lambda: not victim.is_running(), 90)
             cluster.hold_file.unlink()
             assert waiting.result(60).status_code == 200
-    assert set(codes) == {200}
+    assert set(found.statuses) == {200}
     cluster.wait_until_ready()
     assert "was lost: it did not answer" in cluster.read_card()["detail"]
 
@@ -36,12 +36,12 @@ def test_a_change_under_load_costs_nothing_and_leaves_others_alone(cluster: Clus
     before = cluster.find_replicas()
     third = cluster.other | {"id": "third"}
     cluster.write(cluster.fake | {"max_model_len": 64}, cluster.other, third)
-    with load(cluster) as codes:
+    with load(cluster) as found:
         told = cluster.client.post("/admin/reload", params={"wait_s": 120}).json()
         assert (told["replaced"], told["added"]) == (["fake"], ["third"])
         assert (told["unchanged"], told["pending"], told["failed"]) == (["other"], [], {})
         psutil.wait_procs(before, 60)
-    assert set(codes) == {200}
+    assert set(found.statuses) == {200}
     assert cluster.read_card()["context_length"] == 64
     assert not any(own.is_running() for own in before)
     assert other.is_running()
@@ -57,10 +57,10 @@ def test_a_change_that_cannot_be_made_is_told(cluster: Cluster) -> None:
     cluster.config_path.write_text("models: [{id: 5}]")
     assert cluster.client.post("/admin/reload").status_code == 422
     cluster.write(cluster.fake | {"path": "/nowhere/at/all"}, cluster.other)
-    with load(cluster) as codes:
+    with load(cluster) as found:
         told = cluster.client.post("/admin/reload", params={"wait_s": 120}).json()
     assert list(told["failed"]) == ["fake"]
-    assert set(codes) == {200}
+    assert set(found.statuses) == {200}
     cluster.write(cluster.fake, cluster.other)
     cluster.client.post("/admin/reload", params={"wait_s": 120})
     cluster.wait_until_ready()
@@ -70,10 +70,10 @@ def test_requests_do_without_the_head_and_a_kill_leaves_nothing(tmp_path: Path) 
     cluster = Cluster(tmp_path)
     cluster.wait_until_ready()
     family = psutil.Process(cluster.process.pid).children(recursive=True)
-    with load(cluster) as codes:
+    with load(cluster) as found:
         (head,) = [own for own in family if own.name() == "gcs_server"]
         head.kill()
-    assert set(codes) == {200}
+    assert set(found.statuses) == {200}
     cluster.client.close()
     cluster.process.kill()
     cluster.process.wait()

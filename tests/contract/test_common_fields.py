@@ -5,7 +5,7 @@ or in what the result cache knows. One that is refused is named, with a reason.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from logsteer.schemas import ALL_COLUMNS
-from tests.conftest import ROOT, Server
+from tests.conftest import ROOT
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
@@ -132,12 +132,6 @@ DRAWN_EACH_TIME = ("/steer", "/generate")
 CASES = [(path, field) for path in BODIES for field in FIELDS]
 REFUSED = [case for case in CASES if case[1] in REFUSALS[case[0]]]
 TAKEN = [case for case in CASES if case not in REFUSED]
-
-
-@pytest.fixture(scope="module")
-def http(fake_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fake_server.url, timeout=60) as client:
-        yield client
 
 
 def post(http: httpx.Client, path: str, body: dict[str, Any], accept: str = "") -> httpx.Response:

@@ -21,11 +21,6 @@ def outside(client: Client) -> Iterator[openai.OpenAI]:
         yield found
 
 
-@pytest.fixture
-def model(client: Client) -> str:
-    return client.models().models[0].id
-
-
 def test_models_are_listed(outside: openai.OpenAI, model: str) -> None:
     assert model in [card.id for card in outside.models.list()]
 

@@ -43,7 +43,6 @@ from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
 from logsteer_server.tasks.sweep import SweepTask
 from tests.refusals import refused
-from tests.server.plan_steps import finish as finish_steps
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -53,6 +52,7 @@ from tests.server.scripted_model import (
     make_model,
     register,
 )
+from tests.server.scripted_model import finish as finish_steps
 
 ITEMS = {"items": [{"context_ids": [5], "target_ids": [[6]]}] * 2}
 PAIR = {"clean": ITEMS["items"][0], "corrupted": ITEMS["items"][0]}

@@ -1,5 +1,6 @@
 """Configuration: the file, the environment above it, arguments above both, and clear errors."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,11 @@ def test_the_demo_without_a_file() -> None:
     assert (Path(model.path) / "model.safetensors").is_file()
     with pytest.raises(ConfigurationError, match="serve MODEL or --demo"):
         load_settings(None, name_model(None))
+
+
+def test_a_port_in_use_is_an_error_of_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--config", "demo/models.yaml", "--port", str(port)]) == 2

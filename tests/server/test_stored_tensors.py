@@ -53,7 +53,7 @@ from logsteer_server.stores.store import OVERRIDES, VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 from logsteer_server.tasks.sweep import plan_settings
 from tests.refusals import refused
-from tests.server.plan_steps import finish
+from tests.server.scripted_model import finish
 from tests.server.steering_cases import INFO, NoVectors
 from tests.server.store_cases import ABOUT, make_content, put_content
 

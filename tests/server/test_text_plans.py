@@ -39,12 +39,12 @@ from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import Windowing
 from tests.refusals import refused
-from tests.server.plan_steps import finish
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
     STORES,
     ScriptedHandle,
+    finish,
     load_codec,
     make_model,
     register,

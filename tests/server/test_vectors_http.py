@@ -85,9 +85,7 @@ def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> No
     assert client.vectors.put("again", gguf.content).sha256 == card.sha256
 
     assert client.vectors.delete("happy").sha256 == card.sha256
-    with pytest.raises(NotFoundError) as caught:
-        client.vectors.get("happy")
-    assert caught.value.code == "unknown_vector"
+    refused(http.get("/vectors/happy"), 404, "unknown_vector", "'happy'")
 
 
 def test_files_of_other_programs_go_up(client: Client) -> None:
