@@ -242,9 +242,11 @@ def test_limits_of_uploads_and_gradients(tlens_limited_server: Server) -> None:
         refused(found, 413, "payload_too_large", "max_upload_bytes")
     assert sorted(directory.rglob("*")) == before, "nothing of what was refused stays"
     long = {"context_ids": (CONTEXT * 400)[:1000], "target_ids": [TARGET]}
-    with Client(server.url, timeout=300) as client:
-        with refusals.refused("payload_too_large", "128 numbers a token"):
-            client.gradient([long] * 7, {"layers": [0, 1, 2, 3, 4]})
+    with (
+        Client(server.url, timeout=300) as client,
+        refusals.refused("payload_too_large", "128 numbers a token"),
+    ):
+        client.gradient([long] * 7, {"layers": [0, 1, 2, 3, 4]})
 
 
 def test_other_engines_refuse_and_say_which_does(start_server: ServerFactory) -> None:

@@ -26,6 +26,7 @@ from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError
 from logsteer_server.numerics.rows import RowSpec
 from logsteer_server.tasks.comparison import export_files
 from logsteer_server.tasks.planning import Capacity, Planner
+from tests.refusals import refused
 from tests.server.scripted_model import SETTINGS
 
 V, T = 23, 6
