@@ -1,19 +1,27 @@
 """What each method sends, and what it makes of the answer.
 
-Retries, headers and errors are the same for both clients.
+Retries, headers, errors and connections are the same for both clients; arrays come packed or as
+lists.
 """
 
+import math
+import socket
 import struct
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from logsteer import (
     AnswerError,
     APIError,
+    Client,
     InternalError,
     InvalidRequestError,
     LogsteerError,
@@ -24,7 +32,8 @@ from logsteer import (
     TransportError,
     UnavailableError,
 )
-from logsteer._exchange import RetryPolicy, _retry_after
+from logsteer._arrays import unpack
+from logsteer._exchange import ClientSettings, RetryPolicy, _retry_after
 from logsteer.schemas import LogprobItem, Message, Steering
 
 from .documents import (
@@ -487,3 +496,124 @@ def test_no_key_no_header(call: Caller) -> None:
     call(server, ask_health)
     assert str(server.requests[0].url) == "http://127.0.0.1:8000/healthz"
     assert "Authorization" not in server.requests[0].headers
+
+
+# ------------------------------------------------------------------ packed arrays
+
+
+def packed(dtype: str, shape: list[int], data: bytes) -> bytes:
+    body: bytes = msgpack.packb({"a": [{"dtype": dtype, "shape": shape, "data": data}]})
+    return body
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data", "expected"),
+    [
+        ("<i4", [2, 3], struct.pack("<6i", *range(6)), [[0, 1, 2], [3, 4, 5]]),
+        ("<i4", [], struct.pack("<i", -7), -7),
+        ("<i4", [0], b"", []),
+        ("<i4", [2, 0], b"", [[], []]),
+        ("<i4", [1, 2, 1], b"\1\0\0\0\0\1\0\0", [[[1], [256]]]),
+        ("<f4", [3], struct.pack("<3f", 0.5, math.nan, -math.inf), [0.5, None, None]),
+    ],
+)
+def test_arrays_are_expanded(dtype: str, shape: list[int], data: bytes, expected: Any) -> None:
+    assert unpack(packed(dtype, shape, data)) == {"a": [expected]}
+
+
+@given(st.lists(st.floats(width=32, allow_infinity=False), max_size=20))
+def test_every_float_survives_but_nan(values: list[float]) -> None:
+    found = unpack(packed("<f4", [len(values)], struct.pack(f"<{len(values)}f", *values)))
+    assert found == {"a": [[None if math.isnan(value) else value for value in values]]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        packed("<f8", [1], b"\0" * 8),
+        packed("<f4", [2], b"\0" * 4),
+        b"\xc1",
+        b"",
+        msgpack.packb(1) + b"\0",
+        packed("<f4", [2**40, 0], b""),  # a list of 2**40 empty ones
+        packed("<f4", "ab", b"\0" * 4),  # type: ignore[arg-type]
+        packed([["a", "<f4"]], [1], b"\0" * 4),  # type: ignore[arg-type]
+        b"\x91" * 100_000,
+        b"\x91" * 1000 + b"\x01",
+    ],
+)
+def test_contradictions_are_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        unpack(body)
+
+
+def test_what_only_resembles_an_array_stays() -> None:
+    document = {"dtype": "<f4", "shape": [1], "data": "text"}
+    assert unpack(msgpack.packb(document)) == document
+
+
+# ------------------------------------------------------------------ connections
+
+
+ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def read_arguments(url: str) -> object:
+    """What the transport for an address is made with."""
+    return ClientSettings(url, None, None, 2, None, "json").transport
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a server that answers one request."""
+    body = b'{"status":"ok"}'
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer % (len(body), body))
+                connection.recv(1)  # until the client has closed it
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+def test_its_connections_are_probed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    create = socket.create_connection
+
+    def note(*arguments: object, **options: object) -> socket.socket:
+        made.append(create(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_connection", note)
+    with Client(url) as client:
+        client._http.get("/healthz")
+        (own,) = made
+        assert own.getsockopt(*ALIVE[:2]) == 1
+        idle, every, count = (
+            own.getsockopt(socket.IPPROTO_TCP, name)
+            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+    assert idle + every * count <= 30, "half a minute"
+
+
+def test_a_proxy_of_the_environment_is_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert read_arguments("https://example.org") is None
+
+
+def test_a_unix_socket_needs_no_probes() -> None:
+    assert read_arguments("unix:///run/x") == {"uds": "/run/x", "socket_options": []}
