@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import httpx
 import hypothesis
 import pytest
 import yaml
@@ -394,6 +395,13 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def fake_client(fake_server: Server) -> Iterator[Client]:
     """A client of the fake server."""
     with Client(fake_server.url, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(fake_server: Server) -> Iterator[httpx.Client]:
+    """Plain requests to the fake server."""
+    with httpx.Client(base_url=fake_server.url, timeout=60) as client:
         yield client
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.engine import Engine, EngineSpec
+from logsteer_server.contract.jobs import JobResult
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.engine import VllmEngine
@@ -47,6 +48,15 @@ def start_vllm(spec: EngineSpec) -> "VllmEngine":
     engine = build_engine(spec)
     assert isinstance(engine, VllmEngine)
     return engine
+
+
+def drain(engine: Engine, steps: int = 10**9) -> dict[int, JobResult]:
+    """The last result of each job that an engine gives in so many steps, or until none is left."""
+    found: dict[int, JobResult] = {}
+    while engine.busy and steps:
+        found |= dict(engine.step())
+        steps -= 1
+    return found
 
 
 def finish(found: dict[str, Any], engine: "VllmEngine | None" = None) -> NoReturn:

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
-from tests.browser.test_views import read, read_tokens
+from tests.browser.test_page import read, read_tokens
 from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit, download
 from tests.conftest import ServerFactory, fake_model
 from tests.server.test_saes import save_sae

@@ -6,7 +6,7 @@ import pytest
 
 from logsteer import _async_caller, _sync_caller
 
-from .score_file_cases import texts, write_rows
+from .corpus_server import texts, write_rows
 from .scripted import Caller
 
 

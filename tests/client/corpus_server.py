@@ -1,4 +1,4 @@
-"""A server of the endpoints that take rows, whose answers follow from the rows alone.
+"""A server of the endpoints that take rows, whose answers follow from the rows alone; and its jobs.
 
 In memory as a transport, or in threads on a port of this machine, for commands that are killed.
 """
@@ -11,10 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import httpx
+import pytest
+
+import logsteer
+from logsteer.corpus import FileScores, JobLimits
 
 from .documents import ANSWER, PROVENANCE
 
@@ -184,3 +189,53 @@ def serve_corpus(delay_s: float = 0.0) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+# ------------------------------------------------------------------ jobs, whole and interrupted
+
+
+SMALL = JobLimits(batch_size=4, commit_s=0.0)
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def texts(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{n}", "text": f"text {n}"} for n in range(count)]
+
+
+def score(
+    source: Path, target: Path, server: CorpusServer, endpoint: str = "perplexity", **options: Any
+) -> FileScores:
+    own: dict[str, Any] = {"limits": SMALL, "transport": server, **options}
+    return logsteer.score_file(source, target, endpoint, **own)
+
+
+class PowerCutError(BaseException):
+    """The process is gone."""
+
+
+def interrupt(corpus: Path, target: Path, after: int) -> None:
+    """Leave the files of a job as they are when it ends behind so many chunks."""
+    from logsteer.corpus.job import FileJob
+
+    count = 0
+    write, commit = FileJob.write, FileJob.commit
+
+    def stop(self: FileJob, scored: Any) -> None:
+        nonlocal count
+        write(self, scored)
+        commit(self)
+        count += 1
+        if count == after:
+            raise PowerCutError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCutError):
+        patch.setattr(FileJob, "write", stop)
+        score(corpus, target, CorpusServer(), id_column="id")

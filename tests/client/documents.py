@@ -154,9 +154,6 @@ def steer_answer(n: int = 1, *, baseline: bool = False) -> dict[str, Any]:
     return {**ANSWER, "results": results, "steering": steering_receipt()}
 
 
-STEER_EVENTS = events(("start", START), ("piece", piece(" glad")), ("result", steer_answer()))
-
-
 def sweep_point(scale: float, layers: list[int] | None) -> dict[str, Any]:
     """One item with two targets and one text at a scale; a null at -1."""
     logprobs = {-1: [-2.5, None], 0: [-1.0, -2.0], 1: [-0.5, -4.0]}[int(scale)]

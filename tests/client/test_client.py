@@ -1,14 +1,39 @@
-"""What each method sends, and what it makes of the answer."""
+"""What each method sends, and what it makes of the answer.
 
+Retries, headers, errors and connections are the same for both clients; arrays come packed or as
+lists.
+"""
+
+import math
+import socket
 import struct
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from logsteer import AnswerError, InvalidRequestError, Steer, UnavailableError
+from logsteer import (
+    AnswerError,
+    APIError,
+    Client,
+    InternalError,
+    InvalidRequestError,
+    LogsteerError,
+    NotFoundError,
+    OverloadedError,
+    RequestTimeoutError,
+    Steer,
+    TransportError,
+    UnavailableError,
+)
+from logsteer._arrays import unpack
+from logsteer._exchange import ClientSettings, RetryPolicy, _retry_after
 from logsteer.schemas import LogprobItem, Message, Steering
 
 from .documents import (
@@ -316,3 +341,279 @@ def test_messagepack_client_reads_json_and_problems(call: Caller) -> None:
             lambda client: client.health(),
             encoding="msgpack",
         )
+
+
+# ------------------------------------------------------------------ the exchange
+
+
+OK = httpx.Response(200, json=HEALTH)
+
+
+def ask_health(client: Any) -> Any:
+    return client.health()
+
+
+BUSY = problem("overloaded", 429, retryable=True)
+BUSY_7 = problem("overloaded", 429, retryable=True, headers={"Retry-After": "7"})
+BUSY_HOUR = problem("overloaded", 429, retryable=True, headers={"Retry-After": "3600"})
+RESTARTING = problem("engine_restarting", 503, retryable=True)
+
+
+@pytest.mark.parametrize(
+    ("replies", "requests", "pause", "error"),
+    [
+        ([BUSY, OK], 2, (0.25, 0.5), None),
+        ([BUSY_7, OK], 2, (7, 7), None),
+        # What a proxy says of a process that died.
+        ([httpx.Response(500, text="Internal Server Error"), OK], 2, (0.25, 0.5), None),
+        ([httpx.ConnectError("refused"), OK], 2, (0.25, 0.5), None),
+        ([httpx.ConnectTimeout("slow"), OK], 2, (0.25, 0.5), None),
+        ([httpx.ReadError("reset"), OK], 2, (0.25, 0.5), None),
+        ([httpx.RemoteProtocolError("disconnected"), OK], 2, (0.25, 0.5), None),
+        ([RESTARTING], 4, (0.25, 2), UnavailableError),
+        ([BUSY_HOUR], 1, (), OverloadedError),
+        ([problem("internal", 500)], 1, (), InternalError),
+        ([problem("overloaded", 429)], 1, (), OverloadedError),
+        ([httpx.ReadTimeout("late")], 1, (), RequestTimeoutError),
+    ],
+)
+def test_what_may_pass_is_tried_again(
+    call: Caller, pauses: list[float], replies: Any, requests: int, pause: Any, error: Any
+) -> None:
+    server = Script(*replies)
+    if error is None:
+        assert call(server, ask_health, max_retries=3).status == "ok"
+    else:
+        with pytest.raises(error) as caught:
+            call(server, ask_health, max_retries=3)
+        assert getattr(caught.value, "retry_after", None) in (None, 3600.0)
+    assert (len(server.requests), len(pauses)) == (requests, requests - 1)
+    assert all(pause[0] <= seconds <= pause[1] for seconds in pauses)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "words"),
+    [
+        (httpx.Response(404, text="<h1>nginx</h1>"), NotFoundError, "^http_404: .*nginx"),
+        (httpx.Response(307, headers={"Location": "https://elsewhere/healthz"}), APIError,
+         "redirects to https://elsewhere/healthz: set base_url"),
+        (httpx.Response(422, json={"detail": [{"msg": "Field required"}]}), InvalidRequestError,
+         "Field required"),
+        (httpx.Response(200, content=b"<html>"), AnswerError, "not a Health"),
+        (httpx.Response(200, content=b'{"status": "ok"}'), AnswerError, "not a Health"),
+        (httpx.Response(200, content=b"\xff"), AnswerError, "not a Health"),
+        (httpx.ReadTimeout("late"), RequestTimeoutError, "Raise timeout"),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_is_told_with_our_request_id(
+    call: Caller, reply: Any, error: Any, words: str
+) -> None:
+    server = Script(reply)
+    with pytest.raises(error, match=words) as caught:
+        call(server, ask_health)
+    assert caught.value.request_id == server.requests[0].headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"base_url": "localhost:8000"}, LogsteerError, "base_url"),
+        ({"base_url": "http://"}, LogsteerError, "base_url"),
+        ({"base_url": "http://host:port"}, LogsteerError, "base_url"),
+        ({"base_url": "ftp://host"}, LogsteerError, "base_url"),
+        ({"max_retries": -1}, ValueError, "max_retries"),
+        ({"encoding": "xml"}, ValueError, "encoding"),
+    ],
+)
+def test_settings_are_checked(call: Caller, settings: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call(Script(OK), ask_health, **settings)
+
+
+def test_attempts_share_one_request_id(call: Caller, pauses: list[float]) -> None:
+    server = Script(problem("overloaded", 429, retryable=True), OK)
+    call(server, ask_health)
+    call(server, ask_health)
+    ids = [request.headers["X-Request-Id"] for request in server.requests]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(ids[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 40.0),
+        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
+        ("soon", None),
+        ("nan", None),
+        ("inf", None),
+        ("-5", None),
+        (None, None),
+    ],
+)
+def test_retry_after_is_read(value: str | None, seconds: float | None) -> None:
+    assert _retry_after(value, now=60.0) == seconds
+
+
+def test_pauses_grow_to_a_bound() -> None:
+    longest = RetryPolicy(max_retries=9, jitter=lambda: 0.0)
+    assert [longest.pause(k, None) for k in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    shortest = RetryPolicy(max_retries=9, jitter=lambda: 1.0)
+    assert [shortest.pause(k, None) for k in range(3)] == [0.25, 0.5, 1.0]
+    assert RetryPolicy(max_retries=2).pause(2, None) is None
+    assert RetryPolicy(max_retries=2).pause(2, 1.0) is None
+
+
+def test_no_connection_says_what_to_do(call: Caller, pauses: list[float]) -> None:
+    server = Script(httpx.ConnectError("Connection refused"))
+    with pytest.raises(TransportError) as caught:
+        call(server, ask_health, base_url="http://host:9")
+    assert len(server.requests) == 3
+    for part in ("http://host:9", "Connection refused", "logsteer serve", "LOGSTEER_BASE_URL"):
+        assert part in str(caught.value)
+    assert caught.value.request_id is None, "nothing was sent"
+    assert isinstance(caught.value.__cause__, httpx.ConnectError)
+
+
+def test_key_agent_and_address(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGSTEER_API_KEY", "from-environment")
+    monkeypatch.setenv("LOGSTEER_BASE_URL", "http://elsewhere:1/prefix/")
+    server = Script(OK)
+    call(server, ask_health)
+    call(server, ask_health, api_key="given", base_url="http://here")
+    first, second = server.requests
+    assert str(first.url) == "http://elsewhere:1/prefix/healthz"
+    assert first.headers["Authorization"] == "Bearer from-environment"
+    assert first.headers["User-Agent"].startswith("logsteer/")
+    assert str(second.url) == "http://here/healthz"
+    assert second.headers["Authorization"] == "Bearer given"
+
+
+def test_no_key_no_header(call: Caller) -> None:
+    server = Script(OK)
+    call(server, ask_health)
+    assert str(server.requests[0].url) == "http://127.0.0.1:8000/healthz"
+    assert "Authorization" not in server.requests[0].headers
+
+
+# ------------------------------------------------------------------ packed arrays
+
+
+def packed(dtype: str, shape: list[int], data: bytes) -> bytes:
+    body: bytes = msgpack.packb({"a": [{"dtype": dtype, "shape": shape, "data": data}]})
+    return body
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data", "expected"),
+    [
+        ("<i4", [2, 3], struct.pack("<6i", *range(6)), [[0, 1, 2], [3, 4, 5]]),
+        ("<i4", [], struct.pack("<i", -7), -7),
+        ("<i4", [0], b"", []),
+        ("<i4", [2, 0], b"", [[], []]),
+        ("<i4", [1, 2, 1], b"\1\0\0\0\0\1\0\0", [[[1], [256]]]),
+        ("<f4", [3], struct.pack("<3f", 0.5, math.nan, -math.inf), [0.5, None, None]),
+    ],
+)
+def test_arrays_are_expanded(dtype: str, shape: list[int], data: bytes, expected: Any) -> None:
+    assert unpack(packed(dtype, shape, data)) == {"a": [expected]}
+
+
+@given(st.lists(st.floats(width=32, allow_infinity=False), max_size=20))
+def test_every_float_survives_but_nan(values: list[float]) -> None:
+    found = unpack(packed("<f4", [len(values)], struct.pack(f"<{len(values)}f", *values)))
+    assert found == {"a": [[None if math.isnan(value) else value for value in values]]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        packed("<f8", [1], b"\0" * 8),
+        packed("<f4", [2], b"\0" * 4),
+        b"\xc1",
+        b"",
+        msgpack.packb(1) + b"\0",
+        packed("<f4", [2**40, 0], b""),  # a list of 2**40 empty ones
+        packed("<f4", "ab", b"\0" * 4),  # type: ignore[arg-type]
+        packed([["a", "<f4"]], [1], b"\0" * 4),  # type: ignore[arg-type]
+        b"\x91" * 100_000,
+        b"\x91" * 1000 + b"\x01",
+    ],
+)
+def test_contradictions_are_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        unpack(body)
+
+
+def test_what_only_resembles_an_array_stays() -> None:
+    document = {"dtype": "<f4", "shape": [1], "data": "text"}
+    assert unpack(msgpack.packb(document)) == document
+
+
+# ------------------------------------------------------------------ connections
+
+
+ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def read_arguments(url: str) -> object:
+    """What the transport for an address is made with."""
+    return ClientSettings(url, None, None, 2, None, "json").transport
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a server that answers one request."""
+    body = b'{"status":"ok"}'
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer % (len(body), body))
+                connection.recv(1)  # until the client has closed it
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+def test_its_connections_are_probed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    create = socket.create_connection
+
+    def note(*arguments: object, **options: object) -> socket.socket:
+        made.append(create(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_connection", note)
+    with Client(url) as client:
+        client._http.get("/healthz")
+        (own,) = made
+        assert own.getsockopt(*ALIVE[:2]) == 1
+        idle, every, count = (
+            own.getsockopt(socket.IPPROTO_TCP, name)
+            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+    assert idle + every * count <= 30, "half a minute"
+
+
+def test_a_proxy_of_the_environment_is_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert read_arguments("https://example.org") is None
+
+
+def test_a_unix_socket_needs_no_probes() -> None:
+    assert read_arguments("unix:///run/x") == {"uds": "/run/x", "socket_options": []}

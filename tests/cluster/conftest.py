@@ -5,11 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, Configuration, fake_model
+from tests.faults import callers
+from tests.faults.callers import Load
 from tests.faults.keys import add_key
-from tests.faults.processes import wait_for
 from tests.held import may_hold
 from tests.ports import find_port
 
@@ -157,26 +156,9 @@ def read_title(process: psutil.Process) -> str:
         return ""
 
 
-@contextmanager
-def load(cluster: Cluster, model: str = "fake") -> Iterator[list[int]]:
-    """Four callers, one request after another; the statuses of their answers."""
-    stop, codes = threading.Event(), []
-
-    def call(number: int) -> None:
-        while not stop.is_set():
-            codes.append(cluster.score(10 + number, len(codes) % 100, model=model).status_code)
-
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(call, number) for number in range(4)]
-        try:
-            wait_for(lambda: len(codes) > 20)
-            yield codes
-            known = len(codes)
-            wait_for(lambda: len(codes) > known + 20)
-        finally:
-            stop.set()
-        for one in calls:
-            one.result(120)
+def load(cluster: Cluster) -> AbstractContextManager[Load]:
+    """Four callers of `fake`, one request after another."""
+    return callers.load(cluster, "fake", 4, headers=cluster.client.headers)
 
 
 @contextmanager

@@ -34,7 +34,8 @@ def check_agreement(client: Client, **changes: Any) -> None:
         assert (told.override, told.adapter) == (found.override, found.adapter)
         assert (told.steering is None) == ("steering" not in changes)
 
-    body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0, **changes}
+    body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0, "model": found.model}
+    body |= changes
     echo = httpx.post(f"{client.base_url}/v1/completions", json=body, timeout=300).json()
     assert echo["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(
         target.logprobs, abs=PER_TOKEN

@@ -33,6 +33,12 @@ def clients_of(*engines: Any) -> Any:
 client = clients_of("fake", *REAL)
 
 
+@pytest.fixture
+def model(client: Client) -> str:
+    """The id of the server's first model."""
+    return client.models().models[0].id
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Any]:
     """TransformerLens with the demo model in float32."""
@@ -73,3 +79,19 @@ def tokenizer() -> Any:
 def prompt(tokenizer: Any) -> np.ndarray:
     """A short prompt's token ids."""
     return np.array(tokenizer(PROMPT)["input_ids"], dtype=np.int32)
+
+
+@pytest.fixture(scope="session")
+def tensors() -> dict[str, Any]:
+    """A direction in the demo model's parameters, by their names."""
+    from tests.contract.directions import draw_direction, load_model
+
+    return draw_direction(load_model(DEMO_MODEL))
+
+
+@pytest.fixture(scope="session")
+def direction(tensors: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same direction as a stored file."""
+    from tests.contract.directions import write_direction
+
+    return write_direction(tmp_path_factory.mktemp("directions"), tensors)

@@ -12,7 +12,7 @@ import numpy as np
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Job, Policy, ScoreJob
-from tests.probes import finish, start_vllm
+from tests.probes import drain, finish, start_vllm
 
 POLICIES = [
     Policy(), Policy(1e-3), Policy(0.0), Policy(1e-6, top_k=3), Policy(0.7, top_p=0.9),
@@ -53,15 +53,13 @@ def start(path: str, **fields: Any) -> Any:
     return start_vllm(replace(spec, memory="4MiB", engine_args=args, **fields))
 
 
-def run(engine: Any, jobs: dict[int, Job], preempt_every: int = 0) -> dict[int, Any]:
+def run(engine: Any, jobs: dict[int, Job], preempt_every: int = 10**9) -> dict[int, Any]:
     """The results of jobs; all running ones are thrown out of the cache every so many steps."""
     engine.add(list(jobs.items()))
     found: dict[int, Any] = {}
-    steps = 0
     while engine.busy:
-        found |= dict(engine.step())
-        steps += 1
-        if preempt_every and steps % preempt_every == 0:
+        found |= drain(engine, preempt_every)
+        if engine.busy:
             scheduler = engine._vllm.engine_core.scheduler
             scheduler.reset_prefix_cache(reset_running_requests=True)
     return found

@@ -34,7 +34,7 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
 )
 from logsteer_server.engines.vllm.engine import VllmEngine
-from tests.probes import finish, start_vllm
+from tests.probes import drain, finish, start_vllm
 
 GREEDY = Policy(temperature=0.0)
 SOFT = Policy(temperature=0.7)
@@ -141,11 +141,7 @@ def run(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
 
 def go_on(engine: VllmEngine, steps: int = 10**9) -> dict[int, list[float]]:
     """The numbers of the jobs that are finished in so many steps, or when nothing is left."""
-    found = {}
-    while engine.busy and steps:
-        found |= {index: read(result) for index, result in engine.step()}
-        steps -= 1
-    return found
+    return {index: read(result) for index, result in drain(engine, steps).items()}
 
 
 def empty_cache(engine: VllmEngine, *, running: bool = True) -> None:

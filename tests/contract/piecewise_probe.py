@@ -17,7 +17,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import set_environment
-from tests.probes import finish, start_vllm
+from tests.probes import drain, finish, start_vllm
 
 
 def keep_pieces() -> None:
@@ -61,9 +61,7 @@ def score(engine: Any) -> list[float]:
     )
     ids = rng.integers(10, engine.info.vocab_size, 40).astype(np.int32)
     engine.add([(n, ScoreJob(ids[:-1], ids[20:], plan=p)) for n, p in enumerate((None, plan))])
-    found: dict[int, Any] = {}
-    while engine.busy:
-        found |= dict(engine.step())
+    found: dict[int, Any] = drain(engine)
     return [float(x) for n in (0, 1) for x in found[n].columns["logprob"]]
 
 

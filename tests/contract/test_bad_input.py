@@ -102,8 +102,3 @@ def test_the_service_still_answers(client: Client) -> None:
     assert client.ready().ready
     assert all(card.restarts == 0 for card in client.models().models)
     assert client.logprob([ITEM]).results[0].targets[0].num_tokens == 1
-
-
-def test_a_request_id_of_the_caller_is_kept(client: Client) -> None:
-    response = post(client, "/logprob", b"{", **{"x-request-id": "mine-1"})
-    assert response.headers["x-request-id"] == response.json()["request_id"] == "mine-1"

@@ -5,7 +5,7 @@ or in what the result cache knows. One that is refused is named, with a reason.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from logsteer.schemas import ALL_COLUMNS
-from tests.conftest import ROOT, Server
-from tests.contract.agreement import PER_TOKEN
+from tests.conftest import ROOT
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
@@ -41,7 +40,6 @@ ITEMS = [{"context": "Once upon", "targets": [" a time"]}]
 TEXT = "Once upon a time there was a capital of France, and it was a long way off."
 LONG = "the cat " * 100
 """More tokens than the model's context of 128 holds."""
-LONG_ITEMS = [{"context": LONG, "targets": [" sat"]}]
 CHAT = [{"role": "user", "content": "Hi"}]
 DRAW = {"max_tokens": 4, "seed": 3, "columns": ["rank"]}
 
@@ -134,12 +132,6 @@ DRAWN_EACH_TIME = ("/steer", "/generate")
 CASES = [(path, field) for path in BODIES for field in FIELDS]
 REFUSED = [case for case in CASES if case[1] in REFUSALS[case[0]]]
 TAKEN = [case for case in CASES if case not in REFUSED]
-
-
-@pytest.fixture(scope="module")
-def http(fake_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fake_server.url, timeout=60) as client:
-        yield client
 
 
 def post(http: httpx.Client, path: str, body: dict[str, Any], accept: str = "") -> httpx.Response:
@@ -464,15 +456,3 @@ def test_columns_have_one_shape(http: httpx.Client, path: str, accept: str) -> N
     assert [len(array) for array in arrays] == [count] * len(arrays)
     assert all(isinstance(rank, int) for rank in rows["ranks"])
     assert not SHOWN & rows.keys(), "a column stands in two places"
-
-
-@pytest.mark.parametrize("path", ROWS)
-def test_columns_are_the_same_in_both_encodings(http: httpx.Client, path: str) -> None:
-    body = BODIES[path] | {"columns": list(ALL_COLUMNS)}
-    first, second = (
-        score_rows(path, document_of(post(http, path, body, accept)))
-        for accept in ("application/json", "application/msgpack")
-    )
-    for name in SHOWN:
-        assert first["columns"][name] == pytest.approx(second["columns"][name], abs=PER_TOKEN)
-    assert first["ranks"] == second["ranks"]

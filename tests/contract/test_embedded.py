@@ -39,11 +39,6 @@ PARTS = 48
 """Tokens of a part: of the five pairs, read as 38, 21 and 20, 9 and 4."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DEMO_MODEL)
-
-
 def make_policy() -> Any:
     return load_model(DEMO_MODEL).requires_grad_(True)
 

@@ -66,16 +66,6 @@ def fine_direction(fine_tensors: Any, tmp_path_factory: pytest.TempPathFactory) 
     return write_direction(tmp_path_factory.mktemp("directions"), fine_tensors)
 
 
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
-    return draw_direction(load_model(DEMO_MODEL))
-
-
-@pytest.fixture(scope="module")
-def direction(tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Direction:
-    return write_direction(tmp_path_factory.mktemp("directions"), tensors)
-
-
 def tail(ids: np.ndarray, count: int, **fields: Any) -> GradientJob:
     """The job that differentiates the last tokens' log-probability."""
     return GradientJob(ids[:-1], ids[-count:], **fields)

@@ -21,11 +21,6 @@ def outside(client: Client) -> Iterator[openai.OpenAI]:
         yield found
 
 
-@pytest.fixture
-def model(client: Client) -> str:
-    return client.models().models[0].id
-
-
 def test_models_are_listed(outside: openai.OpenAI, model: str) -> None:
     assert model in [card.id for card in outside.models.list()]
 
@@ -76,27 +71,6 @@ def test_a_stream_is_the_answer_in_pieces(outside: openai.OpenAI, model: str) ->
     assert len(pieces) > 3
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == whole.finish_reason
-
-
-def test_an_echo_is_streamed_in_front_of_the_pieces(outside: openai.OpenAI, model: str) -> None:
-    arguments: Any = {
-        "model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "echo": True,
-        "logprobs": 1,
-    }  # fmt: skip
-    whole = outside.completions.create(**arguments)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    *parts, last = outside.completions.create(**arguments, **options)
-    assert (last.choices, last.usage) == ([], whole.usage)
-    assert [part.usage for part in parts] == [None] * len(parts)
-    first, *pieces = [part.choices[0] for part in parts]
-    assert first.text == PROMPT
-    assert len(pieces) > 2
-    assert "".join(piece.text for piece in (first, *pieces)) == whole.choices[0].text
-    wanted = whole.choices[0].logprobs
-    found = [piece.logprobs for piece in (first, *pieces) if piece.logprobs]
-    values = [value for each in found for value in each.token_logprobs or []]
-    assert values[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=PER_TOKEN)
-    assert [n for each in found for n in each.text_offset or []] == wanted.text_offset
 
 
 def test_offsets_count_the_characters_that_were_sent(outside: openai.OpenAI, model: str) -> None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from logsteer import APIError, AsyncClient, Client
+from logsteer import AsyncClient, Client
 from logsteer.errors import NotFoundError
+from tests import refusals
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
 from tests.contract.agreement import check_agreement, check_sweep
 from tests.contract.directions import (
-    draw_direction,
     load_model,
     moved_model,
     read_logprobs,
@@ -35,11 +35,6 @@ CONTEXT = draw_ids(np.random.default_rng(1), 9).tolist()
 TARGET = draw_ids(np.random.default_rng(2), 7).tolist()
 ITEM = {"context_ids": CONTEXT, "target_ids": [TARGET, TARGET[:1], TARGET[1:2]]}
 IDS = np.array(CONTEXT + TARGET, np.int32)
-
-
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
-    return draw_direction(load_model(DEMO_MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +66,8 @@ def test_an_override_goes_up_and_goes_again(
     assert (small.moved, small.norm) == (128, pytest.approx(128**0.5))
     assert client.overrides.list().bytes == card.bytes + small.bytes
     assert client.overrides.delete("small").sha256 == small.sha256
-    with pytest.raises(NotFoundError) as caught:
+    with refusals.refused("unknown_override"):
         client.overrides.get("small")
-    assert caught.value.code == "unknown_override"
 
 
 def test_scores_under_an_override_are_those_of_the_changed_model(
@@ -248,10 +242,11 @@ def test_limits_of_uploads_and_gradients(tlens_limited_server: Server) -> None:
         refused(found, 413, "payload_too_large", "max_upload_bytes")
     assert sorted(directory.rglob("*")) == before, "nothing of what was refused stays"
     long = {"context_ids": (CONTEXT * 400)[:1000], "target_ids": [TARGET]}
-    with Client(server.url, timeout=300) as client:
-        with pytest.raises(APIError, match="128 numbers a token") as caught:
-            client.gradient([long] * 7, {"layers": [0, 1, 2, 3, 4]})
-        assert caught.value.code == "payload_too_large"
+    with (
+        Client(server.url, timeout=300) as client,
+        refusals.refused("payload_too_large", "128 numbers a token"),
+    ):
+        client.gradient([long] * 7, {"layers": [0, 1, 2, 3, 4]})
 
 
 def test_other_engines_refuse_and_say_which_does(start_server: ServerFactory) -> None:

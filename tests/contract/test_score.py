@@ -22,11 +22,6 @@ def http(client: Client) -> Iterator[httpx.Client]:
         yield found
 
 
-@pytest.fixture
-def model(client: Client) -> str:
-    return client.models().models[0].id
-
-
 def ask(http: httpx.Client, **body: Any) -> dict[str, Any]:
     response = http.post("/v1/score", json={"label_token_ids": LABELS} | body)
     assert response.status_code == 200, response.text

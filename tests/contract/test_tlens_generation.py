@@ -29,7 +29,6 @@ from tests.contract.tlens_cases import (
     add_plan,
     build,
     check_trace,
-    drain,
     draw_ids,
     draw_vector,
     run,
@@ -38,6 +37,7 @@ from tests.contract.tlens_cases import (
     whole,
 )
 from tests.families.checkpoints import FAMILIES
+from tests.probes import drain
 
 pytestmark = pytest.mark.engine
 
@@ -316,8 +316,7 @@ def test_columns_that_are_padding_in_all_rows_go(engine: Any, prompt: np.ndarray
         engine.step()
         (running,) = [turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]
         assert running._cache.get_seq_length() < len(prompt) + 10
-    while engine.busy:
-        engine.step()
+    drain(engine)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "opt", "bloom"])

@@ -55,14 +55,6 @@ def score(engine: Any, *jobs: ScoreJob) -> list[np.ndarray]:
     return [output.columns["logprob"] for output in run(engine, *jobs)]
 
 
-def drain(engine: Any) -> dict[int, JobResult]:
-    """The last result of each job that is left."""
-    found: dict[int, JobResult] = {}
-    while engine.busy:
-        found |= dict(engine.step())
-    return found
-
-
 def check_trace(found: SteeringTrace | None, wanted: SteeringTrace | None) -> None:
     """Make sure that as many tokens were steered, and as much."""
     assert (found and found.tokens) == (wanted and wanted.tokens)

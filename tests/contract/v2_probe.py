@@ -20,7 +20,7 @@ from logsteer_server.contract.plan import Adapter
 from tests.conftest import DEMO_MODEL
 from tests.contract import draws_probe
 from tests.contract.engine_probe import GREEDY, SOFT, make_capture, make_plans, read
-from tests.probes import finish, start_vllm
+from tests.probes import drain, finish, start_vllm
 
 KINDS = (
     "all", "prompt", "completion", "predicting", "slices", "read", "if token", "if prompt", "apart",
@@ -98,18 +98,14 @@ def count_waits(engine: Any) -> dict[str, dict[str, int]]:
         ids = np.arange(10, 19, dtype=np.int32)
         job = GenerateJob(ids, 12, ignore_eos=True, **fields)
         engine.add([(number, job) for number in range(4)])
-        for _ in range(3):
-            engine.step()
+        drain(engine, 3)
         with Waits() as waits:
-            for _ in range(COUNTED_STEPS):
-                engine.step()
-        while engine.busy:
-            engine.step()
+            drain(engine, COUNTED_STEPS)
+        drain(engine)
         found[kind] = dict(waits.places)
     with Waits() as waits:
         engine.add([(0, ScoreJob(ids[:-1], ids[1:]))])
-        while engine.busy:
-            engine.step()
+        drain(engine)
     return found | {"scored": dict(waits.places)}
 
 
@@ -154,12 +150,10 @@ def main() -> None:
             scheduler = engine._vllm.engine_core.scheduler
             scheduler.reset_prefix_cache(reset_running_requests=True)
     context, end = jobs["plain"].tokens, np.arange(9, dtype=np.int32)
-    again = {}
+    again: dict[str, Any] = {}
     for which in ("first", "second"):  # of which the second finds the prefix of the first
         engine.add([(0, ScoreJob(np.concatenate([context, end[:-1]]), end))])
-        while engine.busy:
-            for _, result in engine.step():
-                again[which] = result
+        again[which] = drain(engine)[0]
     finish({
         "numbers": found, "preempted": len(preempted), "computed_on": engine.info.computed_on,
         "cached": again["second"].cached_tokens,

@@ -39,6 +39,7 @@ from logsteer_server.imports import hold_collector
 from logsteer_server.runtime.process import build_engine
 from logsteer_server.tasks.patch import replace_at
 from tests.contract.steering import HookedReference, turn
+from tests.probes import drain
 
 LAYER = 1
 INNER_HOOKS = HOOKS[:-1]
@@ -116,9 +117,7 @@ class FamilyProbe:
     def run(self, jobs: list[Job]) -> list[Any]:
         """The results of jobs that run together. Errors: ValueError for a job that fails."""
         self.engine.add(list(enumerate(jobs)))
-        found: dict[int, Any] = {}
-        while self.engine.busy:
-            found |= dict(self.engine.step())
+        found: dict[int, Any] = drain(self.engine)
         for result in found.values():
             if isinstance(result, JobFailure):
                 raise ValueError(result.detail)

@@ -55,6 +55,8 @@ def load(
 ) -> Iterator[Load]:
     """Have callers score again and again; each answer is compared with that of a quiet server.
 
+    They have begun when the block does, and are still answered when it has ended.
+
     `also` says whether results that differ from those are right, too.
     """
     found, over = Load(), threading.Event()
@@ -87,6 +89,8 @@ def load(
         try:
             wait_for(lambda: len(found.statuses) > callers)
             yield found
+            known = len(found.statuses)
+            wait_for(lambda: len(found.statuses) > known + callers)
         finally:
             over.set()
         for done in callers_done:

@@ -20,7 +20,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
-from tests.probes import finish, start_vllm
+from tests.probes import drain, finish, start_vllm
 
 NEIGHBOURS = 50
 BLOCKS = 60
@@ -96,11 +96,7 @@ def read(result: JobResult) -> Any:
 def run(engine: VllmEngine, jobs: dict[int, Job], steps: int = 10**9) -> dict[int, Any]:
     """What came of the jobs in so many steps."""
     engine.add(list(jobs.items()))
-    found: dict[int, Any] = {}
-    while engine.busy and steps:
-        found |= {index: read(result) for index, result in engine.step()}
-        steps -= 1
-    return found
+    return {index: read(result) for index, result in drain(engine, steps).items()}
 
 
 def count_prefixes(scheduler: Any) -> int:

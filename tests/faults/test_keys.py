@@ -453,13 +453,6 @@ def test_a_wrong_secret_of_a_known_key_is_refused(tmp_path: Path) -> None:
     assert refuse(ring, "ls_" + "0" * 12 + ann[-44:]) == "unauthorized"
 
 
-def test_a_running_server_takes_keys_in_and_lets_them_go(server: Server, key_file: Path) -> None:
-    token = add_key(key_file, "late", "score")
-    assert post(server, token, "/logprob", BODY).status_code == 200
-    assert main(["keys", "revoke", "late", "--file", str(key_file)]) == 0
-    assert post(server, token, "/logprob", BODY).status_code == 401
-
-
 def test_the_file_holds_no_secret_and_is_its_owners(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

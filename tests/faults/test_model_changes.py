@@ -191,24 +191,6 @@ class TestReload:
             assert read_card(server, "a")["context_length"] == 96
             assert len(find_engines(server)) == 1
 
-    @pytest.mark.parametrize("beside", ["always", "never"])
-    def test_a_replacement_that_fails_leaves_the_old_one(self, tmp_path: Path, beside: str) -> None:
-        """What can be known before, as that there is no such path, ends no engine that works."""
-        config = config_of(fake_model("a"), reload_beside=beside)
-        with running(config, tmp_path) as server:
-            server.wait_until_ready()
-            engines = find_engines(server)
-            for wrong, why, survives in (
-                ({"path": "./nowhere"}, "no such directory", True),
-                ({"engine_args": {}}, "vocab_size", beside == "always"),
-            ):
-                told = reload(server, config_of(fake_model("a") | wrong, reload_beside=beside))
-                assert why in told["failed"]["a"]
-                wait_for_state(server, "a", "ready")
-                assert "its replacement failed" in read_card(server, "a")["detail"]
-                assert score(server, "a").status_code == 200
-                assert (find_engines(server) == engines) == survives
-
     def test_an_unusable_configuration_changes_nothing(self, server: Server) -> None:
         cases = {
             "models: [": "cannot be read",

@@ -1,4 +1,7 @@
-"""Engines that die: how often they are started again, and what becomes of the server."""
+"""Engines that die: how often they are started again, and what becomes of the server.
+
+Where several replicas serve a model, one dies or hangs, and the others answer what it had.
+"""
 
 import asyncio
 import os
@@ -7,14 +10,23 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 
+from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, ScoreJob
+from logsteer_server.engines.fake import fake_generation, fake_logprobs
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.runtime.supervision import TRANSITIONS, Replica, SupervisionLimits
-from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
+from tests.conftest import DEMO_MODEL, VOCAB_SIZE, ServerFactory, fake_model
+from tests.faults.callers import load
 from tests.faults.processes import (
     check_retryable,
     find_engine,
@@ -23,8 +35,10 @@ from tests.faults.processes import (
     running,
     score,
     wait_for,
+    wait_for_jobs,
     wait_for_state,
 )
+from tests.refusals import refused
 
 SPEC = EngineSpec(
     "fake", "fake", str(DEMO_MODEL), engine_args={"vocab_size": VOCAB_SIZE, "context_length": 64}
@@ -87,6 +101,26 @@ def test_a_load_that_fails_during_a_restart_is_tried_again(tmp_path: Path) -> No
         (tmp_path / "away").rename(model)
         wait_for_state(server, "fake", "ready")
         assert score(server, "fake").status_code == 200
+
+
+def test_a_start_that_lacks_memory_is_tried_again(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    config = {"models": [fake_model("waiting", memory_file=str(memory)), fake_model("other")]}
+    with running(config, tmp_path) as server:
+        wait_for_state(server, "waiting", "restarting")
+        card = read_card(server, "waiting")
+        assert "MemoryError: the fake engine was told to lack memory" in card["detail"]
+        assert card["restarts"] >= 1
+        check_retryable(score(server, "waiting"))
+        memory.touch()
+        wait_for_state(server, "waiting", "ready")
+        assert score(server, "waiting").status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_says_why(start_server: ServerFactory) -> None:
+    broken = fake_model("broken") | {"path": "/nowhere"}
+    with pytest.raises(RuntimeError, match="no such directory"):
+        start_server({"models": [broken]})
 
 
 def test_a_required_model_that_is_given_up_ends_the_server(tmp_path: Path) -> None:
@@ -165,3 +199,219 @@ async def test_nothing_of_a_dead_engine_is_left() -> None:
                 await asyncio.sleep(0.01)
     finally:
         await handle.close()
+
+
+# ------------------------------------------------------------------ replicas
+
+
+EXIT, HANG = 77, 79
+PATIENCE = SupervisionLimits(
+    restart_delay_s=0.1, max_restarts=20, heartbeat_timeout_s=3.0, max_step_s=3.0
+)
+
+
+def make_spec(replicas: int = 2, **args: Any) -> EngineSpec:
+    args = {"vocab_size": VOCAB_SIZE, "context_length": 128, "ahead_tokens": 60} | args
+    return EngineSpec("fake", "fake", str(DEMO_MODEL), replicas=replicas, engine_args=args)
+
+
+@asynccontextmanager
+async def started(
+    spec: EngineSpec, limits: SupervisionLimits = PATIENCE
+) -> AsyncIterator[EngineHandle]:
+    engine = EngineHandle(spec, limits)
+    engine.start()
+    try:
+        await until(lambda: all(own.state == "ready" for own in engine.read()))
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def until(is_so: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def make_jobs(count: int) -> list[ScoreJob]:
+    return [
+        ScoreJob(np.array([100 + n % 50, n // 50, 3], np.int32), np.array([7], np.int32))
+        for n in range(count)
+    ]
+
+
+async def collect(engine: EngineHandle, jobs: list[Any]) -> dict[int, list[Any]]:
+    """The results of each job, of which each is to have one."""
+    found: dict[int, list[Any]] = {}
+    async for part in engine.run(jobs):
+        for number, result in zip(part.numbers, part.results, strict=True):
+            found.setdefault(number, []).append(result)
+    return found
+
+
+def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
+    """Every job is answered once, with what it is to come to."""
+    assert sorted(found) == list(range(len(jobs)))
+    assert {len(results) for results in found.values()} == {1}
+    for number, job in enumerate(jobs):
+        assert np.array_equal(found[number][0].columns["logprob"], fake_logprobs(job))
+
+
+def kill(engine: EngineHandle, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+    process = engine.replicas[number].process
+    os.kill(process._pid, how)
+
+
+@pytest.mark.full
+async def test_a_call_is_split_over_replicas_that_both_work() -> None:
+    async with started(make_spec(delay_s=0.02)) as engine:
+        jobs = make_jobs(400)
+        reading = asyncio.create_task(collect(engine, jobs))
+        seen: set[int] = set()
+        while not reading.done():
+            seen |= {n for n, own in enumerate(engine.read()) if own.num_jobs}
+            await asyncio.sleep(0.005)
+        check_answers(jobs, await reading)
+        assert seen == {0, 1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
+    how: signal.Signals,
+) -> None:
+    async with started(make_spec(delay_s=0.02)) as engine:
+        jobs = make_jobs(2000)
+        reading = asyncio.create_task(collect(engine, jobs))
+        await until(lambda: engine._queue.replicas[0].jobs)
+        kill(engine, 0, how)
+        check_answers(jobs, await asyncio.wait_for(reading, 60))
+        await until(lambda: engine.read()[0].state == "ready")
+        assert [own.restarts for own in engine.read()] == [1, 0]
+        assert engine.state == "ready"
+
+
+@pytest.mark.full
+async def test_while_one_restarts_the_other_takes_new_calls() -> None:
+    async with started(make_spec()) as engine:
+        kill(engine, 1)
+        await until(lambda: engine.read()[1].state == "restarting")
+        assert "1 of 2 replicas answer; 1 is restarting" in engine.detail
+        assert engine.ready.is_set()
+        jobs = make_jobs(50)
+        check_answers(jobs, await collect(engine, jobs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("poison", [EXIT, HANG])
+async def test_poison_is_tried_on_a_second_replica_and_refused_then(poison: int) -> None:
+    async with started(make_spec(replicas=3, exit_id=EXIT, hang_id=HANG)) as engine:
+        bad = ScoreJob(np.array([poison, 3], np.int32), np.array([7], np.int32))
+        for _ in range(2):
+            with refused("internal", "ended twice"):
+                await asyncio.wait_for(collect(engine, [bad]), 60)
+        await until(lambda: engine.restarts == 2)
+        assert engine.state == "ready", "the third one was not given it"
+        jobs = make_jobs(20)
+        check_answers(jobs, await collect(engine, jobs))
+
+
+@pytest.mark.full
+async def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None:
+    """Killed by somebody, so the jobs are to blame for neither; the third one has its own."""
+
+    async with started(make_spec(replicas=3, delay_s=600.0)) as engine:
+        call = asyncio.create_task(collect(engine, make_jobs(1)))
+        for _ in range(2):
+            await until(lambda: any(own.jobs for own in engine._queue.replicas))
+            (number,) = [own.number for own in engine._queue.replicas if own.jobs]
+            kill(engine, number)
+            await until(lambda n=number: not engine._queue.replicas[n].jobs)
+        with refused("engine_restarting", retryable=True):
+            await asyncio.wait_for(call, 60)
+
+
+@pytest.mark.full
+async def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
+    """One that has shown nothing yet is run again, and comes whole."""
+
+    async with started(make_spec(delay_s=0.5)) as engine:
+        tokens = np.arange(5, dtype=np.int32)
+        job = GenerateJob(tokens, 4, stream=True, seed=1)
+        shown, hidden = (asyncio.create_task(collect(engine, [job])) for _ in range(2))
+        await until(lambda: sum(len(own.jobs) for own in engine._queue.replicas) == 2)
+        first = min(n for own in engine._queue.replicas for n in own.jobs)
+        piece = fake_generation(job)[0]
+        for number, own in enumerate(engine.replicas):
+            if first in engine._queue.replicas[number].jobs:
+                engine._deliver(own, ResultPart([first], [piece], 0.0))
+                kill(engine, number)
+        with refused("engine_restarting"):
+            await asyncio.wait_for(shown, 60)
+        found = await asyncio.wait_for(hidden, 60)
+        assert len(found[0]) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
+    async with started(make_spec(delay_s=0.3)) as engine:
+        job = GenerateJob(np.arange(5, dtype=np.int32), 4, stream=True, seed=1)
+        calls = [asyncio.create_task(collect(engine, [job])) for _ in range(4)]
+        await until(lambda: all(own.jobs for own in engine._queue.replicas))
+        kill(engine, number)
+        for call in calls:
+            found = await asyncio.wait_for(call, 60)
+            assert [len(piece.token_ids) for piece in found[0]] == [1, 1, 1, 1]
+
+
+@pytest.mark.full
+async def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
+    async with started(make_spec(delay_s=0.05)) as engine:
+        reading = asyncio.create_task(collect(engine, make_jobs(2000)))
+        await until(lambda: all(own.jobs for own in engine._queue.replicas))
+        kill(engine, 0)
+        kill(engine, 1)
+        with refused("engine_restarting", retryable=True):
+            await asyncio.wait_for(reading, 60)
+        assert not engine.ready.is_set()
+        await until(lambda: engine.state == "ready")
+
+
+@pytest.mark.full
+async def test_each_replica_runs_on_its_share_of_the_cores() -> None:
+    async with started(make_spec()) as engine:
+        own = [os.sched_getaffinity(replica.process._pid) for replica in engine.replicas]
+        cores = os.sched_getaffinity(0)
+        assert own[0] | own[1] <= cores
+        assert len(own[0]) == len(own[1]) == max(1, len(cores) // 2)
+        if len(cores) > 1:
+            assert own[0].isdisjoint(own[1])
+
+
+@pytest.mark.full
+def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
+    """2,000 items over two replicas, one of which is killed in the middle: nobody sees an error."""
+    model = fake_model("many", delay_s=0.02, ahead_tokens=200) | {"replicas": 2}
+    items = [{"context_ids": [5, n % 200], "target_ids": [[6]]} for n in range(2000)]
+    config = {"models": [model], "cache_bytes": 0}
+    with running(config, tmp_path) as server:
+        server.wait_until_ready()
+
+        def both_answer() -> bool:
+            return [own["state"] for own in read_card(server, "many")["replicas"]] == ["ready"] * 2
+
+        wait_for(both_answer)
+        with load(server, "many", callers=2, items=items) as found:
+            wait_for_jobs(server, "many", 2)
+            os.kill(find_engines(server)[0], signal.SIGKILL)
+            wait_for(lambda: read_card(server, "many")["restarts"])
+            assert read_card(server, "many")["state"] == "ready", "the other one answers"
+        assert (set(found.statuses), found.wrong) == ({200}, [])
+        wait_for(both_answer)
+        assert read_card(server, "many")["restarts"] == 1
+        assert score(server, "many").status_code == 200
+        ready = httpx.get(f"{server.url}/readyz", timeout=60).json()
+        assert ready["ready"]

@@ -1,7 +1,11 @@
-"""Stores under faults: a full disk, failing calls, lost power, kills, half uploads."""
+"""Stores under faults: a full disk, failing calls, lost power, kills, half uploads.
+
+And directories that processes leave behind when they are killed.
+"""
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -9,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +22,13 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError
+from logsteer_server.engines.lifetime import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import OVERRIDES, Store
 from logsteer_server.stores.threads import FairTurns, StoreThreads
-from tests.conftest import ROOT
+from tests.conftest import ROOT, fake_model
 from tests.faults.disk import CallCounter, Files, Recorder, fail_calls, list_states, record_calls
+from tests.faults.processes import running
 from tests.refusals import refused
 from tests.server.store_cases import make_content, put_content, read_state
 
@@ -329,3 +336,84 @@ def test_tenants_take_turns_and_who_leaves_gives_its_turn_on() -> None:
     left = asyncio.run(run(lambda tasks: (tasks["a2"].cancel(), tasks["b1"].cancel())))  # type: ignore[arg-type,return-value]
     assert left == ["a1", "c1", "a3", "a4"] or left == ["a1", "a3", "c1", "a4"]
     assert asyncio.run(run(lambda tasks: tasks["a1"].cancel()))[:3] == ["a1", "a2", "b1"]
+
+
+# ------------------------------------------------------------------ directories of killed processes
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from logsteer_server.engines.lifetime import ScratchDirectory
+scratch = ScratchDirectory(Path(sys.argv[1]))
+(scratch.path / "file").write_text("x")
+(scratch.path / "below").mkdir()
+print(scratch.path, flush=True)
+time.sleep(600)
+"""
+
+
+def leave(parent: Path) -> tuple[Path, subprocess.Popen[str]]:
+    """A directory of a process that runs."""
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return Path(process.stdout.readline().strip()), process
+
+
+def test_what_nobody_owns_is_swept_and_what_somebody_does_is_not(tmp_path: Path) -> None:
+    left, process = leave(tmp_path)
+    with process:
+        try:
+            with ScratchDirectory(tmp_path) as own:
+                assert sweep(tmp_path) == []
+                process.kill()
+                process.wait()
+                assert sweep(tmp_path) == [left]
+                assert (own.exists(), left.exists()) == (True, False)
+            assert not own.exists()
+        finally:
+            process.kill()
+
+
+def test_one_that_is_not_locked_yet_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[Path] = []
+    lock = fcntl.flock
+
+    def sweep_and_lock(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        swept.extend(sweep(tmp_path))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_and_lock)
+    with ScratchDirectory(tmp_path) as own:
+        assert own.exists()
+        assert sweep(tmp_path) == swept == []
+
+
+def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").touch()
+    (tmp_path / f"{PREFIX}link").symlink_to(target)
+    (tmp_path / f"{PREFIX}file").touch()
+    (tmp_path / "other").mkdir()
+    new = tmp_path / f"{PREFIX}new"
+    new.mkdir()
+    assert sweep(tmp_path) == [], "one without a lock may be about to be locked"
+    os.utime(new, (0, time.time() - NEW_S - 1))
+    assert sweep(tmp_path) == [new]
+    assert (target / "precious").exists()
+
+
+def test_a_server_sweeps_at_its_start(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    left, process = leave(scratch)
+    with process:
+        process.kill()
+    assert (left / LOCK).exists()
+    with running({"models": [fake_model()]}, tmp_path, TMPDIR=str(scratch)) as server:
+        server.wait_until_ready()
+        assert not left.exists()

@@ -62,17 +62,6 @@ def test_a_name_of_megabytes_is_cut(fake_server: Server, path: str) -> None:
         assert len(answer.content) < 10_000
 
 
-@pytest.mark.parametrize("opening", [b"[", b'{"items":', b'{"items": [{"context": '])
-def test_deep_json_is_refused(fake_server: Server, opening: bytes) -> None:
-    for path in ("/logprob", "/v1/completions", "/vectors/train"):
-        headers = {"Content-Type": "application/json"}
-        content = opening * 100_000
-        answer = httpx.post(
-            f"{fake_server.url}{path}", content=content, headers=headers, timeout=60
-        )
-        assert answer.status_code in (400, 413, 422), answer.text
-
-
 def test_answers_say_no_path(fake_server: Server) -> None:
     with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         body = {"items": [{"context": "once upon", "targets": [" a time"]}]}

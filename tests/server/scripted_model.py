@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry, ScratchSpace
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
 from tests.server import steering_cases
@@ -50,6 +51,7 @@ INFO = replace(
 )
 SETTINGS = Settings(models=[ModelSettings(id="any", path="here")])
 Answer = Callable[[Job], Sequence[JobResult]]
+T = TypeVar("T")
 
 
 class NoFiles:
@@ -166,3 +168,12 @@ def register(*models: ResidentModel) -> ModelRegistry:
     registry.by_id = {model.id: model for model in models}
     registry.scratch = ScratchSpace(SETTINGS.max_reference_bytes)
     return registry
+
+
+def finish(steps: Steps[T]) -> T:
+    """What the steps of a plan come to, run to their end at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value

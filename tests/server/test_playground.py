@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ BESIDE_SOURCE = (
     "tsconfig.json", "vite.config.ts",
 )  # fmt: skip
 """What the page is built from beside `src`: as in `vite.config.ts`."""
-
-
-@pytest.fixture
-def http(fake_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fake_server.url, timeout=30) as client:
-        yield client
 
 
 def read_policy(answer: httpx.Response) -> dict[str, list[str]]:

@@ -1,9 +1,12 @@
-"""The queue before engines: calls take turns, replicas share jobs, and none gets too much."""
+"""The queue before engines: calls take turns, replicas share jobs, and none gets too much.
+
+And the queues of the TransformerLens engine, without the model: order, groups, limits.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,14 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, Priority, Routing, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Output, Priority, Routing, ScoreJob
 from logsteer_server.contract.plan import Adapter, Direction, Override, Site, SteeringPlan
+from logsteer_server.engines.tlens.queue import (
+    EngineLimits,
+    Entry,
+    JobQueue,
+    Results,
+)
 from logsteer_server.runtime import queue as queue_module
 from logsteer_server.runtime.queue import (
     BLOCK,
@@ -184,40 +193,6 @@ def test_a_job_that_another_replica_was_given_is_dropped_there() -> None:
     assert queue.drop(call) == {}
 
 
-@given(calls=st.lists(SIZES, max_size=5), budget=st.integers(1, 20), draw=st.data())
-def test_every_job_gets_its_turn_within_the_budget(
-    calls: list[list[int]], budget: int, draw: st.DataObject
-) -> None:
-    queue = FairQueue(EngineRoom(budget))
-    size_of: dict[int, int] = {}
-    for number, sizes in enumerate(calls):
-        queue.put(make_call(100 * number, *sizes))
-        size_of |= {100 * number + place: size for place, size in enumerate(sizes)}
-    running: list[int] = []
-    seen: list[int] = []
-    while (taken := ids(queue)) or running:
-        seen += taken
-        running += taken
-        assert sum(size_of[i] for i in running) <= budget or len(running) == 1
-        for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
-            queue.finish([job_id])
-            running.remove(job_id)
-    assert sorted(seen) == sorted(size_of)
-
-
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_long_call_delays_a_short_one_by_a_job_of_each_call_before_it(count: int) -> None:
-    queue = FairQueue(EngineRoom(1))
-    for number in range(count):
-        queue.put(make_call(1000 * number, *[1] * 50))
-    queue.put(make_call(99_000, 1))
-    order = []
-    while taken := ids(queue):
-        order += taken
-        queue.finish([taken[0]])
-    assert order.index(99_000) == count
-
-
 # ------------------------------------------------------------------ turns between callers
 
 
@@ -289,16 +264,6 @@ def test_interactive_work_goes_first_and_batch_work_goes_on() -> None:
     assert [order.index(n) for n in range(4)] == [15, 31, 42, 43]
     queue.put(lane_call(200, "night", 1, priority="batch"))
     assert ids(queue) == [200]  # alone it does not wait
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(get_args(Priority)), SIZES)))
-def test_every_job_of_every_lane_is_sent_once(calls: list[tuple[str, Priority, list[int]]]) -> None:
-    queue = FairQueue(EngineRoom(12))
-    expected = []
-    for n, (tenant, priority, sizes) in enumerate(calls):
-        queue.put(lane_call(100 * n, tenant, *sizes, priority=priority))
-        expected += range(100 * n, 100 * n + len(sizes))
-    assert sorted(drain(queue)) == expected
 
 
 # ------------------------------------------------------------------ generation
@@ -525,12 +490,6 @@ class TestSplit:
         queue.put(EngineCall([long], 20))
         assert send(queue) == {20: 0}
 
-    def test_a_replica_that_does_not_answer_gets_nothing(self) -> None:
-        queue = make_queue()
-        queue.replicas[0].is_open = False
-        queue.put(EngineCall([score(n, 1) for n in range(4)], 0))
-        assert set(send(queue).values()) == {1}
-
     def test_what_a_replica_had_is_sent_again_first_and_with_its_own_sizes(self) -> None:
         jobs = ScoreJobs.of([score(0, 1, length) for length in (20, 30, 5, 6)])
         call, queue = EngineCall(jobs, 0), FairQueue(EngineRoom(53))
@@ -578,3 +537,72 @@ class TestDevices:
     def test_too_few_devices_are_refused(self) -> None:
         with pytest.raises(ValueError, match="need 4 devices, 2 each, and devices lists 3"):
             ModelSettings(id="m", path="p", replicas=2, tensor_parallel=2, devices=[0, 1, 2])
+
+
+# ------------------------------------------------------------------ queues of TransformerLens
+
+
+class PlainQueue(JobQueue[Entry]):
+    """Jobs whose first token is their group."""
+
+    def _accept(self, job_id: int, job: Any) -> Entry:
+        return Entry(job_id, job)
+
+    def _group(self, entry: Entry) -> object:
+        return int(entry.job.tokens[0])
+
+    def _run(self, batch: list[Entry]) -> Results:
+        return [(entry.job_id, Output()) for entry in batch]
+
+
+def take_all(queue: JobQueue[Any]) -> list[list[int]]:
+    """The ids of all batches."""
+    found = []
+    while queue.has_work:
+        batch = queue.take()
+        assert [i for i, _ in batch.run()] == [entry.job_id for entry in batch.entries]
+        found.append([entry.job_id for entry in batch.entries])
+    return found
+
+
+def queue_of(*jobs: tuple[int, int], **limits: int) -> PlainQueue:
+    """A queue of jobs of these lengths and groups, whose ids are their lengths."""
+    queue = PlainQueue(EngineLimits(**limits))
+    for length, group in jobs:
+        queue.add(length, Job(np.full(length, group, np.int32)))
+    return queue
+
+
+def test_the_longest_job_says_how_many_rows_a_batch_has() -> None:
+    lengths = [(10, 0), (40, 0), (25, 0), (30, 0)]
+    assert take_all(queue_of(*lengths, max_batch_tokens=100)) == [[40, 30], [25, 10]]
+    assert take_all(queue_of(*lengths, max_batch_rows=3)) == [[40, 30, 25], [10]]
+    assert take_all(queue_of(*lengths, max_batch_tokens=1)) == [[40], [30], [25], [10]]
+
+
+def test_a_batch_is_of_one_group_and_others_keep_their_place() -> None:
+    queue = queue_of((9, 1), (8, 2), (7, 1), (6, 2), (5, 3))
+    assert take_all(queue) == [[9, 7], [8, 6], [5]]
+
+
+def test_whoever_comes_later_waits_for_those_in_front() -> None:
+    queue = queue_of((10, 0), (20, 0), max_batch_rows=1)
+    assert [entry.job_id for entry in queue.take().entries] == [20]
+    queue.add(30, Job(np.zeros(30, np.int32)))
+    assert take_all(queue) == [[10], [30]]
+
+
+def test_dropped_jobs_are_gone() -> None:
+    queue = queue_of((10, 0), (20, 0), (30, 0), max_batch_rows=1)
+    queue.take()
+    queue.add(5, Job(np.zeros(5, np.int32)))
+    queue.drop(frozenset({20, 5, 99}))
+    assert take_all(queue) == [[10]]
+    assert not queue.has_work
+
+
+def test_limits_are_whole_numbers_that_are_known() -> None:
+    assert EngineLimits.parse({"max_batch_rows": 3}) == EngineLimits(max_batch_rows=3)
+    for engine_args in ({"max_rows": 3}, {"max_batch_rows": 0}, {"max_batch_rows": True}):
+        with pytest.raises(ValueError, match="engine_args"):
+            EngineLimits.parse(engine_args)

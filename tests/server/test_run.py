@@ -1,6 +1,10 @@
-"""The executor: limits, admission, planning, jobs, answer or events, whatever the task is."""
+"""The executor: limits, admission, planning, jobs, answer or events, whatever the task is.
+
+Of runs that leave files while they last, comparisons of two models and sweeps, also the files.
+"""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +15,7 @@ import pytest
 
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, OverloadedError
-from logsteer.schemas import ALL_COLUMNS, GenerateRequest, LogprobRequest, Steering
+from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PerplexityRequest, Steering, SweepRequest
 from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -22,6 +26,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.engines.fake import fake_scores
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
@@ -31,11 +36,13 @@ from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks import planning
 from logsteer_server.tasks.generation import GenerateTask
+from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
+from logsteer_server.tasks.sweep import SweepTask
 from tests.refusals import refused
-from tests.server.plan_steps import finish as finish_steps
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -45,6 +52,7 @@ from tests.server.scripted_model import (
     make_model,
     register,
 )
+from tests.server.scripted_model import finish as finish_steps
 
 ITEMS = {"items": [{"context_ids": [5], "target_ids": [[6]]}] * 2}
 PAIR = {"clean": ITEMS["items"][0], "corrupted": ITEMS["items"][0]}
@@ -197,19 +205,6 @@ def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
         task.check_limits(SETTINGS.model_copy(update={"max_items": count}))
         with refused("payload_too_large", f"has {count} entries, at most {count - 1}", param=field):
             task.check_limits(SETTINGS.model_copy(update={"max_items": count - 1}))
-
-
-def test_targets_are_scored_by_the_sums_of_their_tokens() -> None:
-    body = {"items": [{"context_ids": [5], "target_ids": [[6, 7], [8]]}]}
-    request = LogprobRequest.model_validate(body)
-    answer = finish(TASKS["logprob"](request, register(make_model()), STORES))
-    (item,) = list(answer["results"])
-    sums = [float(np.sum(target["logprobs"])) for target in item["targets"]]
-    assert [target["logprob"] for target in item["targets"]] == pytest.approx(sums)
-    assert [target["prob"] for target in item["targets"]] == pytest.approx(np.exp(sums).tolist())
-    chosen = np.exp(sums) / np.exp(sums).sum()
-    assert item["choice_probs"] == pytest.approx(chosen.tolist())
-    assert item["best"] == chosen.argmax()
 
 
 def generate_with(**fields: Any) -> list[GenerateJob]:
@@ -496,3 +491,114 @@ def test_a_generation_at_work_is_answered_though_its_model_is_closed_meanwhile()
     body = GenerateRequest(prompts=["Once"], max_tokens=3)
     found = finish(GenerateTask(body, register(model), STORES))
     assert found["results"][0]["completions"][0]["num_tokens"] == 3
+
+
+# ------------------------------------------------------------------ comparisons and sweeps
+
+
+TEXT = "Once upon a time there was a capital of France, and it was a long way off. " * 20
+
+
+def score_or_fail(job: Job) -> Sequence[JobResult]:
+    """Writes what is to be exported, as engines do; fails on a comparison."""
+    for file in (job.export, job.reference):
+        assert file is None or Path(file).stat().st_size == 4 * len(job.targets) * INFO.vocab_size
+    return fake_scores(job)
+
+
+def compare(model: ResidentModel, reference: ResidentModel, **fields: Any) -> PerplexityTask:
+    body = PerplexityRequest(texts=[TEXT], model=model.id, reference=reference.id, **fields)
+    return PerplexityTask(body, register(model, reference), STORES)
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Temporary files are in the test's own directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def sweep(model: ResidentModel) -> SweepTask:
+    item = {"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]}
+    ablate = {"data": {"1": [1.0] * INFO.hidden_size}, "op": "ablate"}
+    body = SweepRequest(items=[item], steering={"vectors": [ablate]}, scales=[1.0, 2.0])  # type: ignore[list-item, arg-type]
+    return SweepTask(body, register(model), STORES)
+
+
+@pytest.mark.parametrize("end", ["finish", "close", "fail"])
+@pytest.mark.parametrize("kind", ["comparison", "sweep"])
+def test_files_of_log_probabilities_are_gone_however_a_run_ends(
+    tmp_path: Path, kind: str, end: str
+) -> None:
+    seen: list[list[Path]] = []
+
+    def answer(job: Job) -> Sequence[JobResult]:
+        seen.append([path for path in tmp_path.rglob("*") if path.is_file()])
+        if end == "fail" and job.reference is not None:
+            return [JobFailure("internal", "told to fail")]
+        return score_or_fail(job)
+
+    model = make_model(ScriptedHandle(answer=answer))
+    reference = make_model(ScriptedHandle(answer=answer), model_id="other")
+    task = sweep(model) if kind == "sweep" else compare(model, reference, stream=True)
+    run = Run(task, Capacity(SETTINGS))
+
+    async def leave() -> None:
+        events = run.events()
+        await anext(events)
+        if kind == "comparison":
+            await anext(events)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()]
+        await events.aclose()
+
+    if end == "close":
+        asyncio.run(leave())
+    elif end == "fail":
+        with pytest.raises(APIError, match="told to fail"):
+            asyncio.run(run.finish())
+    else:
+        asyncio.run(run.finish())
+    assert any(seen) or end == "close", "there were no files at all"
+    assert list(tmp_path.iterdir()) == []
+    assert model.admission.pending == reference.admission.pending == 0
+
+
+async def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models: the first part is not the largest, as its window scores more tokens."""
+    monkeypatch.setattr(planning, "SLICE_S", 60.0)  # between slices, room covers the whole plan
+    settings = SETTINGS.model_copy(update={"max_reference_bytes": 4 * INFO.vocab_size * 130})
+    own, other = ScriptedHandle(), ScriptedHandle()
+    model, reference = make_model(own, 10_000), make_model(other, 10_000, model_id="other")
+    task = compare(model, reference, context_length=64, stride=16, stream=True)
+
+    found = [
+        (event.name, model.admission.pending, reference.admission.pending)
+        async for event in Run(task, Capacity(settings)).events()
+    ]
+    sizes = [sum(job.num_positions for job in call) for call in own.calls]
+    assert len(sizes) > 2
+    assert max(sizes) > sizes[0]
+    assert {name for name, *_ in found} == {"start", "window", "result"}
+    assert {tuple(taken) for _, *taken in found} == {(max(sizes), max(sizes))}
+
+
+def test_a_comparison_counts_its_own_work_alone(tmp_path: Path) -> None:
+    model, reference = (
+        make_model(max_tokens=10_000),
+        make_model(max_tokens=10_000, model_id="other"),
+    )
+    alone = finish(PerplexityTask(PerplexityRequest(texts=[TEXT]), register(model), STORES))
+    compared = finish(compare(model, reference))
+    assert compared["usage"] == alone["usage"]
+    assert compared["divergence"]["num_tokens"] == alone["usage"]["scored_tokens"]
+    assert compared["results"] == alone["results"]
+
+
+def test_a_text_that_is_too_short_to_score_can_be_compared(tmp_path: Path) -> None:
+    body = PerplexityRequest(texts=["a"], model="any", reference="other", bos="never")
+    models = register(make_model(), make_model(model_id="other"))
+    task = PerplexityTask(body, models, STORES)
+    answer = finish(task)
+    assert answer["divergence"]["num_tokens"] == 0
+    assert answer["results"][0]["flags"] == ["nothing_scored"]

@@ -23,7 +23,7 @@ from logsteer_server.engines.vllm.steering import StepSteering, TraceRecorder
 from logsteer_server.engines.vllm.tables import TraceSums
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from tests.refusals import refused
-from tests.server.plan_steps import finish
+from tests.server.scripted_model import finish
 from tests.server.steering_cases import INFO
 
 LAYERS, WIDTH, ROWS = 4, 3, 60

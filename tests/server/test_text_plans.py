@@ -39,12 +39,12 @@ from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import Windowing
 from tests.refusals import refused
-from tests.server.plan_steps import finish
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
     STORES,
     ScriptedHandle,
+    finish,
     load_codec,
     make_model,
     register,
@@ -62,16 +62,6 @@ def encode(*texts: str, bos: bool = True) -> list[list[int]]:
 
 
 class TestPrompts:
-    def test_text_has_a_bos_and_ids_are_taken_as_they_are(self) -> None:
-        (ids,) = encode("Once")
-        for prompt in ("Once", ["Once"]):
-            assert list(read_prompts(prompt, CODEC)) == [("Once", ids)]
-        for prompt in ([5, 6], [[5, 6]]):
-            found = list(read_prompts(prompt, CODEC))
-            assert found == [(None, [5, 6])]
-        both = list(read_prompts([[5], "Once", [6]], CODEC))  # type: ignore[list-item]
-        assert [given for _, given in both] == [[5], ids, [6]]
-
     def test_bos_is_as_asked(self) -> None:
         policies: tuple[BosPolicy, ...] = ("auto", "always", "never")
         found = [next(read_prompts("Once", CODEC, bos))[1] for bos in policies]

@@ -49,7 +49,7 @@ from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
 from tests.refusals import refused
 from tests.server import steering_cases
-from tests.server.plan_steps import finish
+from tests.server.scripted_model import finish
 from tests.server.store_cases import ABOUT
 
 WIDTH = 24

@@ -5,7 +5,6 @@ model would have read before the token."""
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +17,9 @@ from logsteer_server.text.incremental import IncrementalEncoder
 from logsteer_server.text.sums import TextSums, count_text, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Window, Windowing, make_cutter
-from tests.conftest import DEMO_MODEL, STORIES_MODEL, needs_shared
+from tests.conftest import STORIES_MODEL, needs_shared
 from tests.refusals import refused
+from tests.server.scripted_model import load_codec
 
 BOS = 1
 
@@ -227,11 +227,6 @@ def test_what_is_not_finite_is_null_with_a_flag() -> None:
 @given(st.lists(st.floats(-700, 0), min_size=1, max_size=5))
 def test_log_sum_exp(values: list[float]) -> None:
     assert math.exp(log_sum_exp(values)) == pytest.approx(sum(map(math.exp, values)), rel=1e-9)
-
-
-@cache
-def load_codec() -> TextCodec:
-    return TextCodec.load(str(DEMO_MODEL))
 
 
 @given(
