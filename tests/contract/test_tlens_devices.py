@@ -1,4 +1,4 @@
-"""A model on several devices gives what it gives on one; what overflows in it fails its job.
+"""A model whose blocks are spread over several devices gives what it gives on one.
 
 The devices are pretended: placement, accelerate's hooks, and every operation's refusal to mix
 devices are as on GPUs, and the numbers are the CPU's. What this cannot show: that a GPU's kernels
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
@@ -24,12 +23,10 @@ from logsteer_server.contract.jobs import (
     GenerateJob,
     GradientJob,
     Job,
-    JobFailure,
     ScoreJob,
 )
 from logsteer_server.contract.plan import (
     Adapter,
-    Direction,
     Override,
     ParameterDelta,
     Positions,
@@ -37,19 +34,15 @@ from logsteer_server.contract.plan import (
     Site,
     SteeringPlan,
 )
-from logsteer_server.engines.tlens.decode_step import NextTokens
-from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.placement import place_model, spread_blocks
 from logsteer_server.stores.formats.tensor_file import join_files
 from tests.conftest import DEMO_MODEL
-from tests.contract.directions import at, draw_direction, load_model, write_direction
+from tests.contract.directions import draw_direction, load_model, write_direction
 from tests.contract.lora import write_adapter
 from tests.contract.pretended_devices import KIND, pretend
-from tests.contract.test_overrides import store_adapter
 from tests.contract.tlens_cases import (
     GREEDY,
     PER_TOKEN,
-    U,
     add_plan,
     build,
     draw_ids,
@@ -67,8 +60,8 @@ TEXTS = [draw_ids(np.random.default_rng(n), length) for n, length in enumerate((
 
 
 @pytest.fixture(scope="module")
-def spread() -> Iterator[Any]:
-    """TransformerLens with the demo model on two pretended devices."""
+def spread(engine: Any) -> Iterator[Any]:
+    """TransformerLens with the demo model on two pretended devices; `engine` is there before."""
     with pretend(2):
         yield build()
 
@@ -269,123 +262,3 @@ def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         place(pipeline_parallel=3)
     with pytest.raises(ValueError, match=r"pipeline_parallel is 3, devices \[0, 1\]"):
         place(pipeline_parallel=3, devices=(0, 1))
-
-
-# ------------------------------------------------------------------ overflow
-
-
-QUERIED = [draw_ids(np.random.default_rng(1), length) for length in (9, 30)]
-"""Of so few keys as the first has, torch's fused attention on CPUs hides that scores are NaN."""
-QUERIES = "model.layers.0.self_attn.q_proj.weight"
-INSIDE = SteeringPlan((Site(2, "mlp_out", 0.001 * U),))
-"""Has a block computed in parts."""
-
-
-def draw_queries(directory: Path) -> Direction:
-    torch.manual_seed(0)
-    return write_direction(directory, {QUERIES: torch.randn(128, 128)})
-
-
-def list_jobs(**changes: Any) -> list[Job]:
-    return [
-        job
-        for ids in QUERIED
-        for plan in (None, INSIDE)
-        for job in (
-            whole(ids, plan=plan, **changes),
-            GenerateJob(ids, 3, policy=GREEDY, plan=plan, **changes),
-        )
-    ]
-
-
-def check_failed(results: list[Any]) -> None:
-    found = [r.code if isinstance(r, JobFailure) else r for r in results]
-    assert found == ["non_finite"] * len(results)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "eta"), [("float16", 3e3), ("float16", 1e4), ("float32", 1e37), ("float32", 1e38)]
-)
-def test_queries_beyond_the_dtype(dtype: str, eta: float, tmp_path: Path) -> None:
-    engine = build(dtype=dtype)
-    override = at(draw_queries(tmp_path), eta)
-    *failed, beside = run(engine, *list_jobs(override=override), whole(QUERIED[0]))
-    check_failed(failed)
-    assert np.isfinite(beside.columns["logprob"]).all()
-
-
-def test_an_adapter_of_queries(tmp_path: Path) -> None:
-    adapter = store_adapter(write_adapter(tmp_path / "a"), 8e38, only="q_proj")
-    check_failed(run(build(), *list_jobs(adapter=adapter)))
-
-
-def test_the_decode_step_shows_it_where_the_model_is_steered() -> None:
-    model = build()._model
-    with torch.no_grad():
-        model.parameters.by_name[QUERIES].mul_(1e38)
-    point = model.points.find(0, "resid_pre")
-    found = []
-    for hooks in ([], [(point, lambda activation, hook: None)]):
-        token_11, cache = torch.tensor([[7]]), model.new_cache()
-        with torch.inference_mode():
-            tokens = NextTokens(token_11, None, torch.zeros(1, 1).long(), cache, hooks)
-            found.append(bool(model.read_next(tokens).isfinite().all()))
-    assert found == [True, False]
-
-
-NAN, INF = torch.nan, torch.inf
-
-
-@pytest.mark.parametrize("count", [1, 5, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", ["causal", "bool", "added", "grouped"])
-def test_which_queries_are_lost(count: int, dtype: torch.dtype, way: str) -> None:
-    """One query overflows, and one key: that query is lost, and all that see that key."""
-    torch.manual_seed(0)
-    heads = 2 if way == "grouped" else 4
-    queries = torch.randn(2, 4, count, 8).to(dtype)
-    keys, values = (torch.randn(2, heads, count, 8).to(dtype) for _ in range(2))
-    visible = torch.ones(count, count).tril().bool()
-    options: dict[str, Any] = {
-        "bool": {"attn_mask": visible},
-        "added": {
-            "attn_mask": torch.zeros(count, count, dtype=dtype).masked_fill(
-                ~visible, torch.finfo(dtype).min
-            )
-        },
-        "grouped": {"is_causal": True, "enable_gqa": True},
-    }.get(way, {"is_causal": True})
-    plain = functional.scaled_dot_product_attention(queries, keys, values, **options)
-    with CheckedAttention(None, shows_overflow=True):
-        shown = functional.scaled_dot_product_attention(queries, keys, values, **options)
-    assert torch.equal(shown, plain)
-    for value in (NAN, INF, -INF):
-        broken, seen = queries.clone(), keys.clone()
-        broken[0, 0, count // 2, 0] = value
-        seen[1, heads - 1, 0, 0] = value
-        with CheckedAttention(None, shows_overflow=True):
-            found = functional.scaled_dot_product_attention(broken, seen, values, **options)
-        is_lost_BHT = found.isnan().any(-1)
-        wanted_BHT = torch.zeros(2, 4, count, dtype=torch.bool)
-        wanted_BHT[0, 0, count // 2] = True
-        wanted_BHT[1, 4 - 4 // heads :] = True
-        assert torch.equal(is_lost_BHT, wanted_BHT)
-
-
-def test_attention_in_parts_of_a_query_that_sees_nothing_finite() -> None:
-    least = torch.finfo(torch.float32).min
-    scores = torch.tensor([[-INF, least, least], [1.0, -INF, least], [least, least, least]])
-    padding = torch.tensor([[1, 1, 0]])
-    with CheckedAttention(padding, shows_overflow=True):
-        pattern = functional.softmax(scores[None, None], dim=-1)[0, 0]
-    assert pattern.isnan().all(-1).tolist() == [True, False, False]
-    assert pattern[2].tolist() == [0, 0, 0]
-
-
-def test_prompts_of_two_lengths_in_float64() -> None:
-    engine = build(dtype="float64")
-    jobs = [GenerateJob(ids, 4, policy=GREEDY, ignore_eos=True) for ids in QUERIED]
-    for job, found in zip(jobs, run(engine, *jobs), strict=True):
-        (alone,) = run(engine, job)
-        assert found.token_ids.tolist() == alone.token_ids.tolist()
-        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-6)
