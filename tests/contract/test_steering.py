@@ -12,6 +12,7 @@ from torch import Tensor
 
 import corpus
 from logsteer import APIError, Client
+from logsteer.schemas import SteerAnswer, SteerPiece, SteerStart
 from tests.conftest import Server
 from tests.contract.agreement import check_agreement
 from tests.contract.conftest import clients_of
@@ -211,6 +212,55 @@ def test_scale_0_is_unsteered(client: Client) -> None:
 
 def test_every_endpoint_takes_steering(client: Client) -> None:
     check_agreement(client, steering=STEERING)
+
+
+def test_streams_give_the_same_as_the_whole(client: Client) -> None:
+    options: Any = {"max_tokens": 12, "seed": 3, "n": 2, "baseline": True}
+    events = list(client.steer_events("Once upon a time", STEERING, **options))
+    whole = client.steer("Once upon a time", STEERING, **options)
+    assert isinstance(events[0], SteerStart)
+    last = events[-1]
+    assert isinstance(last, SteerAnswer)
+    assert last.results[0].completions[1].token_ids == whole.results[0].completions[1].token_ids
+    assert last.steering.tokens_steered == whole.steering.tokens_steered
+    pieces = [event for event in events if isinstance(event, SteerPiece)]
+    assert len(pieces) > 8
+    for steered, completions in (
+        (True, whole.results[0].completions), (False, whole.results[0].baseline or []),
+    ):  # fmt: skip
+        for index, completion in enumerate(completions):
+            own = [p for p in pieces if p.completion == index and p.steered == steered]
+            assert "".join(piece.text for piece in own) == completion.text
+            assert own[-1].finish_reason == completion.finish_reason
+
+
+def test_openai_completions_take_steering(client: Client) -> None:
+    import httpx
+
+    body = {
+        "prompt": "Once upon a time", "max_tokens": 10, "temperature": 0, "logprobs": 0,
+        "model": client.models().models[0].id,
+    }  # fmt: skip
+    url = f"{client.base_url}/v1/completions"
+    plain = httpx.post(url, json=body, timeout=60).json()
+    steered = httpx.post(url, json=body | {"steering": STEERING}, timeout=60).json()
+    own = client.steer("Once upon a time", STEERING, max_tokens=10, temperature=0.0)
+    completion = own.results[0].completions[0]
+    assert steered["choices"][0]["text"] == completion.text
+    logprobs = steered["choices"][0]["logprobs"]["token_logprobs"]
+    assert logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
+    assert steered["steering"]["tokens_steered"] == own.steering.tokens_steered
+    assert plain["choices"][0]["logprobs"] != steered["choices"][0]["logprobs"]
+    assert "steering" not in plain
+
+
+def test_perplexity_under_steering(client: Client, hooked: HookedReference) -> None:
+    text = "Once upon a time there was a girl. She was very happy."
+    ids = client.tokenize(text).results[0].token_ids
+    answer = client.perplexity(text, steering=STEERING, cache=False)
+    wanted = hooked.logprobs(ids[:1], ids[1:], OPERATIONS["add"][1])
+    assert answer.total.sum_logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
+    assert answer.steering.tokens_steered == len(ids) - 1
 
 
 def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
