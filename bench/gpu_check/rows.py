@@ -34,7 +34,7 @@ FLAT, PEAKED = 3.0, 8.0
 LIMIT = 1e-4
 """Nats."""
 MARGIN = 192 * MIB
-"""Bytes that may be added at the peak beside what the bounds allow for columns."""
+"""Bytes that may be added at the peak beside a chunk, or what policy columns may take."""
 EDGE = 1e-6
 """Mass by which a token may miss `top_p` and, in float32, fall on the other side of the cut."""
 
@@ -171,8 +171,8 @@ def measure(options: Options, found: Findings) -> None:
                 what = f"{columns}, vocabulary {vocab}"
                 found.need(f"{what}, nats", error, LIMIT)
                 found.need(f"{what}, targets on the wrong side of the cut", misplaced, 0)
-                most = (rows.bounds.columns + MARGIN) / MIB
-                found.need(f"{what}, MiB added", added, most)
+                most = MARGIN + (rows.bounds.columns if spec.looks_at_policy else CHUNK)
+                found.need(f"{what}, MiB added", added, most / MIB)
                 table.rows.append([
                     vocab, len(rows.hidden_RD), columns, round(statistics.median(times), 1),
                     round(statistics.median(product), 1), round(added, 1), error, misplaced,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import GenerateJob
-from logsteer_server.numerics.rows import NEUTRAL, POLICY_COLUMNS, Rows, RowSpec, read_rows
+from logsteer_server.numerics.rows import NEUTRAL, Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import PolicyRows, is_greedy, pick_rows
 
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
@@ -192,8 +192,7 @@ class RowSampler:
         groups: dict[tuple[RowSpec, bool], list[int]] = {}
         for row, spec in enumerate(self._specs):
             if spec is not None:
-                looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(spec.columns)
-                is_shaped = looks_at_policy or not is_greedy(spec.policy)
+                is_shaped = spec.looks_at_policy or not is_greedy(spec.policy)
                 groups.setdefault((replace(spec, policy=NEUTRAL), is_shaped), []).append(row)
         at_once = CHUNK_LOGITS["cuda" if device.type == "cuda" else "cpu"] // size
         parts = []

@@ -362,10 +362,14 @@ class RowSpec:
         return FUSED_COLUMNS.issuperset(self.columns) and not self.top and not self.double
 
     @property
+    def looks_at_policy(self) -> bool:
+        """Whether a column depends on the sampling policy."""
+        return not POLICY_COLUMNS.keys().isdisjoint(self.columns)
+
+    @property
     def bytes_per_logit(self) -> int:
         """Peak bytes while it is done."""
-        looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(self.columns)
-        size = BYTES_PER_SHAPED_LOGIT if looks_at_policy else BYTES_PER_LOGIT
+        size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
         return 2 * size if self.double else size
 
 
