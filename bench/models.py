@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.servers import run_logsteer, run_stock
 from logsteer_server.contract.engine import Engine
@@ -58,7 +58,7 @@ def make_model(
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**usual | shape))
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**usual | shape))
     torch.nn.init.constant_(model.model.norm.weight, sharpness)
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
