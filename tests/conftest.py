@@ -26,6 +26,7 @@ from logsteer import Client
 from logsteer_server.engines.vllm.arguments import is_cpu_build
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 from tests.template import TEMPLATE
+from tests.trained import convert_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -204,6 +205,11 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),
+    # A trained model on both engines.
+    "real": lambda _: uncached(
+        vllm_model("vllm", convert_smollm2(), hooks=HOOKS, memory="512MiB"),
+        tlens_model("tlens", convert_smollm2()),
+    ),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(
         vllm_model("demo", adapter_slots=2, adapter_rank=8), max_upload_bytes=2**22
@@ -409,6 +415,13 @@ def http(fake_server: Server) -> Iterator[httpx.Client]:
 def vllm_client(vllm_server: Server) -> Iterator[Client]:
     """A client of the vLLM server; requests go to `demo` unless they name another model."""
     with Client(vllm_server.url, model="demo", max_retries=0, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real_client(real_server: Server) -> Iterator[Client]:
+    """A client of the server with SmolLM2 as `vllm` and as `tlens`."""
+    with Client(real_server.url, max_retries=0, timeout=300) as client:
         yield client
 
 
