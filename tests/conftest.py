@@ -96,7 +96,7 @@ def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Confi
     runner = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
     if runner == "v2" and is_cpu_build():  # it is interpreted there, and takes no compiled model
         settings["compile"] = False
-    defaults = {"dtype": "float32", "memory": "256MiB", "compile": False, "runner": runner}
+    defaults = {"memory": "256MiB", "compile": False, "runner": runner}
     return {"id": model_id, "engine": "vllm", "path": str(path)} | defaults | settings
 
 
@@ -144,12 +144,11 @@ def configure_quantized(directory: Path) -> Configuration:
 
 def configure_precision(directory: Path) -> Configuration:
     """Models whose head is computed in float32 and whose body is not, and models of one dtype."""
-    half = {"dtype": "bfloat16", "logits_dtype": "float32"}
+    half = {"dtype": "bfloat16"}
     return uncached(
         vllm_model("vllm", **half),
         tlens_model("tlens", **half),
         tlens_model("double", dtype="float64"),
-        tlens_model("half", dtype="bfloat16"),
     )
 
 

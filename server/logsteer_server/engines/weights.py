@@ -17,7 +17,7 @@ def check_path(path: str) -> None:
         raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
 
 
-def locate_model(path: str) -> Path | str:
+def locate_model(path: str) -> Path:
     """Return the directory of a checkpoint, given by its path or by a hub id.
 
     A hub id that the hub's cache lacks is downloaded. Errors: ValueError as `check_path`.

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
@@ -101,9 +102,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
         on_gpus = bool(list_usable_gpus(model))
         total += model.replicas * (needs.process_bytes if on_gpus else needs.num_bytes)
         times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
+        weights = f"weights {_write(needs.weights_bytes)}"
         cache = "" if on_gpus else f"cache {_write(needs.cache_bytes)}, "
         yield (
-            f"model {model.id}: {times}weights {_write(needs.weights_bytes)}, {cache}"
+            f"model {model.id}: {needs.dtype}, {times}{weights}, {cache}"
             f"{needs.token_bytes} bytes of cache a token"
         )
     free = measure_memory()[1]
@@ -150,23 +152,3 @@ def parse_gpus(text: str) -> dict[int, int]:
     """
     lines = re.findall(r"^(\d+), (\d+)$", text, re.MULTILINE)
     return {int(index): int(size) * 2**20 for index, size in lines}
-
-
-def measure_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may have in all, and those that are free.
-
-    The limits of control groups count (version 2, and the root of a container). 0 where unknown.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    parts = (line.partition(":") for line in lines)
-    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
-    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # there is none: `max`
-        return total, free
-    return (limit, min(free, limit - used)) if limit < total else (total, free)

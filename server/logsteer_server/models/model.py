@@ -251,6 +251,7 @@ class ResidentModel:
                 "has_chat_template": codec.has_chat_template,
                 "columns": list(info.columns),
                 "lacks": {str(feature): reason for feature, reason in info.lacks.items()},
+                "rounding": info.rounding,
                 "provenance": self.provenance(),
             }
         return ModelCard(

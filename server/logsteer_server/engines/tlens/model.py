@@ -17,10 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
+from logsteer_server.engines.needs import choose_dtype
 from logsteer_server.engines.tlens.cache import RoomyLayer
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens, UnknownBlockError
-from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.placement import follow_devices, load_options, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
@@ -33,6 +34,7 @@ from logsteer_server.engines.tlens.points import (
     find_points,
 )
 from logsteer_server.engines.weights import find_eos, limit_context
+from logsteer_server.numerics.hidden_rows import multiply_wide
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +48,6 @@ FORWARD_TOLERANCE = 1e-5
 """How much ways to compute the model may differ, per unit of the largest number."""
 
 
-def choose_dtype(wanted: str, config: Any) -> torch.dtype:
-    """Return the dtype of that name; for `auto` the checkpoint's own."""
-    if wanted != "auto":
-        found = getattr(torch, wanted)
-    else:
-        found = getattr(config, "dtype", None) or torch.float32
-    return found if isinstance(found, torch.dtype) else getattr(torch, str(found))
-
-
 class _WideLinear(nn.Module):
     """A linear layer whose product is computed in float32, whatever its weights are."""
 
@@ -63,10 +56,8 @@ class _WideLinear(nn.Module):
         self._linear = linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the product in float32; the weight is widened for as long as it takes."""
-        weight, bias = self._linear.weight, self._linear.bias
-        wide_bias = None if bias is None else bias.float()
-        return nn.functional.linear(hidden.float(), weight.float(), wide_bias)
+        """Return the product in float32."""
+        return multiply_wide(hidden, self._linear.weight, self._linear.bias)
 
 
 class BridgeModel(CausalModel):
@@ -75,14 +66,14 @@ class BridgeModel(CausalModel):
     Errors: ValueError where it cannot be served.
     """
 
-    def __init__(self, spec: EngineSpec, path: Path | str) -> None:
+    def __init__(self, spec: EngineSpec, path: Path) -> None:
         from transformer_lens.model_bridge import TransformerBridge
 
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
         devices = place_model(spec)
-        dtype = choose_dtype(spec.dtype, config)
+        dtype: torch.dtype = getattr(torch, choose_dtype(spec.dtype, path))
         bridge = TransformerBridge.boot_transformers(
             str(path), dtype=dtype, **load_options(devices, config, dtype)
         )
@@ -103,9 +94,9 @@ class BridgeModel(CausalModel):
         self._detach_head(unwrap(causal))
         self.vocab_size = self._compare_head(causal)
         self.eos_ids = find_eos(path, path, self.vocab_size)
-        if spec.logits_dtype != "auto":
-            self._widen_head(path)
         self._linear_head = self._find_linear_head()
+        if self._linear_head is None and dtype in HALF:
+            self._widen_head()
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
         self._plain_forward = self._find_plain_forward(list(bridge.blocks))
@@ -294,12 +285,9 @@ class BridgeModel(CausalModel):
             return super().read_next(tokens)
         return self._decode_step.read(tokens)
 
-    def _widen_head(self, path: Path | str) -> None:
-        """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
-        heads = self._list_linear_heads()
-        if len(heads) != 1:
-            raise ValueError(f"{path}: its head is not a linear layer; leave logits_dtype out")
-        for name, linear in heads.items():
+    def _widen_head(self) -> None:
+        """Have the head's product computed in float32, and what follows it, such as a cap."""
+        for name, linear in self._list_linear_heads().items():
             self._head._modules[name] = _WideLinear(linear)
 
     def _list_linear_heads(self) -> dict[str, nn.Linear]:
@@ -328,6 +316,8 @@ class BridgeModel(CausalModel):
         if head is None:
             return super().project(hidden_RD)
         weight_VD, bias_V = head.weight, head.bias  # here, because calls may replace them
+        if weight_VD.dtype in HALF:
+            return multiply_wide(hidden_RD, weight_VD, bias_V)
         is_few = 1 < len(hidden_RD) <= FEW_ROWS and weight_VD.numel() >= LARGE_HEAD
         if not is_few or self.device.type != "cpu":
             return nn.functional.linear(hidden_RD, weight_VD, bias_V)
