@@ -1390,7 +1390,7 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
-                whole, as the target after an empty context.
+                whole, as the target after an empty context: without BOS, from its second token.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored

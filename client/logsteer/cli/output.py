@@ -228,6 +228,8 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
                 f"{', so it is not compared with the others' if result.flags else ''}; "
                 "--boundary separate keeps them apart"
             )
+        if target.boundary == "no_context":
+            yield Text(f"{target.target!r}: nothing precedes its first token, which is not scored")
         if target.top is not None:
             yield Text(f"most probable at each token of {target.target!r}")
             yield draw_rows([

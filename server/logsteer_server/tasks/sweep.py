@@ -252,6 +252,7 @@ def _write_point(
             {
                 "logprob": own[t],
                 "change": own[t] - unsteered[t],
+                "boundary": planned[t].finding,
                 "truncated_tokens": planned[t].truncated,
             }
             for t in item.targets
