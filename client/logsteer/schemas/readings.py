@@ -217,7 +217,8 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
     )
     read: ActivationRead = Field(
         default="each",
-        description="Each of those tokens' activation, the last one's, or their mean.",
+        description="Each of those tokens' activation, the last one's, or their mean, which leaves "
+        "out BOS where positions is all, and attention sinks.",
     )
 
     sae: VectorName | None = Field(
@@ -270,6 +271,11 @@ class ItemActivations(Reply):
     activations: ByLayer[list[list[Float]]] | None = Field(
         default=None,
         description="By layer: a row for each position, or one row; a number a dimension.",
+    )
+    sinks: ByLayer[list[int]] = Field(
+        default_factory=ByLayer[list[int]],
+        description="By layer the positions that a mean leaves out: attention sinks, whose norm is "
+        "more than 3 times the median of the tokens'.",
     )
     features: TokenFeatures | None = Field(default=None, description="In place of activations.")
     flags: list[str] = Field(default_factory=list)

@@ -123,7 +123,7 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
     """
     vectors = []
     for vector in steering.vectors:
-        changed: dict[str, Any] = {"scale": vector.choose_scale(()) * scale}
+        changed: dict[str, Any] = {"scale": vector.choose_scale(None) * scale}
         if layers is not None:
             changed["layers"] = layers
         vectors.append(vector.model_copy(update=changed))
