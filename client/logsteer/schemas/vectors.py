@@ -21,6 +21,7 @@ from logsteer.schemas.common import (
     Plotted,
     Reply,
     Request,
+    SpecialTokens,
     Tabled,
     name_refusal,
 )
@@ -236,6 +237,7 @@ class TrainRequest(ChatFields):
     layers: Layers | None = Field(default=None, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
+    special_tokens: SpecialTokens = "parse"
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")
