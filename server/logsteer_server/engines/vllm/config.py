@@ -257,15 +257,15 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     )
 
 
-COLUMNS_SHARE, MOST_COLUMNS = 8, 4 * 2**30
+COLUMNS_SHARE, MOST_COLUMNS = 8, 6 * 2**28
 """Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
-at most so many bytes."""
+at most so many bytes: enough for the rows of a product, by default."""
 
 
 def widen_columns(given: int, left: int) -> int:
     """Return the room of policy columns, in bytes: at least what is given.
 
-    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 4 GiB.
+    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 1.5 GiB.
     """
     return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
 
