@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f44ba8ca9a604d26b1e9c3353b40748ea5312f28245057087c8ec9f63674303d
+// Written by build/types.mjs from openapi.json, sha256 aab76e89c597ca650413593923978a1494b8bde10a7e086e569d5f0f38d94df5
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -712,6 +712,7 @@ export interface components {
             /** @enum {string} */
             space?: "as_given" | "both" | "best";
             steering?: components["schemas"]["Steering"] | null;
+            step_tokens?: number | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             vocabulary?: boolean;
