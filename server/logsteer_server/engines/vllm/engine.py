@@ -215,7 +215,6 @@ class VllmEngine:
 
     def _remove(self, running: RunningJob) -> None:
         del self._running[running.job_id], self._by_request_id[running.request_id]
-        self._vllm.steps.split_ids.discard(running.request_id)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Abort jobs in vLLM, and drop results of theirs that have not been reported."""
