@@ -237,16 +237,33 @@ def test_a_text_goes_on_from_an_alternative(visit: OpenPage, api: Client) -> Non
 def test_a_newcomer_trains_the_example_with_one_click(
     visit_any: OpenPage, start_server: ServerFactory
 ) -> None:
-    server = start_server({"models": [fake_model(num_layers=5)]})
+    server = start_server({"models": [fake_model(num_layers=80)]})
     seen = visit_any(server.url, "sweep")
     for view in ("steer", "sweep"):
         seen.page.locator(f"#tab-{view}").click()
         panel = seen.page.locator(f"#view-{view}")
         expect(panel.get_by_role("heading", name="No steering vector is stored")).to_be_visible()
     seen.button("Train “mood” from these pairs").click()
-    expect(seen.page.get_by_role("heading", name="At scale 4")).to_be_visible(timeout=TIMEOUT_MS)
+    # About eight layers and the recommended one, at whose scale the page looks first.
+    expect(panel.locator(".heat tbody tr")).to_have_count(9, timeout=TIMEOUT_MS)
+    with Client(server.url) as client:
+        best = client.vectors.get("mood").about.recommendation
+    assert best is not None
+    expect(panel.locator(".heat tr:has(.is-chosen) th")).to_have_text(str(best.layer))
+    sent = seen.sent_to("/sweep")
+    nearest = min(sent["scales"], key=lambda scale: abs(scale - best.scale))
+    expect(panel.get_by_role("heading", name=f"At scale {nearest:.3g}")).to_be_visible()
+    seen.page.locator("#tab-inside").click()
+    tall = seen.see("inside").locator(".heat.is-tall .heat-box")
+    tall.evaluate("box => box.scrollTop = box.scrollHeight")
+    head, box = tall.locator("thead th").last.bounding_box(), tall.bounding_box()
+    assert head is not None
+    assert box is not None
+    # Tokens stay named while their 80 layers are scrolled.
+    assert head["y"] == pytest.approx(box["y"], abs=2)
     seen.page.locator("#tab-steer").click()
-    expect(seen.page.get_by_role("slider", name="Scale of mood")).to_be_visible()
+    slider = seen.page.get_by_role("slider", name="Scale of mood")
+    assert float(slider.input_value()) == pytest.approx(best.scale, rel=0.05)
     with Client(server.url) as client:
         assert [card.name for card in client.vectors.list().vectors] == ["mood"]
 
