@@ -244,15 +244,7 @@ def test_a_newcomer_trains_the_example_with_one_click(
         panel = seen.page.locator(f"#view-{view}")
         expect(panel.get_by_role("heading", name="No steering vector is stored")).to_be_visible()
     seen.button("Train “mood” from these pairs").click()
-    # About eight layers and the recommended one, at whose scale the page looks first.
-    expect(panel.locator(".heat tbody tr")).to_have_count(9, timeout=TIMEOUT_MS)
-    with Client(server.url) as client:
-        best = client.vectors.get("mood").about.recommendation
-    assert best is not None
-    expect(panel.locator(".heat tr:has(.is-chosen) th")).to_have_text(str(best.layer))
-    sent = seen.sent_to("/sweep")
-    nearest = min(sent["scales"], key=lambda scale: abs(scale - best.scale))
-    expect(panel.get_by_role("heading", name=f"At scale {nearest:.3g}")).to_be_visible()
+    expect(panel.locator(".heat tbody tr")).to_have_count(8, timeout=TIMEOUT_MS)
     seen.page.locator("#tab-inside").click()
     tall = seen.see("inside").locator(".heat.is-tall .heat-box")
     tall.evaluate("box => box.scrollTop = box.scrollHeight")
@@ -262,8 +254,7 @@ def test_a_newcomer_trains_the_example_with_one_click(
     # Tokens stay named while their 80 layers are scrolled.
     assert head["y"] == pytest.approx(box["y"], abs=2)
     seen.page.locator("#tab-steer").click()
-    slider = seen.page.get_by_role("slider", name="Scale of mood")
-    assert float(slider.input_value()) == pytest.approx(best.scale, rel=0.05)
+    expect(seen.page.get_by_role("slider", name="Scale of mood")).to_be_visible()
     with Client(server.url) as client:
         assert [card.name for card in client.vectors.list().vectors] == ["mood"]
 
@@ -323,10 +314,14 @@ def test_a_cell_is_shown_in_numbers_and_generated_with(visit: OpenPage, api: Cli
     seen = visit("sweep?vector=mood&points=5&layers=3%3B4")
     view = seen.see("sweep")
     chart = view.get_by_role("img").first
+    words = view.get_by_role("region", name="The chosen scale")
+    best = api.vectors.get("mood").about.recommendation
+    assert best is not None
+    nearest = min(seen.sent_to("/sweep")["scales"], key=lambda scale: abs(scale - best.scale))
+    expect(words.get_by_role("heading")).to_have_text(f"At scale {nearest:.3g}")
     chart.focus()
     for _ in range(2):  # the first press chooses the first point
         chart.press("ArrowRight")
-    words = view.get_by_role("region", name="The chosen scale")
     expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
     point = api.sweep(**seen.sent_to("/sweep")).points[1]
     assert point.relative_norm is not None

@@ -156,7 +156,7 @@ interface VectorSelectProps {
 
 /** A stored vector or a feature of an autoencoder, or one that a link names and that is not stored here. */
 export function VectorSelect({ label, value, cards, onChange, none, hasFeatures = false }: VectorSelectProps) {
-  const options = cards.map(({ name }) => ({ value: name, label: name }));
+  const options = cards.map((card) => ({ value: card.name, label: card.other_weights ? `${card.name} (of other weights)` : card.name }));
   if (none !== undefined) options.unshift({ value: "", label: none });
   if (hasFeatures) options.push(...saes.value.map(({ name }) => ({ value: `${name}/`, label: `${name}: a feature` })));
   const sae = hasFeatures && !cards.some(({ name }) => name === value) ? findSae(value) : undefined;
