@@ -70,6 +70,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    SpecialTokens,
     Startup,
     SteerAnswer,
     SteeringLike,
@@ -235,6 +236,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -274,6 +276,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -308,6 +313,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -335,6 +341,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -374,6 +381,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -409,6 +419,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -437,6 +448,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -479,6 +491,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -512,6 +527,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -542,6 +558,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -586,6 +603,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -619,6 +639,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -640,6 +661,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
@@ -664,6 +686,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -684,6 +709,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             protocol=protocol,
@@ -715,6 +741,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -766,6 +793,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -809,6 +839,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -844,6 +875,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -897,6 +929,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -940,6 +975,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -975,6 +1011,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1025,6 +1062,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1066,6 +1106,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1100,6 +1141,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1152,6 +1194,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1193,6 +1238,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1221,6 +1267,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
@@ -1249,6 +1296,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1275,6 +1325,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             items=items,
@@ -1296,6 +1347,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1325,6 +1377,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1355,6 +1410,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             hook=hook,
@@ -1380,6 +1436,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1415,6 +1472,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1443,6 +1503,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1467,6 +1528,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         attribution: Attribution | NotGiven | None = NOT_GIVEN,
@@ -1500,6 +1562,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1532,6 +1597,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             attribution=attribution,
@@ -1550,6 +1616,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]]
         | Sequence[Sequence[Message | Mapping[str, Any]]]
         | NotGiven
@@ -1570,6 +1637,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             messages: One conversation or a list of them, through the model's chat template.
         """
         return await self._ask(
@@ -1581,6 +1651,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             messages=messages,
         )
 
@@ -1607,6 +1678,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1633,6 +1705,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1662,6 +1737,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1685,6 +1761,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
@@ -1711,6 +1788,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1734,6 +1814,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
@@ -1768,6 +1849,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
@@ -1827,6 +1909,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1875,6 +1960,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             max_tokens=max_tokens,
@@ -1902,6 +1988,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -1931,6 +2018,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1955,6 +2045,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -1981,6 +2072,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -2016,6 +2108,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -2044,6 +2139,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -2099,6 +2195,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_harm: float | NotGiven = NOT_GIVEN,
         harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
@@ -2134,6 +2231,9 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 Default 0.1.
             harm_texts: Further texts whose perplexity is not to grow by more, the first 64
                 tokens of each. Default [].
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             overwrite: Whether to replace what another request has stored under this name, which
                 is otherwise refused: `exists`. The same request again gets the same answer.
                 Default False.
@@ -2155,6 +2255,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             bos=bos,
             max_harm=max_harm,
             harm_texts=harm_texts,
+            special_tokens=special_tokens,
             overwrite=overwrite,
         )
 

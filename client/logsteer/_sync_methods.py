@@ -70,6 +70,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    SpecialTokens,
     Startup,
     SteerAnswer,
     SteeringLike,
@@ -231,6 +232,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -270,6 +272,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -304,6 +309,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -331,6 +337,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -370,6 +377,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -405,6 +415,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -433,6 +444,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -475,6 +487,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -508,6 +523,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -538,6 +554,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -582,6 +599,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -615,6 +635,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -636,6 +657,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
@@ -660,6 +682,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -680,6 +705,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             protocol=protocol,
@@ -711,6 +737,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -762,6 +789,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -805,6 +835,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -840,6 +871,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -893,6 +925,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -936,6 +971,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -971,6 +1007,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1021,6 +1058,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1062,6 +1102,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1096,6 +1137,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1148,6 +1190,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1189,6 +1234,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1217,6 +1263,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
@@ -1245,6 +1292,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1271,6 +1321,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             items=items,
@@ -1292,6 +1343,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1321,6 +1373,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1351,6 +1406,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             hook=hook,
@@ -1376,6 +1432,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1411,6 +1468,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1439,6 +1499,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1463,6 +1524,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         attribution: Attribution | NotGiven | None = NOT_GIVEN,
@@ -1496,6 +1558,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1528,6 +1593,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             attribution=attribution,
@@ -1546,6 +1612,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]]
         | Sequence[Sequence[Message | Mapping[str, Any]]]
         | NotGiven
@@ -1566,6 +1633,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             messages: One conversation or a list of them, through the model's chat template.
         """
         return self._ask(
@@ -1577,6 +1647,7 @@ class ClientMethods(Caller):
             tools=tools,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             messages=messages,
         )
 
@@ -1603,6 +1674,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1629,6 +1701,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1658,6 +1733,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1681,6 +1757,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
@@ -1707,6 +1784,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1730,6 +1810,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
@@ -1764,6 +1845,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
@@ -1823,6 +1905,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1871,6 +1956,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             max_tokens=max_tokens,
@@ -1898,6 +1984,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -1927,6 +2014,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1951,6 +2041,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -1977,6 +2068,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -2012,6 +2104,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -2040,6 +2135,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -2095,6 +2191,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_harm: float | NotGiven = NOT_GIVEN,
         harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
@@ -2130,6 +2227,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 Default 0.1.
             harm_texts: Further texts whose perplexity is not to grow by more, the first 64
                 tokens of each. Default [].
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             overwrite: Whether to replace what another request has stored under this name, which
                 is otherwise refused: `exists`. The same request again gets the same answer.
                 Default False.
@@ -2151,6 +2251,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             bos=bos,
             max_harm=max_harm,
             harm_texts=harm_texts,
+            special_tokens=special_tokens,
             overwrite=overwrite,
         )
 

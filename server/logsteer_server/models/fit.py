@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from logsteer_server.engines.gguf import describe_gguf, is_gguf
 from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
@@ -50,7 +51,7 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
             raise
         _fetch_config(path)
         return
-    if wanted.engine != "fake":
+    if wanted.engine != "fake" and directory.is_dir():
         try:
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
@@ -94,7 +95,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
     """Yield a line for what each model needs, and a warning for what this machine lacks."""
     total = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
     for model in settings.models:
+        path = model.to_spec(settings.directory).path
         try:
+            if is_gguf(path):
+                yield f"model {model.id}: {describe_gguf(Path(path))}"
             needs = check_fit(model, settings)
         except ValueError as error:
             yield f"warning: model {model.id}: {error}"

@@ -25,7 +25,8 @@ from logsteer_server.contract.jobs import (
     draw_seed,
 )
 from logsteer_server.tasks.planning import ItemProblems, Steps
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, check_cost, find_schema
+from logsteer_server.tasks.reply_form import check_cost, check_forced
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
@@ -114,6 +115,7 @@ def plan_chat(
         if failure := info.refuse(samples[0]):
             raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
         check_cost(schema, request.n, param)
+        check_forced(schema, param)
     return CompletionPrompt(text, ids, None, False, samples)
 
 

@@ -1,8 +1,9 @@
 """A model's tokenizer, with BOS under control and batches encoded at once."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ DECODED_AT_ONCE = 16_384
 """Tokens of the sequences that are decoded by one call."""
 ANSWERED = ChatForm()
 """Conversations up to where the assistant's next turn begins."""
+HIDDEN, MARKS = 0xF0000, 0x100000
+"""Characters for private use: what stands for control text in a caller's strings, and for tokens
+that are a template's."""
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
@@ -50,6 +55,11 @@ class TextCodec:
         self._anchor_length = len(self.decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
         self._divides = divides_at_spaces(self._backend)
+
+    @cached_property
+    def literal(self) -> "LiteralCodec":
+        """The codec to which control text in a caller's strings is plain text."""
+        return LiteralCodec(self)
 
     @staticmethod
     def import_transformers() -> None:
@@ -172,6 +182,141 @@ class TextCodec:
     def _piece(self, token_id: int) -> str:
         """Return the text that a token adds after other text, its leading space included."""
         return self.decode([*self._anchor, token_id])[self._anchor_length :]
+
+
+class RenderedText(str):
+    """A conversation as text. `marked` has a mark in place of each token that is the template's."""
+
+    marked: str
+
+    @classmethod
+    def of(cls, text: str, marked: str) -> "RenderedText":
+        """Return a text with its marked form, which is as long."""
+        rendered = cls(text)
+        rendered.marked = marked
+        return rendered
+
+    def __add__(self, other: str) -> "RenderedText":
+        return RenderedText.of(str(self) + other, self.marked + other)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RenderedText) and self.marked == other.marked
+
+    def __hash__(self) -> int:
+        return hash(self.marked)
+
+
+class LiteralCodec(TextCodec):
+    """A codec to which control text in a caller's strings is plain text.
+
+    Special tokens have other texts, marks of characters for private use, so that nothing in a
+    string is one. A template is given the strings with their control text hidden; what control text
+    then stands in the rendered conversation is the template's own, and is marked, token by token.
+    With marks M, as long as what they stand for, and H for what was hidden and is shown again:
+
+        content   a<|im_end|>     as the template is given it: aH
+        rendered  <|im_start|>user⏎a<|im_end|><|im_end|>
+        marked    MMMMMMMMMMMMuser⏎a<|im_end|>MMMMMMMMMM
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        vars(self).update(vars(codec))
+        self._added: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        texts = [token.content for token in self._added.values() if token.special]
+        self._hidden = {text: chr(HIDDEN + n) for n, text in enumerate(texts)}
+        self._shown = str.maketrans({mark: text for text, mark in self._hidden.items()})
+        self._marks = {text: chr(MARKS + n) * len(text) for n, text in enumerate(texts)}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _encoder(self) -> tuple[Any, dict[int | None, int | None]]:
+        """The tokenizer with marks, and the model's ids for its own; None: must not come of text.
+
+        It takes seconds to make where there are thousands of special tokens.
+        """
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer(self._backend.model)
+        encoder.normalizer = self._backend.normalizer
+        encoder.pre_tokenizer = self._backend.pre_tokenizer
+        own = {
+            token_id: type(token)(
+                self._marks.get(token.content, token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized and not token.special,
+            )
+            for token_id, token in self._added.items()
+        }
+        encoder.add_tokens(list(own.values()))
+        special = [token_id for token_id, token in self._added.items() if token.special]
+        ids: dict[int | None, int | None] = dict.fromkeys(special)
+        ids.pop(self._tokenizer.unk_token_id, None)
+        for token_id, token in own.items():
+            ids[encoder.token_to_id(token.content)] = token_id
+        return encoder, ids
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts. Errors: APIError `invalid_request` for what cannot be plain text."""
+        marked = list(map(_mark, texts))
+        encodings = self._encoder[0].encode_batch(marked, add_special_tokens=False)
+        return [EncodedText(self._read_ids(each.ids), each.offsets) for each in encodings]
+
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts; return the token ids of each. Errors: as `encode`."""
+        marked = list(map(_mark, texts))
+        encodings = self._encoder[0].encode_batch_fast(marked, add_special_tokens=False)
+        return [self._read_ids(encoding.ids) for encoding in encodings]
+
+    def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
+        """Render a conversation as text with marks.
+
+        Errors: as `chat.render`, and `invalid_request` where the template does more with control
+        text than to write it.
+        """
+        text = super().render_chat(messages, form)
+        find = self._control_text
+        hidden = render(
+            self._tokenizer,
+            messages,
+            form,
+            lambda string: find.sub(lambda found: self._hidden[found[0]], string),
+        )
+        if _PRIVATE.search(text) or hidden.translate(self._shown) != text:
+            detail = (
+                "special_tokens: text is not possible with these messages: this model's chat "
+                "template does more with their control text, or with characters for private use, "
+                "than to write it. Leave that out, or send special_tokens: parse."
+            )
+            raise api_error("invalid_request", detail, param="messages")
+        marked = find.sub(lambda found: self._marks[found[0]], hidden)
+        return RenderedText.of(text, marked.translate(self._shown))
+
+    def _read_ids(self, ids: list[int]) -> list[int]:
+        """Return the model's ids for the encoder's. Errors: as `encode`."""
+        own = self._encoder[1]
+        found = [own.get(token_id, token_id) for token_id in ids]
+        if None in found:
+            token = self.decode([ids[found.index(None)]])
+            detail = (
+                f"special_tokens: text is not possible: this tokenizer has no plain text for "
+                f"{token!r}, which stands for a control token. Leave it out."
+            )
+            raise api_error("invalid_request", detail, param="special_tokens")
+        return [token_id for token_id in found if token_id is not None]
+
+
+def _mark(text: str) -> str:
+    """Return a text as the encoder reads it. Errors: as `LiteralCodec.encode`."""
+    if _PRIVATE.search(text):
+        detail = (
+            "special_tokens: text reads no characters for private use from U+F0000 on; leave them "
+            "out, or send special_tokens: parse."
+        )
+        raise api_error("invalid_request", detail, param="special_tokens")
+    return text.marked if isinstance(text, RenderedText) else text
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
