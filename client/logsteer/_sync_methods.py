@@ -1447,7 +1447,7 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
-                whole, as the target after an empty context.
+                whole, as the target after an empty context: without BOS, from its second token.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
@@ -2023,7 +2023,8 @@ class ClientMethods(Caller):
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -2112,7 +2113,8 @@ class ClientMethods(Caller):
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -2187,6 +2189,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        max_harm: float | NotGiven = NOT_GIVEN,
+        harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
         special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
@@ -2209,15 +2213,20 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 mean_difference.
             whiten: Whether pca and logistic, too, discount what varies among texts of one side:
                 whiten activations by that covariance. Default False.
-            read: Activation after a text's last token, or their mean; `answer`: after the last
-                token that the assistant says in a conversation's last turn, before what the
-                template closes the turn with, as contrastive activation addition reads it.
-                Default last.
+            read: Activation after a text's last token, or their mean over tokens without BOS
+                and attention sinks (tokens whose norm at that layer is more than 3 times the
+                median of the text's); `answer`: after the last token that the assistant says in
+                a conversation's last turn, before what the template closes the turn with, as
+                contrastive activation addition reads it. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            max_harm: How much the recommended scale may raise perplexity: 0.1 is a tenth.
+                Default 0.1.
+            harm_texts: Further texts whose perplexity is not to grow by more, the first 64
+                tokens of each. Default [].
             special_tokens: Control text in the request's strings, such as `<|im_end|>`:
                 `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
                 chat template writes is control tokens in either case. Default parse.
@@ -2240,6 +2249,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             layers=layers,
             hook=hook,
             bos=bos,
+            max_harm=max_harm,
+            harm_texts=harm_texts,
             special_tokens=special_tokens,
             overwrite=overwrite,
         )

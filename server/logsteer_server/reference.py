@@ -52,7 +52,7 @@ SERVER_TOPICS = {
 
 MODEL_TOPICS = {
     "Which model": "id path engine default required",
-    "Numbers": "dtype logits_dtype tf32 quantization max_model_len",
+    "Numbers": "dtype tf32 quantization max_model_len",
     "Machine": (
         "devices tensor_parallel pipeline_parallel replicas max_replicas group memory compile "
         "runner engine_args"

@@ -285,17 +285,6 @@ class TestArguments:
                 check_arguments({name: None})
             assert key in ModelSettings.model_fields
 
-    @pytest.mark.parametrize(
-        ("invariant", "on_cpu", "widens"),
-        [("0", False, True), ("1", False, False), ("0", True, False)],
-    )
-    def test_a_gpus_head_is_widened_where_that_stays_batch_invariant(
-        self, environment: pytest.MonkeyPatch, invariant: str, on_cpu: bool, widens: bool
-    ) -> None:
-        environment.setenv("VLLM_BATCH_INVARIANT", invariant)
-        args = engine_args(EngineSpec("m", "vllm", "p"), "p", on_cpu, 9)
-        assert args["additional_config"]["logsteer"]["widens_head"] is widens
-
     def test_a_cache_of_given_bytes_asks_for_no_share_of_the_gpu(self) -> None:
         """vLLM starts only where its share, nearly all, is free: a second model never."""
 

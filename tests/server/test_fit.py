@@ -15,7 +15,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
+from logsteer_server.engines.needs import (
+    CPU_CACHE_BYTES,
+    PROCESS_BYTES,
+    choose_dtype,
+    estimate,
+)
 from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from logsteer_server.models import fit
 from logsteer_server.models.fit import (
@@ -112,8 +117,7 @@ def settings_of(*models: dict[str, Any], **fields: Any) -> Settings:
 class TestNeeds:
     @pytest.mark.parametrize(
         ("dtype", "weights", "item"),
-        [("auto", 100 * 64 * 2 + 10 + 21 * 4, 4), ("float32", (6400 + 21) * 4 + 10, 4),
-         ("bfloat16", (6400 + 21) * 2 + 10, 2)],
+        [("auto", (6400 + 21) * 4 + 10, 4), ("bfloat16", (6400 + 21) * 2 + 10, 2)],
     )  # fmt: skip
     def test_weights_are_counted_in_the_dtype_that_they_run_in(
         self, checkpoint: Path, dtype: str, weights: int, item: int
@@ -122,6 +126,18 @@ class TestNeeds:
         assert needs.weights_bytes == weights
         assert needs.token_bytes == 2 * 3 * 2 * 16 * item
         assert needs.cache_bytes == CPU_CACHE_BYTES
+
+    @pytest.mark.parametrize(
+        ("config", "dtype"),
+        [({"dtype": "float32"}, "float32"), ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+         ({"text_config": {"dtype": "float64"}}, "float64"), ({"dtype": None}, "float16")],
+    )  # fmt: skip
+    def test_a_model_runs_in_what_its_checkpoint_says(
+        self, checkpoint: Path, config: dict[str, Any], dtype: str
+    ) -> None:
+        """Where the configuration says nothing, in what most of its weights have."""
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        assert choose_dtype("auto", checkpoint) == dtype
 
     def test_settings_count(self, checkpoint: Path) -> None:
         spec = EngineSpec("m", "vllm", str(checkpoint), memory="256MiB", max_model_len=64)
@@ -135,6 +151,9 @@ class TestNeeds:
             estimate(EngineSpec("m", "vllm", "./nowhere"))
         with pytest.raises(ValueError, match="not on this machine"):
             estimate(EngineSpec("m", "vllm", "nobody/has-this"))
+        with pytest.raises(ValueError, match="cannot be read"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         with pytest.raises(ValueError, match="no weights"):
             estimate(EngineSpec("m", "vllm", str(tmp_path)))
         (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
@@ -218,7 +237,7 @@ def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "model m: weights" in done.stdout
+    assert "model m: float32, weights" in done.stdout
 
 
 class TestBeside:

@@ -407,6 +407,11 @@ class Provenance(Reply):
         default=False, description="Whether float32 products may have been computed in TF32."
     )
     quantization: str | None
+    dequantized: str | None = Field(
+        default=None,
+        description="Of a GGUF file: the type of its numbers, such as Q4_1, which were dequantised "
+        "to float32 when it was first loaded.",
+    )
     int8_products: Literal["integer", "float32_blocks"] | None = Field(
         default=None,
         description="How the INT8 layers of a model on a CPU were computed: by instructions "

@@ -61,9 +61,6 @@ class RowFiles:
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
 
-LONG_ROW = 2**16
-"""Tokens of a vocabulary above which a CPU adds a row up with more care."""
-
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
 
@@ -110,32 +107,19 @@ class Rows:
         """The logits in the dtype that they are read in."""
         return self._given_RV.double() if self._double else self._given_RV.float()
 
-    @property
-    def _is_long(self) -> bool:
-        """Whether rows are added up with care, which takes twice as long as `log_softmax`.
-
-        On CPUs that adds up a row term by term, and a long peaked one loses its small terms: 1.6e-5
-        nats at 262,144 tokens.
-        """
-        return self._given_RV.device.type == "cpu" and self.size > LONG_ROW
-
     @cached_property
     def _log_sums_R1(self) -> Tensor:
-        """log sum exp z, per row."""
+        """log sum exp z, per row: see `log_softmax`."""
         return self.logits_RV.logsumexp(-1, keepdim=True)
 
     @cached_property
     def log_probs_RV(self) -> Tensor:
         """log p of every token, per row."""
-        if self._is_long:
-            return self.logits_RV - self._log_sums_R1
-        return self.logits_RV.log_softmax(-1)
+        return self.logits_RV - self._log_sums_R1
 
     def log_probs_at(self, ids_RK: Tensor) -> Tensor:
         """Return log p of K tokens of each row [R, K], in nats."""
-        if self._is_long:
-            return self.logits_RV.gather(-1, ids_RK) - self._log_sums_R1
-        return self.log_probs_RV.gather(-1, ids_RK)
+        return self.logits_RV.gather(-1, ids_RK) - self._log_sums_R1
 
     @property
     def larger_R(self) -> Tensor:
@@ -158,11 +142,8 @@ class Rows:
 
         Without this ranks and sums over such a row look like any others.
         """
-        # At no further pass over the row where one was made: any log-probability tells.
-        if "_log_sums_R1" in vars(self):
+        if "_log_sums_R1" in vars(self):  # no further pass over the row
             return self._log_sums_R1[:, 0].isfinite()
-        if "log_probs_RV" in vars(self):
-            return ~self.log_probs_RV[:, 0].isnan()
         return self.logits_RV.amax(-1).isfinite()
 
     @property

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f44ba8ca9a604d26b1e9c3353b40748ea5312f28245057087c8ec9f63674303d
+// Written by build/types.mjs from openapi.json, sha256 3ec99c648eddba349d69465cbed8e888ba55df57e589881c45374f425e194e91
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -580,10 +580,11 @@ export interface components {
             accuracy?: number | null;
             activation_norm?: number | null;
             auc?: number | null;
-            effect_size?: number | null;
-            explained_variance?: number | null;
-            matching_scale?: number | null;
+            gain?: number | null;
+            harm?: number | null;
+            left_out?: number | null;
             pair_accuracy?: number | null;
+            scale?: number | null;
         } & {
             [key: string]: unknown;
         };
@@ -648,7 +649,7 @@ export interface components {
         };
         LensTarget: {
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             flags?: string[];
             layers: {
                 [key: string]: components["schemas"]["LensRows"];
@@ -742,6 +743,7 @@ export interface components {
             replicas?: components["schemas"]["ReplicaCard"][];
             required: boolean;
             restarts?: number;
+            rounding?: number | null;
             /** @enum {string} */
             state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
             vocab_size?: number | null;
@@ -810,7 +812,7 @@ export interface components {
         };
         PatchResult: {
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             clean: number | null;
             corrupted: number | null;
             layers: number[][];
@@ -902,6 +904,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -915,6 +918,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -973,10 +977,15 @@ export interface components {
             [key: string]: unknown;
         };
         Recommendation: {
+            gain?: number | null;
+            harm?: number | null;
             layer: number;
+            pairs?: number | null;
             reason: string;
-            relative_norms: number[];
-            scales: number[];
+            /** @enum {string} */
+            recommended_by: "effect" | "separation";
+            relative_norm: number;
+            scale: number;
         } & {
             [key: string]: unknown;
         };
@@ -1037,7 +1046,7 @@ export interface components {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -1214,6 +1223,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -1282,6 +1292,8 @@ export interface components {
             [key: string]: unknown;
         };
         SweptTarget: {
+            /** @enum {string} */
+            boundary?: "exact" | "merged" | "no_context";
             change: number | null;
             logprob: number | null;
             truncated_tokens?: number;
@@ -1299,7 +1311,7 @@ export interface components {
             attributions?: (number | null)[] | null;
             baseline_logprob?: number | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             convergence_delta?: number | null;
             directional?: number | null;
             directional_per_token?: (number | null)[] | null;
@@ -1327,7 +1339,7 @@ export interface components {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -1479,8 +1491,10 @@ export interface components {
                 [key: string]: unknown;
             } | null;
             continue_final_message?: boolean;
+            harm_texts?: string[];
             hook?: string;
             layers?: number[] | null;
+            max_harm?: number;
             /** @enum {string} */
             method?: "mean_difference" | "pca" | "logistic" | "lda";
             model?: string | null;
@@ -1517,6 +1531,7 @@ export interface components {
         };
         UsedVector: {
             name: string | null;
+            other_weights?: boolean;
             passed?: number | null;
             scale: number;
             sha256: string;
@@ -1562,6 +1577,7 @@ export interface components {
             norms: {
                 [key: string]: number;
             };
+            other_weights?: boolean;
             readouts?: {
                 [key: string]: components["schemas"]["VectorReadout"];
             } | null;
@@ -2223,7 +2239,9 @@ export interface operations {
     };
     list_vectors_vectors_get: {
         parameters: {
-            query?: never;
+            query?: {
+                model?: string | null;
+            };
             header?: never;
             path?: never;
             cookie?: never;

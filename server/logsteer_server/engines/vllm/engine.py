@@ -26,6 +26,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.engines.failures import describe_error
+from logsteer_server.engines.needs import choose_dtype
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import (
     WORKER,
@@ -62,6 +63,7 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._scratch, path = prepare(spec)
+        spec = replace(spec, dtype=choose_dtype(spec.dtype, path))
         with hold_collector():
             from logsteer_server.engines.vllm.core import VllmCore
 

@@ -185,7 +185,7 @@ export function reachOf(op: Operation, unit: Unit, card: VectorCard | undefined)
   if (op === "rotate") return { min: -180, max: 180, step: 1, start: 20 };
   if (unit === "residual_norm") return { min: -1.5, max: 1.5, step: 0.02, start: 0.25 };
   const best = card?.about.recommendation;
-  const raw = best?.scales.at(-1) ?? 2;
+  const raw = best?.scale ?? 2;
   if (op === "add" && unit === "raw") return around(roundUp(4 * raw), raw);
   const norm = card?.norms[String(best?.layer ?? card.layers[0])] ?? 1;
   const length = op === "replace" && unit === "raw" ? raw : raw * norm;
