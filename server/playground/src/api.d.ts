@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 a76fd2349d02d1f82669ecb73400f30dce7b2cb1fd30ee171bb0b25879599a5d
+// Written by build/types.mjs from openapi.json, sha256 1a1bd44ea0bdaef99664046715f752667ebce2d69e8fdfb7262a024a40d9a215
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -721,6 +721,7 @@ export interface components {
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
+            step_tokens?: number | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             vocabulary?: boolean;
