@@ -46,7 +46,7 @@ class CaptureRank:
         self.jobs: dict[str, tuple[CaptureJob, range]] = {}
 
     def begin(self, name: str, job: CaptureJob) -> None:
-        rows = self.pool.take(job.num_held * len(job.layers))
+        rows = self.pool.take(len(job.places) * len(job.layers))
         self.jobs[name] = job, rows
         self.steering.begin(name, describe_capture(job, rows), 0)
 
@@ -68,7 +68,7 @@ class CaptureRank:
         self.steering.end(name)
         found = self.steering.tables.captures.take(rows)
         self.pool.release(rows)
-        return found.reshape(len(job.layers), job.num_held, WIDTH)
+        return found.reshape(len(job.layers), len(job.places), WIDTH)
 
 
 def expect(name: str, job: CaptureJob) -> np.ndarray:

@@ -226,7 +226,7 @@ class EngineInfo:
         return self._check_capture(job) if isinstance(job, CaptureJob) else None
 
     def _check_capture(self, job: CaptureJob) -> JobFailure | None:
-        rows = job.num_held * len(job.layers)
+        rows = len(job.places) * len(job.layers)
         if self.capture_rows is None or rows <= self.capture_rows:
             return None
         detail = (

@@ -536,11 +536,6 @@ class CaptureJob(Job):
         """Activations of a layer that come of it: one, or one for each token that is read."""
         return len(self.places) if self.read == "each" else 1
 
-    @property
-    def num_held(self) -> int:
-        """Activations of a layer that an engine holds until it has read the last token."""
-        return len(self.places)
-
 
 @dataclass(frozen=True, slots=True)
 class CaptureOutput(Output):
