@@ -153,10 +153,15 @@ def configure_precision(directory: Path) -> Configuration:
 
 
 def configure_chat(directory: Path) -> Configuration:
-    """The demo model on both engines, with a template that takes tools and ends in newlines."""
+    """The demo model on both engines, with a template that takes tools and ends in newlines.
+
+    It is one of two, which have names.
+    """
     checkpoint = directory / "demo-newlines"
     shutil.copytree(DEMO_MODEL, checkpoint)
     shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
+    (checkpoint / "additional_chat_templates").mkdir()
+    (checkpoint / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 

@@ -245,6 +245,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Score each item's targets after its context, exactly.
@@ -294,6 +295,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -322,6 +326,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -350,6 +355,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
@@ -399,6 +405,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -428,6 +437,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
             window=window,
         )
@@ -1687,6 +1697,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> ItemScore:
         """Score targets after one context: `logprob` for a single item.
@@ -1723,6 +1734,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1746,6 +1760,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1765,6 +1780,7 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
@@ -1800,6 +1816,9 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1818,6 +1837,7 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 

@@ -241,6 +241,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Score each item's targets after its context, exactly.
@@ -290,6 +291,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -318,6 +322,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -346,6 +351,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
@@ -395,6 +401,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -424,6 +433,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
             window=window,
         )
@@ -1683,6 +1693,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> ItemScore:
         """Score targets after one context: `logprob` for a single item.
@@ -1719,6 +1730,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1742,6 +1756,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1761,6 +1776,7 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
@@ -1796,6 +1812,9 @@ class ClientMethods(Caller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1814,6 +1833,7 @@ class ClientMethods(Caller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 

@@ -4,6 +4,8 @@ generated."""
 import json
 from collections.abc import Iterator
 from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from safetensors.numpy import load
 
 from logsteer import Client
-from logsteer.errors import InvalidRequestError
+from logsteer.errors import InvalidRequestError, LogsteerError
 from tests.conftest import Server
 from tests.contract.steering import DATA
 
@@ -56,6 +58,22 @@ def test_a_reply_is_scored_as_it_was_drawn(client: Client, model: str, steering:
         num_same += same  # drawn tokens need not be those of their text
         assert text.logprobs[:same] == pytest.approx(completion.logprobs[:same], abs=PER_TOKEN)
     assert num_same >= 4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_of_several_templates_the_one_in_use_has_its_name(client: Client, model: str) -> None:
+    from logsteer.lm_eval import LogsteerLM
+
+    adapter = LogsteerLM(client.base_url, model)
+    template = Path(__file__).parents[1].joinpath("chat_template.jinja").read_text()
+    assert adapter.chat_template(True) == adapter.chat_template("default") == template
+    with pytest.raises(LogsteerError, match="uses the chat template default, not 'rag'"):
+        adapter.chat_template("rag")
+    rendered = client.tokenize(messages=CHAT, model=model).results[0].token_ids
+    assert adapter.tok_encode(adapter.apply_chat_template(CHAT)) == rendered
+    (score,) = adapter.loglikelihood([SimpleNamespace(args=("", " Paris"))], disable_tqdm=True)
+    assert score[0] < 0
 
 
 @pytest.fixture

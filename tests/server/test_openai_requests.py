@@ -413,12 +413,30 @@ def test_a_template_is_given_nothing_that_it_would_not_notice(
     assert refused.value.param == param
 
 
-def test_a_model_without_a_template_says_what_to_send() -> None:
-    codec = TextCodec.load(str(DEMO_MODEL))
-    codec._tokenizer.chat_template = None
-    request = GenerateRequest.model_validate({"messages": [USER]})
+@pytest.mark.parametrize(
+    ("templates", "tools", "found"),
+    [
+        (None, [], "no chat template: write the conversation as text"),
+        ({"rag": "r"}, [], "chat templates named rag, and none named default: write"),
+        ({"default": "d", "tool_use": "{{ tools }}", "rag": "r"}, [], "d"),
+        ({"default": "d", "tool_use": "t{# tools #}"}, [TOOL], "t"),
+    ],
+)
+def test_the_template_in_use_is_the_default_or_that_for_tools(
+    templates: Any, tools: list[Any], found: str
+) -> None:
+    tokenizer = TextCodec.load(str(DEMO_MODEL))._tokenizer
+    tokenizer.chat_template = templates
+    codec = TextCodec(tokenizer, "digest")
+    request = GenerateRequest.model_validate({"messages": [USER], "tools": tools})
     (turns,) = list_conversations(request.messages)
-    with pytest.raises(APIError, match="no chat template: write the conversation as text"):
+    assert codec.has_chat_template == (len(found) == 1)
+    if codec.has_chat_template:
+        assert codec.render_chat(turns, ChatForm.of(request)) == found
+        described = codec.describe()
+        assert (described["chat_template_name"], described["chat_template"]) == ("default", "d")
+        return
+    with pytest.raises(APIError, match=found):
         codec.render_chat(turns)
 
 

@@ -202,8 +202,6 @@ class EngineInfo:
     """What else its numbers may change with: versions of libraries, and the device."""
     device: str = "cpu"
     """The name of what it computes on."""
-    step_tokens: int | None = None
-    """Tokens that a step reads at most, so that texts are split between steps; None: never."""
     room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
     """None where the model has no INT8 layers, and on GPUs."""

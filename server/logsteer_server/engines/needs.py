@@ -15,6 +15,7 @@ from typing import Any
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.gguf import find_converted, is_gguf, read_header
+from logsteer_server.engines.vllm.arguments import check_checkpoint
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -84,7 +85,10 @@ def find_checkpoint(path: str) -> Path:
 
 
 def estimate(spec: EngineSpec) -> ModelNeeds:
-    """Return what one replica of a model needs. Errors: ValueError where its files do not tell."""
+    """Return what one replica of a model needs.
+
+    Errors: ValueError where its files do not tell, or name what its engine does not compute.
+    """
     process = PROCESS_BYTES[spec.engine]
     directory = find_checkpoint(spec.path)
     if spec.engine == "fake":
@@ -98,6 +102,7 @@ def estimate(spec: EngineSpec) -> ModelNeeds:
         weights = estimate_weights(directory, dtype)
     cache = 0
     if spec.engine == "vllm":
+        check_checkpoint(config, dtype)
         is_size = isinstance(spec.memory, str)
         cache = parse_bytes(str(spec.memory)) if is_size else CPU_CACHE_BYTES
     return ModelNeeds(weights, cache, process, dtype, _measure_token(config, dtype))

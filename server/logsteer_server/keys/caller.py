@@ -195,6 +195,8 @@ class Requester:
     namespace: str | None = None
     routing: Routing = field(default_factory=Routing)
     allowance: Allowance = field(default_factory=Allowance)
+    passes_gate: bool = False
+    """Whether models answer that have not passed their self-test: only to that test itself."""
 
     def require(self, scope: KeyScope) -> None:
         """Refuse what the key may not do. Errors: APIError `forbidden`, with the scope."""

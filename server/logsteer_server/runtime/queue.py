@@ -394,12 +394,7 @@ class FairQueue:
         return found
 
     def _find_room(self, call: EngineCall) -> list[ReplicaLoad]:
-        """Return the replicas that a call's next job may be sent to; the one that the call names
-        may always be sent it while it is open.
-        """
-        number = call.routing.replica
-        if number is not None and self.replicas[number].is_open:
-            return [self.replicas[number]]
+        """Return the replicas that a call's next job may be sent to."""
         return [replica for replica in self.replicas if replica.may_read(call)]
 
     def _choose(self, call: EngineCall, fit: Sequence[ReplicaLoad]) -> ReplicaLoad:

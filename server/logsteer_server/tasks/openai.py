@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ from logsteer_server.tasks.run import (
 )
 from logsteer_server.tasks.tool_calls import find_plain, read_calls
 from logsteer_server.text.prompts import find_longest_prompt, is_one_prompt
+from logsteer_server.text.tokenizer import CharCounter
 
 S = TypeVar("S", bound=SamplingRequest)
 
@@ -246,7 +247,8 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._offsets: Counter[int] = Counter()
+        self._counters: defaultdict[int, CharCounter] = defaultdict(CharCounter)
+        """Of the characters of each choice."""
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
@@ -295,7 +297,9 @@ class CompletionTask(OpenAITask[CompletionRequest]):
         """Return (a piece of) a choice; its offsets go on from those of the piece before."""
         logprobs = None
         if columns is not None and self._body.logprobs is not None:
-            logprobs, self._offsets[index] = columns.render(self.codec, self._offsets[index])
+            logprobs = columns.render(
+                self.codec, self._counters[index], self._body.return_tokens_as_token_ids
+            )
         return {
             "index": index,
             "text": text,
@@ -374,7 +378,9 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs:
-            logprobs = render_chat_logprobs(read_generated(output), self.codec)
+            logprobs = render_chat_logprobs(
+                read_generated(output), self.codec, self._body.return_tokens_as_token_ids
+            )
         role = {} if index in self._started else {"role": "assistant"}
         self._started.add(index)
         said, calls = self._read_said(index, output)

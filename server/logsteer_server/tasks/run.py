@@ -15,7 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -83,8 +83,7 @@ class Batch:
     `take` is given outputs of some of the jobs, or pieces of them, and gives events to show.
     `model` is where they run: None for the task's own. `cache` says whether results may come from
     earlier work, which those of score jobs alone can. A `silent` batch does not open the stream of
-    events. `room` tokens are reserved at least, where later batches need more than this. `replica`
-    is the number of the one that is to run them.
+    events. `room` tokens are reserved at least, where later batches need more than this.
     """
 
     jobs: Sequence[Job]
@@ -94,7 +93,6 @@ class Batch:
     purpose: Purpose = "work"
     silent: bool = False
     room: int = 0
-    replica: int | None = None
 
 
 class Collector:
@@ -160,9 +158,9 @@ class Task(ABC):
     def check_limits(self, settings: Settings) -> None:
         """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
 
-    def require(self) -> None:
+    def require(self, *, through_gate: bool) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
-        self.codec, self.info = self.model.require()
+        self.codec, self.info = self.model.require(through_gate=through_gate)
         if self.special_tokens == "text":
             self.codec = self.codec.literal
 
@@ -283,7 +281,7 @@ class Run:
         record.model = self.task.model.id
         self.task.request_id = self.caller.routing.request_id
         self.task.check_limits(self.capacity.settings)
-        self.task.require()
+        self.task.require(through_gate=self.caller.passes_gate)
         await self.caller.allowance.check_tokens()
         with self._room:
             tokens = self._reserve(self.task.model.admission)
@@ -299,8 +297,6 @@ class Run:
                         continue
                     model = batch.model or self.task.model
                     routing = self.caller.routing
-                    if batch.replica is not None:
-                        routing = replace(routing, replica=batch.replica)
                     prepared = await model.prepare(batch.jobs, batch.cache, routing)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)

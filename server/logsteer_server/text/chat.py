@@ -46,6 +46,30 @@ def count_chars(messages: Sequence[Message]) -> int:
     return sum(message.num_chars for message in messages)
 
 
+def list_templates(tokenizer: Any) -> dict[str, str]:
+    """Return a tokenizer's chat templates by name; one that has no name is `default`."""
+    found = tokenizer.chat_template or {}
+    return {"default": found} if isinstance(found, str) else found
+
+
+def find_template(tokenizer: Any, *, has_tools: bool = False) -> tuple[str, str]:
+    """Return the name and the text of the template in use: that for tools where there are any.
+
+    Errors: APIError `invalid_request` where there is none.
+    """
+    templates = list_templates(tokenizer)
+    name = "tool_use" if has_tools and "tool_use" in templates else "default"
+    if name not in templates:
+        has = f"chat templates named {', '.join(sorted(templates))}, and none named default"
+        detail = (
+            f"This model has {has if templates else 'no chat template'}: write the conversation as "
+            "text, as the model was trained to read it, and send that: prompts, context, texts or "
+            "items."
+        )
+        raise api_error("invalid_request", detail, param="messages")
+    return name, templates[name]
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -61,13 +85,7 @@ def render(
     """
     from jinja2 import TemplateError
 
-    if tokenizer.chat_template is None:
-        detail = (
-            "This model has no chat template: write the conversation as text, as the model was "
-            "trained to read it, and send that: prompts, context, texts or items."
-        )
-        raise api_error("invalid_request", detail, param="messages")
-    template = tokenizer.get_chat_template(tools=form.tools)
+    _, template = find_template(tokenizer, has_tools=bool(form.tools))
     _check_is_read(tokenizer, template, form)
     begins_turn = form.begins_turn
     if begins_turn is None:

@@ -235,6 +235,7 @@ def describe_model(model: CausalModel) -> EngineInfo:
         hooks=model.points.names,
         lacks={
             "structure": "the engine transformer_lens forces no form on a reply: leave out "
-            "response_format and tool_choice, or serve the model with engine vllm"
+            "response_format and tool_choice, or serve the model with engine vllm",
+            "step_tokens": "the engine transformer_lens reads every text in one step",
         },
     )
