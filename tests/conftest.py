@@ -26,6 +26,7 @@ from logsteer import Client
 from logsteer_server.engines.vllm.arguments import is_cpu_build
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 from tests.template import TEMPLATE
+from tests.trained import convert_smollm2, find_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -95,7 +96,7 @@ def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Confi
     runner = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
     if runner == "v2" and is_cpu_build():  # it is interpreted there, and takes no compiled model
         settings["compile"] = False
-    defaults = {"dtype": "float32", "memory": "256MiB", "compile": False, "runner": runner}
+    defaults = {"memory": "256MiB", "compile": False, "runner": runner}
     return {"id": model_id, "engine": "vllm", "path": str(path)} | defaults | settings
 
 
@@ -143,20 +144,24 @@ def configure_quantized(directory: Path) -> Configuration:
 
 def configure_precision(directory: Path) -> Configuration:
     """Models whose head is computed in float32 and whose body is not, and models of one dtype."""
-    half = {"dtype": "bfloat16", "logits_dtype": "float32"}
+    half = {"dtype": "bfloat16"}
     return uncached(
         vllm_model("vllm", **half),
         tlens_model("tlens", **half),
         tlens_model("double", dtype="float64"),
-        tlens_model("half", dtype="bfloat16"),
     )
 
 
 def configure_chat(directory: Path) -> Configuration:
-    """The demo model on both engines, with a template that takes tools and ends in newlines."""
+    """The demo model on both engines, with a template that takes tools and ends in newlines.
+
+    It is one of two, which have names.
+    """
     checkpoint = directory / "demo-newlines"
     shutil.copytree(DEMO_MODEL, checkpoint)
     shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
+    (checkpoint / "additional_chat_templates").mkdir()
+    (checkpoint / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 
@@ -204,6 +209,11 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),
+    # A trained model on both engines: on one from the GGUF file, on one as a checkpoint.
+    "real": lambda _: uncached(
+        vllm_model("vllm", convert_smollm2(), hooks=HOOKS, memory="512MiB"),
+        tlens_model("tlens", find_gguf() or Path()),
+    ),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(
         vllm_model("demo", adapter_slots=2, adapter_rank=8), max_upload_bytes=2**22
@@ -409,6 +419,13 @@ def http(fake_server: Server) -> Iterator[httpx.Client]:
 def vllm_client(vllm_server: Server) -> Iterator[Client]:
     """A client of the vLLM server; requests go to `demo` unless they name another model."""
     with Client(vllm_server.url, model="demo", max_retries=0, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real_client(real_server: Server) -> Iterator[Client]:
+    """A client of the server with SmolLM2 as `vllm` and as `tlens`."""
+    with Client(real_server.url, max_retries=0, timeout=300) as client:
         yield client
 
 

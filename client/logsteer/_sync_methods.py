@@ -70,6 +70,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    SpecialTokens,
     Startup,
     SteerAnswer,
     SteeringLike,
@@ -231,6 +232,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -271,6 +273,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -308,6 +313,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -336,6 +342,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -376,6 +383,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -414,6 +424,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -443,6 +454,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -485,6 +497,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -518,6 +533,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -548,6 +564,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -592,6 +609,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -625,6 +645,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -646,6 +667,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
@@ -670,6 +692,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -690,6 +715,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             protocol=protocol,
@@ -721,6 +747,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -772,6 +799,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -815,6 +845,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -850,6 +881,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -903,6 +935,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -946,6 +981,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -981,6 +1017,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1031,6 +1068,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1072,6 +1112,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1106,6 +1147,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1158,6 +1200,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1199,6 +1244,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1227,6 +1273,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
@@ -1255,6 +1302,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1281,6 +1331,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             items=items,
@@ -1302,6 +1353,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1331,6 +1383,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1361,6 +1416,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             hook=hook,
@@ -1386,6 +1442,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1400,7 +1457,7 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
-                whole, as the target after an empty context.
+                whole, as the target after an empty context: without BOS, from its second token.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
@@ -1421,6 +1478,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1449,6 +1509,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1473,6 +1534,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         attribution: Attribution | NotGiven | None = NOT_GIVEN,
@@ -1506,6 +1568,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1538,6 +1603,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             attribution=attribution,
@@ -1556,6 +1622,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]]
         | Sequence[Sequence[Message | Mapping[str, Any]]]
         | NotGiven
@@ -1576,6 +1643,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             messages: One conversation or a list of them, through the model's chat template.
         """
         return self._ask(
@@ -1587,6 +1657,7 @@ class ClientMethods(Caller):
             tools=tools,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             messages=messages,
         )
 
@@ -1613,6 +1684,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1640,6 +1712,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1672,6 +1747,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1696,6 +1772,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
@@ -1723,6 +1800,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1749,6 +1829,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
@@ -1784,6 +1865,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
@@ -1843,6 +1925,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1891,6 +1976,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             max_tokens=max_tokens,
@@ -1918,6 +2004,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -1947,13 +2034,17 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -1970,6 +2061,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -1996,6 +2088,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -2031,13 +2124,17 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -2058,6 +2155,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -2111,6 +2209,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        max_harm: float | NotGiven = NOT_GIVEN,
+        harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
@@ -2132,15 +2233,23 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 mean_difference.
             whiten: Whether pca and logistic, too, discount what varies among texts of one side:
                 whiten activations by that covariance. Default False.
-            read: Activation after a text's last token, or their mean; `answer`: after the last
-                token that the assistant says in a conversation's last turn, before what the
-                template closes the turn with, as contrastive activation addition reads it.
-                Default last.
+            read: Activation after a text's last token, or their mean over tokens without BOS
+                and attention sinks (tokens whose norm at that layer is more than 3 times the
+                median of the text's); `answer`: after the last token that the assistant says in
+                a conversation's last turn, before what the template closes the turn with, as
+                contrastive activation addition reads it. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            max_harm: How much the recommended scale may raise perplexity: 0.1 is a tenth.
+                Default 0.1.
+            harm_texts: Further texts whose perplexity is not to grow by more, the first 64
+                tokens of each. Default [].
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             overwrite: Whether to replace what another request has stored under this name, which
                 is otherwise refused: `exists`. The same request again gets the same answer.
                 Default False.
@@ -2160,6 +2269,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             layers=layers,
             hook=hook,
             bos=bos,
+            max_harm=max_harm,
+            harm_texts=harm_texts,
+            special_tokens=special_tokens,
             overwrite=overwrite,
         )
 

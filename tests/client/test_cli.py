@@ -291,7 +291,7 @@ COMMANDS: dict[str, tuple[list[str], Any, str, Any, list[list[str]], list[str]]]
     ),
     "vectors show": (
         ["vectors", "show", "happy"], CARD, "GET /vectors/happy", None,
-        [["2", "2.25", "0.875", "3", "0.75", "1", "2"], ["7", "7", *["n/a"] * 5]], [],
+        [["2", "2.25", "0.875", "0.75", "1", "2", "3", "0.0625"], ["7", "7", *["n/a"] * 6]], [],
     ),
     "vectors put": (
         ["vectors", "put", "happy", "text", "--format", "gguf"], CARD,

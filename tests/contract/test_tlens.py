@@ -189,14 +189,15 @@ def test_the_example_of_padded_prompts() -> None:
 
 def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
     engine = build(dtype="bfloat16")
-    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
+    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "float32")
     model = load_model(DEMO_MODEL, torch.bfloat16)
     ids = draw_ids(np.random.default_rng(9), 20)
     vector = torch.from_numpy(draw_vector()).bfloat16()
     model.model.layers[LAYER].register_forward_hook(lambda block, args, x: x + vector)
     ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
     with torch.inference_mode():
-        log_p_TV = model(ids_1T).logits[0].float().log_softmax(-1)
+        hidden_TD = model.model(ids_1T).last_hidden_state[0].float()
+        log_p_TV = (hidden_TD @ model.lm_head.weight.float().T).log_softmax(-1)
     expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     values = score(engine, whole(ids, plan=add_plan()))[0]
     assert values == pytest.approx(expected.numpy(), abs=BATCH)

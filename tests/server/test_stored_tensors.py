@@ -329,7 +329,7 @@ class OneTrained:
         return self._stored
 
 
-ADVICE = Recommendation(layer=3, scales=[0.5, 1.5], relative_norms=[0.2, 0.5], reason="")
+ADVICE = Recommendation(layer=3, scale=1.5, relative_norm=0.5, recommended_by="effect", reason="")
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ def _add_steering_options(parser: argparse.ArgumentParser, required: bool) -> No
         dest="vectors",
         metavar="NAME[:SCALE][@LAYERS]",
         help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; what is left out "
-        "is what its training recommends; repeatable",
+        "is what its training recommends; refusal@14:all ablates layer 14's direction at every "
+        "layer; repeatable",
     )
     either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
     group.add_argument(

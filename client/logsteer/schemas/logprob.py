@@ -27,7 +27,11 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 
 Boundary = Literal["joint", "separate"]
-BoundaryFinding = Literal["exact", "merged"]
+BoundaryFinding = Literal["exact", "merged", "no_context"]
+BOUNDARY = (
+    "`merged` where the context's own tokens are not a prefix of the joint tokens; `no_context` "
+    "where neither context nor BOS precedes the target: its first token is read, not scored."
+)
 SpacePolicy = Literal["as_given", "both", "best"]
 
 
@@ -141,9 +145,7 @@ class TargetScore(RowColumns, Tabled):
     num_tokens: int
     num_bytes: int = Field(description="UTF-8 bytes of the text that was scored.")
     is_greedy: bool | None = Field(default=None, description="Every rank is 1; null without ranks.")
-    boundary: BoundaryFinding = Field(
-        description="`merged` where the context's own tokens are not a prefix of the joint tokens."
-    )
+    boundary: BoundaryFinding = Field(description=BOUNDARY)
     truncated_tokens: int = 0
     flags: list[str] = Field(default_factory=list)
 

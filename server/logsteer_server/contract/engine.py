@@ -28,7 +28,6 @@ class EngineSpec:
     engine: str
     path: str
     dtype: str = "auto"
-    logits_dtype: str = "auto"
     tf32: bool = False
     devices: str | tuple[int, ...] = "auto"
     tensor_parallel: int = 1
@@ -192,6 +191,11 @@ class EngineInfo:
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it does not have: what to do instead, as an error's detail."""
+    dequantized: str | None = None
+    """The type of a GGUF file's numbers, where the model's weights come from one."""
+    rounding: float | None = None
+    """Of a model in half precision: the most that a token's log-probability was off float32's on
+    the text of the start's check, in nats; None where that was not measured."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
@@ -222,7 +226,7 @@ class EngineInfo:
         return self._check_capture(job) if isinstance(job, CaptureJob) else None
 
     def _check_capture(self, job: CaptureJob) -> JobFailure | None:
-        rows = job.num_rows * len(job.layers)
+        rows = job.num_held * len(job.layers)
         if self.capture_rows is None or rows <= self.capture_rows:
             return None
         detail = (

@@ -501,7 +501,8 @@ CaptureRead = Literal["each", "last", "mean"]
 class CaptureJob(Job):
     """A sequence of tokens whose activations are wanted, at `hook` of each of `layers`.
 
-    Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them. An
+    Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them but
+    for attention sinks (`numerics.sinks`). An
     activation is what leaves its hook, steering included; for that the prompt is the first
     `num_prompt` tokens, or the whole sequence.
     """
@@ -535,15 +536,21 @@ class CaptureJob(Job):
         """Activations of a layer that come of it: one, or one for each token that is read."""
         return len(self.places) if self.read == "each" else 1
 
+    @property
+    def num_held(self) -> int:
+        """Activations of a layer that an engine holds until it has read the last token."""
+        return len(self.places)
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureOutput(Output):
     """Activations [L, T, D], float32, in the order of the job's layers and of its tokens.
 
-    T is the job's `num_rows`.
+    T is the job's `num_rows`. `sinks` has by layer the tokens that a mean leaves out.
     """
 
     activations_LTD: Scores
+    sinks: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def activations_LD(self) -> Scores:

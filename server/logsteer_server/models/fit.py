@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from logsteer_server.engines.gguf import describe_gguf, is_gguf
+from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
@@ -49,7 +51,7 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
             raise
         _fetch_config(path)
         return
-    if wanted.engine != "fake":
+    if wanted.engine != "fake" and directory.is_dir():
         try:
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
@@ -93,7 +95,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
     """Yield a line for what each model needs, and a warning for what this machine lacks."""
     total = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
     for model in settings.models:
+        path = model.to_spec(settings.directory).path
         try:
+            if is_gguf(path):
+                yield f"model {model.id}: {describe_gguf(Path(path))}"
             needs = check_fit(model, settings)
         except ValueError as error:
             yield f"warning: model {model.id}: {error}"
@@ -101,9 +106,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
         on_gpus = bool(list_usable_gpus(model))
         total += model.replicas * (needs.process_bytes if on_gpus else needs.num_bytes)
         times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
+        weights = f"weights {_write(needs.weights_bytes)}"
         cache = "" if on_gpus else f"cache {_write(needs.cache_bytes)}, "
         yield (
-            f"model {model.id}: {times}weights {_write(needs.weights_bytes)}, {cache}"
+            f"model {model.id}: {needs.dtype}, {times}{weights}, {cache}"
             f"{needs.token_bytes} bytes of cache a token"
         )
     free = measure_memory()[1]
@@ -150,23 +156,3 @@ def parse_gpus(text: str) -> dict[int, int]:
     """
     lines = re.findall(r"^(\d+), (\d+)$", text, re.MULTILINE)
     return {int(index): int(size) * 2**20 for index, size in lines}
-
-
-def measure_memory() -> tuple[int, int]:
-    """Return the total and the free memory of this process, in bytes; 0 if unknown.
-
-    Limits of control groups count (version 2, and the root of a container).
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    parts = (line.partition(":") for line in lines)
-    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
-    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # there is none: `max`
-        return total, free
-    return (limit, min(free, limit - used)) if limit < total else (total, free)

@@ -251,6 +251,7 @@ class ResidentModel:
                 "has_chat_template": codec.has_chat_template,
                 "columns": list(info.columns),
                 "lacks": {str(feature): reason for feature, reason in info.lacks.items()},
+                "rounding": info.rounding,
                 "provenance": self.provenance(),
             }
         return ModelCard(
@@ -300,6 +301,7 @@ class ResidentModel:
             cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
+            dequantized=info.dequantized,
             int8_products=info.int8_products,
             device=info.device,
             tensor_parallel=info.tensor_parallel,

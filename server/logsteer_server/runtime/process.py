@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection
@@ -24,8 +24,10 @@ from logsteer_server.contract.engine import (
 )
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.engines.gguf import find_kind
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import let_threads_sleep, take_share
+from logsteer_server.engines.rounding import measure_rounding
 from logsteer_server.imports import hold_collector, leave_out_unused
 from logsteer_server.observation.logs import (
     CURRENT_REQUEST,
@@ -165,6 +167,11 @@ def _serve(
     try:
         take_share(spec)
         engine = build_engine(spec)
+        info = replace(
+            engine.info,
+            dequantized=find_kind(spec.path),
+            rounding=measure_rounding(engine, spec),
+        )
         restyle_libraries(style)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)
@@ -173,7 +180,7 @@ def _serve(
         return
     loop = EngineLoop(connection, engine, heartbeat_every_s)
     try:
-        loop.send(Ready(engine.info))
+        loop.send(Ready(info))
         threading.Thread(
             target=loop.send_heartbeats, args=(heartbeat_every_s,), name="heartbeats", daemon=True
         ).start()

@@ -180,13 +180,14 @@ class _ScoreWriter:
         """Return the score of a target that has these rows and this sum."""
         text, token_ids, offsets, finding, truncated, _, _ = target
         finite = math.isfinite(total)
+        scored = self._codec.decode(token_ids) if finding == "no_context" else text
         score: dict[str, Any] = {
             "target": text,
             "logprob": total if finite else None,
             "prob": math.exp(total) if finite else None,
             "perplexity": exp_mean(-total, len(token_ids)),
             "num_tokens": len(token_ids),
-            "num_bytes": len(text) if text.isascii() else len(text.encode()),
+            "num_bytes": len(scored) if scored.isascii() else len(scored.encode()),
             "is_greedy": is_greedy,
             "boundary": finding,
             "truncated_tokens": truncated,

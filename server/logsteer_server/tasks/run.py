@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import Precision, Provenance
+from logsteer.schemas import Precision, Provenance, SpecialTokens
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job
@@ -133,6 +133,8 @@ class Task(ABC):
     """How texts were cut, which provenance says; `plan` sets it."""
     precision: Precision = "float32"
     """What softmax and columns are computed in."""
+    special_tokens: SpecialTokens = "parse"
+    """What control text in the caller's strings is."""
     interventions: Interventions = UNCHANGED
     """What the answer is computed under; `plan` sets it."""
     results: list[dict[str, Any]]
@@ -159,6 +161,8 @@ class Task(ABC):
     def require(self, *, through_gate: bool) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
         self.codec, self.info = self.model.require(through_gate=through_gate)
+        if self.special_tokens == "text":
+            self.codec = self.codec.literal
 
     @abstractmethod
     def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
@@ -206,6 +210,7 @@ class BodyTask(Task, Generic[B]):
     def __init__(self, body: B, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(models.find(body.model), streams=getattr(body, "stream", False))
         self.precision = getattr(body, "precision", "float32")
+        self.special_tokens = getattr(body, "special_tokens", "parse")
         self._body = body
         self._stores = stores
         self._scratch = models.scratch

@@ -182,15 +182,23 @@ async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
     return list_as_openai(model.describe() for model in models.by_id.values())
 
 
+@openai_router.get("/v1/models/{model_id:path}", name="get_openai_model")
+async def get_openai_model(model_id: str, models: ModelsDep) -> dict[str, Any]:
+    """One model, which answers now."""
+    model = models.find(model_id)
+    model.require()
+    return _write_as_openai(model.describe())
+
+
 def list_as_openai(cards: Iterable[ModelCard]) -> dict[str, Any]:
     """Return the models that answer now, in OpenAI's shape."""
-    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
-    models = [
-        {"id": card.id, **shape, "max_model_len": card.context_length}
-        for card in cards
-        if card.state == "ready"
-    ]
+    models = [_write_as_openai(card) for card in cards if card.state == "ready"]
     return {"object": "list", "data": models}
+
+
+def _write_as_openai(card: ModelCard) -> dict[str, Any]:
+    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
+    return {"id": card.id, **shape, "max_model_len": card.context_length}
 
 
 @openai_router.get("/tokenizer_info")

@@ -137,7 +137,7 @@ function ScaleFields({ dose, onChange, cards }: ScaleProps) {
         format={(scale) => `${short(scale)}${degrees}`}
         hint={
           best && dose.op === "add" && dose.unit === "raw"
-            ? `Recommended: ${short(best.scales[0] ?? 0)} to ${short(best.scales.at(-1) ?? 0)} at layer ${best.layer}, or with a minus.`
+            ? `Recommended: ${short(best.scale)} at layer ${best.layer}, or with a minus.`
             : undefined
         }
         onChange={(scale) => onChange({ scale })}
