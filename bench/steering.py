@@ -91,7 +91,10 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
 
 
 def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
-    """Steered and not, with every point of a layer compiled in, against resid_post alone."""
+    """Steered and not, with every point of a layer compiled in, against resid_post alone.
+
+    One sequence, unsteered, shows what points cost that nobody uses.
+    """
     plain, steered = "unsteered, resid_post alone", "steered, resid_post alone"
     idle = "unsteered, all hooks"
     with (
@@ -104,8 +107,15 @@ def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
             idle: (ours, {}),
         } | {f"steered at {h}": (ours, {"steer_every": 1, "hook": h}) for h in HOOKS}
         seconds, _ = run_in_turn(ways, runs)
+        one = {name: (ways[name][0], {"sequences": 1}) for name in (idle, plain)}
+        seconds_of_one, _ = run_in_turn(one, runs)
     pairs = [(idle, plain), *((f"steered at {hook}", steered) for hook in HOOKS)]
-    return summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs)
+    return join_results(
+        {
+            f"{SEQUENCES} sequences": summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs),
+            "one sequence": summarize(seconds_of_one, GENERATED, "tokens", [(idle, plain)]),
+        }
+    )
 
 
 def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:

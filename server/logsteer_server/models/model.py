@@ -301,7 +301,6 @@ class ResidentModel:
             cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
-            dequantized=info.dequantized,
             int8_products=info.int8_products,
             device=info.device,
             tensor_parallel=info.tensor_parallel,

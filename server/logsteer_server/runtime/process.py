@@ -24,7 +24,6 @@ from logsteer_server.contract.engine import (
 )
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.engines.failures import lacks_memory
-from logsteer_server.engines.gguf import find_kind
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import let_threads_sleep, take_share
 from logsteer_server.engines.rounding import measure_rounding
@@ -167,11 +166,7 @@ def _serve(
     try:
         take_share(spec)
         engine = build_engine(spec)
-        info = replace(
-            engine.info,
-            dequantized=find_kind(spec.path),
-            rounding=measure_rounding(engine, spec),
-        )
+        info = replace(engine.info, rounding=measure_rounding(engine, spec))
         restyle_libraries(style)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)
