@@ -133,6 +133,16 @@ BARS = (
         "patching", "the same, largest difference in nats",
         "largest difference, nats", most=1e-4, part="figures",
     ),
+    *(
+        Bar(
+            "exactness", f"mean error of a token's log-probability against transformers': {way}",
+            f"{way} / transformers", most=1,
+        )
+        for way in (
+            "demo model, vllm", "demo model, transformer_lens",
+            "SmolLM2-135M, vllm", "SmolLM2-135M, transformer_lens",
+        )
+    ),
     Bar(
         "start", "a start that finds its caches filled, seconds to the first answer",
         "s to the first answer", most=6, part="figures",

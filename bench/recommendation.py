@@ -3,10 +3,11 @@
     .venv/bin/python -m bench.recommendation --model MODEL [--sets mood …] [--engine vllm]
 
 Each set of `contrasts.json` has eight pairs to train on and four unseen ones: a beginning, and two
-continuations. Of the vector at its bare name, and of every layer at two scales, gain and harm are
+continuations. Of the vector at its bare name, and of every layer at one scale, gain and harm are
 measured as `tasks/effect.py` defines them, on the unseen pairs and on what the unsteered model says
-after their beginnings. The best of the sweep is the largest gain at the harm of the bare name, the
-gain of a layer being linear in the square root of its harm between the scales. Perplexity is the
+after their beginnings. The best of the sweep is the largest gain at the harm of the bare name: a
+layer's gain is taken to grow with the square root of its harm, as both do for small changes, gain
+in proportion to the scale and harm to its square. Perplexity is the
 unsteered model's, of what it writes steered: fluent text keeps it near the unsteered one.
 """
 
@@ -27,8 +28,8 @@ SETS = json.loads((Path(__file__).parent / "contrasts.json").read_text())
 WAYS: list[dict[str, Any]] = [
     {}, {"method": "pca"}, {"method": "logistic"}, {"method": "lda"}, {"read": "last"},
 ]  # fmt: skip
-CHANGES = 0.08, 0.16
-"""Of an activation's length: the scales of the sweep."""
+CHANGE = 0.12
+"""Of an activation's length: the scale of the sweep."""
 SAMPLES, SAMPLE_TOKENS, WRITTEN_TOKENS = 2, 16, 32
 
 
@@ -88,13 +89,8 @@ def sweep(unseen: Unseen, card: Any, harm: float) -> tuple[int, float]:
     best = (-1, -np.inf)
     for layer in card.layers:
         length = card.about.quality[layer].activation_norm / card.norms[layer]
-        points = [(0.0, 0.0)]
-        for change in CHANGES:
-            gain, found = unseen.measure(f"{card.name}:{change * length}@{layer}")
-            points.append((float(np.sqrt(found)), gain))
-        (x0, y0), (x1, y1) = sorted(points)[:2] if np.sqrt(harm) < points[1][0] else points[1:]
-        gain = y0 + (np.sqrt(harm) - x0) * (y1 - y0) / max(x1 - x0, 1e-9)
-        best = max(best, (layer, float(gain)), key=lambda one: one[1])
+        gain, found = unseen.measure(f"{card.name}:{CHANGE * length}@{layer}")
+        best = max(best, (layer, gain * float(np.sqrt(harm / found))), key=lambda one: one[1])
     return best
 
 

@@ -26,7 +26,7 @@ from logsteer import Client
 from logsteer_server.engines.vllm.arguments import is_cpu_build
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 from tests.template import TEMPLATE
-from tests.trained import convert_smollm2
+from tests.trained import convert_smollm2, find_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -153,10 +153,15 @@ def configure_precision(directory: Path) -> Configuration:
 
 
 def configure_chat(directory: Path) -> Configuration:
-    """The demo model on both engines, with a template that takes tools and ends in newlines."""
+    """The demo model on both engines, with a template that takes tools and ends in newlines.
+
+    It is one of two, which have names.
+    """
     checkpoint = directory / "demo-newlines"
     shutil.copytree(DEMO_MODEL, checkpoint)
     shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
+    (checkpoint / "additional_chat_templates").mkdir()
+    (checkpoint / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 
@@ -204,10 +209,10 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),
-    # A trained model on both engines.
+    # A trained model on both engines: on one from the GGUF file, on one as a checkpoint.
     "real": lambda _: uncached(
         vllm_model("vllm", convert_smollm2(), hooks=HOOKS, memory="512MiB"),
-        tlens_model("tlens", convert_smollm2()),
+        tlens_model("tlens", find_gguf() or Path()),
     ),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(

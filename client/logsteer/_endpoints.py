@@ -367,6 +367,7 @@ _OPENAI = [
         query=ModelQuery,
     ),
     Endpoint("v1.models", "GET", "/v1/models", "openai"),
+    Endpoint("v1.model", "GET", "/v1/models/{model_id}", "openai"),
     Endpoint(
         "v1.completions", "POST", "/v1/completions", "openai", openai.CompletionAnswer,
         openai.CompletionRequest,

@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a directory, or an id of the hub"
+        "model", metavar="MODEL", nargs="?", help="a directory, a GGUF file, or an id of the hub"
     )
     models.add_argument("--demo", action="store_true", help="serve the demo model")
     models.add_argument("--config", type=Path, help="YAML file that lists the models")

@@ -40,6 +40,7 @@ class Service:
 
     def __init__(self) -> None:
         self.used: dict[str, str] | None = USED
+        self.logprob: float | None = -1.5
         self.bodies: dict[str, Any] = {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -54,7 +55,7 @@ class Service:
             encoded = [list(text.encode()) for text in body["texts"]]
             return {"results": [{"token_ids": ids} for ids in encoded]}
         if path == "/logprob":
-            targets = [{"logprob": -1.5, "is_greedy": True}]
+            targets = [{"logprob": self.logprob, "is_greedy": True}]
             return {"results": [{"targets": targets}], "adapter": self.used}
         if path == "/v1/completions":
             choice = {"index": 0, "text": " glad.", "finish_reason": "stop"}
@@ -128,6 +129,12 @@ def test_a_run_has_one_adapter(
     service.used = used
     with pytest.raises(LogsteerError, match=f"adapter lora was abababababab.*{named}"):
         ask(model)
+
+
+def test_what_is_not_finite_is_no_score(service: Service, make: Callable[..., Any]) -> None:
+    service.logprob = None
+    with pytest.raises(LogsteerError, match=r"not finite.* glad"):
+        score(make())
 
 
 def test_an_unknown_adapter_is_told_at_once(make: Callable[..., Any]) -> None:

@@ -156,9 +156,11 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
             _, cache = bridge.run_with_cache(torch.from_numpy(job.tokens.astype(np.int64))[None])
         for row, layer in enumerate(job.layers):
             activation_TD = cache[f"blocks.{layer}.{own.get(job.hook, job.hook)}"][0].flatten(1)
-            wanted_TD = activation_TD[job.places]
-            expected = wanted_TD.mean(0, keepdim=True) if job.read == "mean" else wanted_TD
-            assert output.activations_LTD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
+            wanted_TD = activation_TD[job.places].numpy()
+            if job.read == "mean":
+                norms_T = np.linalg.norm(wanted_TD, axis=-1)
+                wanted_TD = wanted_TD[norms_T <= 3 * np.median(norms_T)].mean(0, keepdims=True)
+            assert output.activations_LTD[row] == pytest.approx(wanted_TD, abs=PER_TOKEN)
 
 
 def test_small_bounds_only_make_more_batches(engine: Any) -> None:

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from logsteer.schemas import ContrastPair, LayerQuality, Recommendation
-from logsteer_server.contract.jobs import GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import Positions
+from logsteer_server.numerics.sinks import finish_capture
 from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.effect import (
     STAGE_TOKENS,
     Contrast,
@@ -61,6 +64,19 @@ def test_texts_of_one_token_cannot_be_scored() -> None:
     assert cut_texts(iter([[1, 2], [3] * 99])) == [[1, 2], [3] * 64]
     with refused("invalid_request", r"harm_texts\[1\] has no token behind another"):
         cut_texts(iter([[1, 2], [3]]))
+
+
+def test_a_mean_leaves_sinks_out_and_says_which() -> None:
+    activations_LTD = np.ones((2, 4, 2), np.float32)
+    activations_LTD[1, 2] = 90
+    job = CaptureJob(np.arange(6, dtype=np.int32), (3, 5), "resid_post", "mean",
+                     Positions("slices", ((1, 5),)))  # fmt: skip
+    found = finish_capture(job, activations_LTD)
+    assert (found.activations_LTD.tolist(), found.sinks) == ([[[1, 1]], [[1, 1]]], {5: [3]})
+    site = CaptureSite("resid_post", None, "mean", bos_id=BOS)
+    assert site.find_places(np.array([BOS, 5, 6], np.int32)).slices == ((1, 3),)
+    for tokens in ([5, 6], [BOS]):
+        assert site.find_places(np.array(tokens, np.int32)).kind == "all"
 
 
 def search(num_pairs: int = 6, folds: bool = True) -> EffectSearch:

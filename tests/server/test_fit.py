@@ -25,6 +25,7 @@ from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from logsteer_server.models import fit
 from logsteer_server.models.fit import (
     check_loadable,
+    describe_fit,
     fits_beside,
     measure_memory,
     parse_gpus,
@@ -224,6 +225,33 @@ class TestCheck:
             bucket.stop()
             (told,) = self.look(settings)
         assert "error sending request" in told
+
+
+WINDOWS = CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (WINDOWS | {"max_window_layers": 1}, "sliding windows in all layers or none"),
+        (WINDOWS | {"layer_types": ["full_attention", "sliding_attention"]}, "max_window_layers"),
+        (CONFIG | {"model_type": "gpt_neo"}, "vLLM has no GPT-Neo"),
+        (CONFIG | {"torch_dtype": "float64"}, "set dtype: float32; or serve"),
+        (WINDOWS | {"max_window_layers": 3}, None),
+        (WINDOWS | {"max_window_layers": 0}, None),
+        (WINDOWS | {"max_window_layers": 1, "use_sliding_window": False}, None),
+    ],
+)
+def test_what_vllm_does_not_compute_is_said_with_the_way_out(
+    checkpoint: Path, config: dict[str, Any], words: str | None
+) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for engine in ("vllm", "transformer_lens"):
+        told = "\n".join(
+            describe_fit(settings_of({"id": "m", "path": str(checkpoint), "engine": engine}))
+        )
+        assert ("(--engine transformer_lens)" in told) is (words is not None and engine == "vllm")
+        assert engine != "vllm" or (words or "model m: float32") in told
 
 
 def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:

@@ -102,10 +102,11 @@ SERVER, CLIENT = HOUSES
 
 ONLY_IN = {
     "fastapi": {"app", "api", "cluster"},
-    "uvicorn": {"serving", "api.connections", "cluster"},
+    "uvicorn": {"serving", "api.connections"},
     "torch": {
         "embedded",
         "numerics",
+        "engines.gguf",
         "engines.machine",
         "engines.rounding",
         "engines.tlens",
@@ -114,7 +115,14 @@ ONLY_IN = {
     },
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
-    "transformers": {"text", "engines.rounding", "engines.tlens", "engines.weights", "imports"},
+    "transformers": {
+        "text",
+        "engines.gguf",
+        "engines.rounding",
+        "engines.tlens",
+        "engines.weights",
+        "imports",
+    },
     "yaml": {"settings", "cluster"},
     "scipy": {"tasks.vector_methods"},
     "sklearn": {"tasks.vector_methods"},

@@ -101,6 +101,7 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "detokenize": ("/detokenize", {"token_ids": [[5, 6]]}),
     "tokenizer_info": ("/tokenizer_info", None),
     "v1.models": ("/v1/models", None),
+    "v1.model": ("/v1/models/fake", None),
     "v1.completions": ("/v1/completions", {"prompt": TEXT, "max_tokens": 4, "logprobs": 1}),
     "v1.chat.completions": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4}),
     "v1.score": ("/v1/score", {"query": TEXT, "items": [TEXT], "label_token_ids": [5, 6]}),

@@ -122,6 +122,12 @@ def write_examples(examples: str) -> dict[str, Any]:
     return {"epilog": f"examples:{examples}", "formatter_class": formatter}
 
 
+def read_server(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a client: where the server is, key, patience, model."""
+    names = ("base_url", "api_key", "timeout", "model")
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
     """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}

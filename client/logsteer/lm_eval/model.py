@@ -82,14 +82,10 @@ class Tokenized(BaseModel):
 
 
 def group_pairs(pairs: Iterable[tuple[Ids, Ids]]) -> list[Group]:
-    """Return each distinct pair of context and target once, those of a context together.
-
-    A pair whose target is empty is in no group.
-    """
+    """Return each distinct pair of context and target once, those of a context together."""
     groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for place, (context, target) in enumerate(pairs):
-        if target:
-            groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
+        groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
     return [
         (context, target, places)
         for context, targets in groups.items()
@@ -320,8 +316,17 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the model's chat template, for the harness's record of the run."""
-        return self._tokenizer_info.chat_template if chat_template else None
+        """Return the model's chat template, for the harness's record of the run.
+
+        Raises LogsteerError for the name of a template that is not in use.
+        """
+        info = self._tokenizer_info
+        if isinstance(chat_template, str) and chat_template != info.chat_template_name:
+            raise LogsteerError(
+                f"the server uses the chat template {info.chat_template_name}, not "
+                f"{chat_template!r}: leave its name out of --apply_chat_template"
+            )
+        return info.chat_template if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -372,14 +377,19 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Score each whole text, read in disjoint windows."""
+        """Score each whole text after the prefix token, read in disjoint windows.
+
+        A text that begins with the prefix token has no second one, whatever `add_bos_token` says.
+        """
         texts = [request.args[0] for request in requests]
-        tokens = self._tokenize(texts, self._bos)
+        tokens = self._tokenize(texts, "never")
         windows: list[Encoded] = []
         owners: list[int] = []
         for owner, text in enumerate(texts):
+            own = tokens[text]
+            has_prefix = own[:1] == [self.prefix_token_id]
             for pair in get_rolling_token_windows(
-                tokens[text], self.prefix_token_id, self.max_length, context_len=1
+                own[has_prefix:], self.prefix_token_id, self.max_length, context_len=1
             ):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(owner)
@@ -516,8 +526,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         }
 
     def _score(self, requests: Sequence[Encoded]) -> list[Scored]:
-        # A continuation without a token of its own is certain, as for the harness's `hf`.
-        scores: list[Scored] = [(0.0, True)] * len(requests)
+        scores: list[Scored] = [(math.nan, False)] * len(requests)
         groups = group_pairs(self._fit(request) for request in requests)
         for batch in cut_slices(groups, len(groups), lambda one: len(one[0]) + len(one[1])):
             # Of a context one item, so that the server reads it once.
@@ -530,17 +539,21 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             check_adapter(self._adapter, answer.adapter)
             targets = [target for item in answer.results for target in item.targets]
             for (_, _, places), target in zip(batch, targets, strict=True):
-                logprob = target.logprob
-                if logprob is None:
-                    warning_once(_log, "log-probabilities are not finite: they are given as NaN")
-                    logprob = math.nan
+                if target.logprob is None:
+                    asked = requests[places[0]][0]
+                    raise LogsteerError(f"a log-probability is not finite: that of {asked!r:.200}")
                 for place in places:
-                    scores[place] = (logprob, target.is_greedy)
+                    scores[place] = (target.logprob, target.is_greedy)
         return scores
 
     def _fit(self, request: Encoded) -> tuple[Ids, Ids]:
         """Return the context, cut at the left to what the model reads, and the continuation."""
         text, context, target = request
+        if not target:
+            raise ValueError(
+                "a continuation has no token of its own beside its context: part them by a "
+                f"target_delimiter that begins a new token: {text!r:.200}"
+            )
         excess = len(context) + len(target) - (self.max_length + 1)
         if excess > 0:
             if excess >= len(context):
@@ -550,8 +563,6 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
                 )
             warning_once(_log, f"contexts are cut at the left to max_length {self.max_length}")
             return context[excess:], target
-        if not target:
-            warning_once(_log, f"a continuation without a token is certain, as {text!r:.200}")
         return context, target
 
     @cached_property

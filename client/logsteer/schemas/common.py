@@ -38,6 +38,7 @@ def check_hook(name: str) -> str:
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
 BosPolicy = Literal["auto", "always", "never"]
+SpecialTokens = Literal["parse", "text"]
 OverflowPolicy = Literal["error", "truncate_left"]
 OnError = Literal["fail", "report"]
 Column = Literal[
@@ -182,6 +183,12 @@ class SequenceOptions(Request):
         default="auto",
         description="Beginning-of-sequence token: as the tokenizer does, always, or never. "
         "It is never added twice.",
+    )
+    special_tokens: SpecialTokens = Field(
+        default="parse",
+        description="Control text in the request's strings, such as `<|im_end|>`: `parse`: control "
+        "tokens, as the tokenizer reads it; `text`: plain text. What a chat template writes is "
+        "control tokens in either case.",
     )
     on_overflow: OverflowPolicy = Field(
         default="error",
@@ -400,6 +407,11 @@ class Provenance(Reply):
         default=False, description="Whether float32 products may have been computed in TF32."
     )
     quantization: str | None
+    dequantized: str | None = Field(
+        default=None,
+        description="Of a GGUF file: the type of its numbers, such as Q4_1, which were dequantised "
+        "to float32 when it was first loaded.",
+    )
     int8_products: Literal["integer", "float32_blocks"] | None = Field(
         default=None,
         description="How the INT8 layers of a model on a CPU were computed: by instructions "

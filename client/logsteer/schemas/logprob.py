@@ -11,6 +11,7 @@ from logsteer.schemas.common import (
     Aggregate,
     Answer,
     Columns,
+    Count,
     Float,
     ItemOptions,
     ItemResult,
@@ -86,6 +87,12 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
     )
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
+    )
+    step_tokens: Count | None = Field(
+        default=None,
+        description="Tokens of a sequence that a step of the engine may read: longer ones are read "
+        "in several steps, more slowly, with the same scores up to rounding. Null: as many as the "
+        "engine has room for.",
     )
     vocabulary: bool = Field(
         default=False,

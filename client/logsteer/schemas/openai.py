@@ -20,6 +20,7 @@ from logsteer.schemas.common import (
     ProbeReadings,
     Reply,
     Request,
+    SpecialTokens,
     TokenId,
     name_refusal,
 )
@@ -75,6 +76,7 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 
     model: str | None = None
+    special_tokens: SpecialTokens = "parse"
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +110,9 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="Name tokens by their ids in `logprobs`: `token_id:123`."
+    )
 
     @model_validator(mode="after")
     def _options_are_those_of_a_stream(self) -> "SamplingRequest":
@@ -386,5 +391,12 @@ class TokenizerInfo(Reply):
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
-    chat_template: str | None
+    chat_template: str | None = Field(
+        default=None, description="Null: the model has no default template."
+    )
+    chat_template_name: str | None = Field(
+        default=None,
+        description="Its name among several: `default`. Where a request has `tools`, `tool_use` is "
+        "in use if there is one.",
+    )
     model_max_length: int

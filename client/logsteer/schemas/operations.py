@@ -57,7 +57,8 @@ class ModelCard(Reply):
     )
     lacks: dict[str, str] | None = Field(
         default=None,
-        description="Why steering, overrides, adapters or gradients are refused, by their names.",
+        description="Why steering, overrides, adapters, gradients or step_tokens are refused, by "
+        "their names.",
     )
     rounding: Float | None = Field(
         default=None,

@@ -21,6 +21,7 @@ from logsteer.schemas.common import (
     Plotted,
     Reply,
     Request,
+    SpecialTokens,
     Tabled,
     name_refusal,
 )
@@ -275,6 +276,7 @@ class TrainRequest(ChatFields):
         description="Further texts whose perplexity is not to grow by more, the first 64 tokens "
         "of each.",
     )
+    special_tokens: SpecialTokens = "parse"
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")

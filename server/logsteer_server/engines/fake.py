@@ -39,6 +39,7 @@ LACKS: dict[Feature, str] = {
     "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
     "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
     "structure": f"the engine fake forces no form on a reply; {ELSEWHERE}",
+    "step_tokens": f"the engine fake reads every text in one step; {ELSEWHERE}",
 }
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.gguf import find_converted, is_gguf, read_header
+from logsteer_server.engines.vllm.arguments import check_checkpoint
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -65,8 +67,11 @@ def parse_bytes(size: str) -> int:
 def find_checkpoint(path: str) -> Path:
     """Return a checkpoint's directory, given by its path or a hub id that was downloaded.
 
-    Errors: ValueError where it is not on this machine.
+    That of a GGUF file is there once it was loaded. Errors: ValueError where the model is not on
+    this machine.
     """
+    if is_gguf(path):
+        return find_converted(Path(path))
     if Path(path).is_dir():
         return Path(path)
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
@@ -80,16 +85,24 @@ def find_checkpoint(path: str) -> Path:
 
 
 def estimate(spec: EngineSpec) -> ModelNeeds:
-    """Return what one replica of a model needs. Errors: ValueError where its files do not tell."""
+    """Return what one replica of a model needs.
+
+    Errors: ValueError where its files do not tell, or name what its engine does not compute.
+    """
     process = PROCESS_BYTES[spec.engine]
     directory = find_checkpoint(spec.path)
     if spec.engine == "fake":
         return ModelNeeds(0, 0, process)
-    config = read_config(directory)
-    dtype = choose_dtype(spec.dtype, directory)
-    weights = estimate_weights(directory, dtype)
+    if is_gguf(spec.path) and not directory.is_dir():
+        header = read_header(spec.path)
+        config, dtype = header.config, "float32" if spec.dtype == "auto" else spec.dtype
+        weights = header.num_parameters * DTYPE_BYTES[dtype]
+    else:
+        config, dtype = read_config(directory), choose_dtype(spec.dtype, directory)
+        weights = estimate_weights(directory, dtype)
     cache = 0
     if spec.engine == "vllm":
+        check_checkpoint(config, dtype)
         is_size = isinstance(spec.memory, str)
         cache = parse_bytes(str(spec.memory)) if is_size else CPU_CACHE_BYTES
     return ModelNeeds(weights, cache, process, dtype, _measure_token(config, dtype))

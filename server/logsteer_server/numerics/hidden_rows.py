@@ -51,7 +51,7 @@ class RowBounds:
 
     def rows_per_pass(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
         """Return of how many rows columns are read at once."""
-        rows = self.columns // (spec.bytes_per_logit * vocab_size)
+        rows = self.columns // (spec.bytes_per_logit(device) * vocab_size)
         if device.type == "cpu":
             rows = min(rows, CACHED_LOGITS // vocab_size)
         return max(1, rows)

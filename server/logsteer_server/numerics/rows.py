@@ -310,6 +310,8 @@ BYTES_PER_LOGIT = 16
 """Peak bytes per logit while columns are read: logits in float32 and up to three temporaries."""
 BYTES_PER_SHAPED_LOGIT = 72
 """Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
+BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
+"""Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +349,11 @@ class RowSpec:
         """Whether a column depends on the sampling policy."""
         return not POLICY_COLUMNS.keys().isdisjoint(self.columns)
 
-    @property
-    def bytes_per_logit(self) -> int:
-        """Peak bytes while it is done."""
+    def bytes_per_logit(self, device: torch.device) -> int:
+        """Return the peak bytes while it is done on a device."""
         size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
+        if self.looks_at_policy and device.type == "cuda" and not self.double:
+            size = BYTES_PER_CUT_LOGIT
         return 2 * size if self.double else size
 
 

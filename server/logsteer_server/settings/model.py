@@ -29,7 +29,9 @@ class ModelSettings(BaseModel):
     engine: EngineKind = Field(
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
     )
-    path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
+    path: str = Field(
+        min_length=1, description="Directory of a checkpoint, a GGUF file, or an id on the hub."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",
         description="Dtype that the model runs in; auto: the checkpoint's. float64 needs engine "

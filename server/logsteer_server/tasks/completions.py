@@ -5,7 +5,7 @@ token that lm-evaluation-harness asks for on top of it is read from the prompt's
 nothing is generated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,10 +25,11 @@ from logsteer_server.contract.jobs import (
     draw_seed,
 )
 from logsteer_server.tasks.planning import ItemProblems, Steps
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, check_cost, find_schema
+from logsteer_server.tasks.reply_form import check_forced
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import CharCounter, TextCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,12 @@ def plan_chat(
         param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
         if failure := info.refuse(samples[0]):
             raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-        check_cost(schema, request.n, param)
+        check_forced(schema, request.n, param)
     return CompletionPrompt(text, ids, None, False, samples)
 
 
 def _check_calls_are_read(codec: TextCodec) -> None:
-    if CALL_BEGINS not in (codec.describe()["chat_template"] or ""):
+    if CALL_BEGINS not in codec.find_template(has_tools=True):
         detail = (
             f"tool_choice: auto looks for calls in the form {CALL_BEGINS}, which this model's chat "
             "template does not use: send required, a function's name, or none."
@@ -184,34 +185,48 @@ class TokenColumns:
             self.num_chars,
         )
 
-    def render(self, codec: TextCodec, offset: int = 0) -> tuple[dict[str, Any], int]:
-        """Return the columns as `CompletionLogprobs`, and how many characters there are by then.
+    def render(self, codec: TextCodec, counter: CharCounter, as_ids: bool) -> dict[str, Any]:
+        """Return the columns as `CompletionLogprobs`; `counter` counts the characters of a choice.
 
-        `offset` characters came before. The alternatives name the token itself, too, as OpenAI's
-        do.
+        The alternatives name the token itself, too, as OpenAI's do; tokens that have one text have
+        names of their own, the most probable that text.
         """
-        tokens = [codec.piece(token_id) for token_id in self.token_ids]
-        offsets = [offset + start for start in self.starts]
-        offset += self.num_chars
-        for token in tokens[len(offsets) :]:
-            offsets.append(offset)
-            offset += len(token)
+        offsets = self.starts[:]
+        counter.num_chars += self.num_chars
+        offsets += (counter.add(codec.shown_bytes(n)) for n in self.token_ids[len(offsets) :])
+        tokens: list[str] = []
         top: list[dict[str, float | None] | None] = []
-        for token, logprob, ids, values in zip(
-            tokens, self.logprobs, self.top_ids, self.top_logprobs, strict=True
+        for token_id, logprob, ids, values in zip(
+            self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True
         ):
             if ids is None or values is None:
+                tokens.append(name_token(codec, token_id, as_ids))
                 top.append(None)
                 continue
-            own: dict[str, float | None] = {token: logprob}
-            top.append(own | dict(zip(map(codec.piece, ids), values, strict=True)))
-        shown = {
+            entries: dict[int, float | None] = dict(zip(ids, values, strict=True))
+            entries.setdefault(token_id, logprob)  # behind those that are more probable
+            names: dict[int, str] = {}
+            own: dict[str, float | None] = {}
+            for number, value in entries.items():
+                names[number] = name_token(codec, number, as_ids, own)
+                own[names[number]] = value
+            tokens.append(names[token_id])
+            top.append(own)
+        return {
             "tokens": tokens,
             "token_logprobs": self.logprobs,
             "top_logprobs": top,
             "text_offset": offsets,
         }
-        return shown, offset
+
+
+def name_token(codec: TextCodec, token_id: int, as_id: bool, others: Container[str] = ()) -> str:
+    """Return a token's text; where others have that, its bytes as OpenAI writes them, or its id."""
+    by_id = f"token_id:{token_id}"
+    name = by_id if as_id else codec.piece(token_id)
+    if name in others:
+        name = f"bytes:{repr(codec.piece_bytes(token_id))[2:-1]}"
+    return by_id if name in others else name
 
 
 def read_generated(output: GenerateOutput) -> TokenColumns:
@@ -265,16 +280,16 @@ def read_next(
     )
 
 
-def render_chat_logprobs(columns: TokenColumns, codec: TextCodec) -> dict[str, Any]:
+def render_chat_logprobs(columns: TokenColumns, codec: TextCodec, as_ids: bool) -> dict[str, Any]:
     """Write the columns in the shape of chat completions' `logprobs`."""
 
-    def name(token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = codec.piece(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def describe(token_id: int, logprob: float | None) -> dict[str, Any]:
+        name = name_token(codec, token_id, as_ids)
+        return {"token": name, "logprob": logprob, "bytes": list(codec.piece_bytes(token_id))}
 
     content = []
     for index, token_id in enumerate(columns.token_ids):
         ids, values = columns.top_ids[index] or [], columns.top_logprobs[index] or []
-        top = [name(i, value) for i, value in zip(ids, values, strict=True)]
-        content.append(name(token_id, columns.logprobs[index]) | {"top_logprobs": top})
+        top = [describe(i, value) for i, value in zip(ids, values, strict=True)]
+        content.append(describe(token_id, columns.logprobs[index]) | {"top_logprobs": top})
     return {"content": content}

@@ -20,6 +20,7 @@ exp(d) - 1 - d, which is unbiased, never negative, and far less noisy than the m
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -69,12 +70,13 @@ def find_contrasts(
     """Return the pairs that have a beginning in common, of at least a token beside BOS.
 
     `sequences` are the tokens of every pair's positive text, then of its negative one. Two
-    conversations have one where the same turns come before the last, the assistant's.
+    conversations have one where the same turns come before the last.
     """
     contrasts = []
     for number, pair in enumerate(pairs):
         one, other = sequences[2 * number], sequences[2 * number + 1]
-        shared = count_shared(one, other)
+        alike = takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+        shared = len(list(alike))
         begins = shared > (one[0] == bos_id)
         ends = [list(tokens[shared : shared + CONTINUATION_TOKENS]) for tokens in (one, other)]
         if begins and all(ends) and _answers_alike(pair):
@@ -82,17 +84,11 @@ def find_contrasts(
     return contrasts
 
 
-def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with in common."""
-    shorter = min(len(one), len(other))
-    return next((n for n in range(shorter) if one[n] != other[n]), shorter)
-
-
 def _answers_alike(pair: ContrastPair) -> bool:
     one, other = pair.positive, pair.negative
-    if isinstance(one, str) or isinstance(other, str):
-        return isinstance(one, str) and isinstance(other, str)
-    return one[:-1] == other[:-1] and one[-1].role == other[-1].role == "assistant"
+    if isinstance(one, list) and isinstance(other, list):
+        return one[:-1] == other[:-1]
+    return isinstance(one, str) and isinstance(other, str)
 
 
 def cut_texts(sequences: Iterator[list[int]]) -> list[list[int]]:

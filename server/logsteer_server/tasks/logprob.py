@@ -20,6 +20,7 @@ from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs, add_between, find_starts
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import read_rows, reserve_references
 from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
@@ -279,6 +280,10 @@ class LogprobTask(BodyTask[LogprobRequest]):
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
         plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
+        if body.step_tokens is not None:
+            check_feature("step_tokens", info, "step_tokens")
+            like = replace(plan.jobs.like, step_tokens=body.step_tokens)
+            plan = replace(plan, jobs=replace(plan.jobs, like=like))
         return plan, (yield from self.interventions.apply(plan.jobs)) if plan.jobs else ()
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:

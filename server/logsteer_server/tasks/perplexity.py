@@ -87,8 +87,9 @@ class TextWindows:
             self._bos_policy = "never"
         if is_ids and options.bos == "auto":  # they are taken as they are
             self._bos_policy = "never"
-        self._in_front: list[int] | None = None
-        self._counts = count_text("", [])[:0]
+        self._shift: int | None = None
+        """How many tokens stand in front of the text; -1 where its own first is the prefix."""
+        self._counts = count_text("", [])
         self._counts_from = 0
         self._cutter = self._make_cutter(options)
 
@@ -113,9 +114,11 @@ class TextWindows:
         """Return the windows that these tokens complete."""
         check_ids(piece.ids, self._vocab_size)
         ids = piece.ids
-        if self._in_front is None and ids:
-            self._in_front = self._codec.bos_ids(self._bos_policy, ids)
-            ids = [*self._in_front, *ids]
+        if self._shift is None and ids:
+            front = self._codec.bos_ids(self._bos_policy, ids)
+            self._shift, ids = len(front), [*front, *ids]
+            if ids[0] == self._cutter.prefix_id:
+                self._shift, ids = -1, ids[1:]
         self.num_tokens += len(piece.ids)
         self._counts = np.concatenate([self._counts, piece.counts])
         return self._to_jobs(self._cutter.feed(ids))
@@ -125,7 +128,7 @@ class TextWindows:
         return self._to_jobs(self._cutter.finish())
 
     def _to_jobs(self, windows: Sequence[Window]) -> list[TextWindow]:
-        shift = len(self._in_front or ())
+        shift = self._shift or 0
         jobs = []
         for window in windows:
             first, end = window.first_scored - shift, window.end - shift
@@ -142,7 +145,9 @@ class TextWindows:
                 double=self._read.double,
                 reads_end=self._read.reads_end,
             )
-            jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
+            # A prefix that is the text's own first token is in its first window.
+            start = window.start and max(0, window.start - shift)
+            jobs.append(TextWindow(self._text, start, end, counts, job))
         keep_from = min(max(self._counts_from, self._cutter.begin - shift), self.num_tokens)
         self._counts = self._counts[keep_from - self._counts_from :]
         self._counts_from = keep_from
@@ -173,12 +178,9 @@ def cut_texts(
             cut = TextWindows(index, options, read, codec, info, is_ids=is_ids)
             first = len(windows)
             with problems.catch(index):
-                if not text:
-                    raise api_error("invalid_request", "The text is empty: leave it out.")
                 if isinstance(encoded, APIError):
                     raise encoded
-                whole = encoded
-                for piece in whole.split(cut.tokens_at_once):
+                for piece in encoded.split(cut.tokens_at_once):
                     found = cut.feed(piece)
                     windows += found
                     num_planned += sum(window.job.num_expected for window in found)
@@ -382,6 +384,7 @@ class PerplexityTask(WindowTask):
         super().__init__(models.find(body.model), count, streams=body.stream)
         self._conversations = conversations
         self.precision = body.precision
+        self.special_tokens = body.special_tokens
         self._body = body
         self._stores = stores
         self._reference = None if body.reference is None else models.find(body.reference)
@@ -510,6 +513,7 @@ class PerplexityStreamTask(WindowTask):
     ) -> None:
         super().__init__(models.find(query.model), 1, streams=True)
         self.precision = query.precision
+        self.special_tokens = query.special_tokens
         self._query = query
         self._pieces = pieces
         self._stores = stores

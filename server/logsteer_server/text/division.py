@@ -49,7 +49,7 @@ def divides_at_spaces(backend: Any) -> bool:
     """
     model = backend.model
     normalizers, cutters, processors = (
-        list(_list_parts(part, name))
+        list(list_parts(part, name))
         for part, name in (
             (backend.normalizer, "normalizers"),
             (backend.pre_tokenizer, "pretokenizers"),
@@ -83,7 +83,7 @@ def may_divide(front: str, rest: str) -> bool:
     return rest[:1] == " " and not (front[-1:].isspace() or front[-1:] in ("", SPACE_SIGN))
 
 
-def _list_parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
+def list_parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
     """Yield the descriptions of what a part of a tokenizer consists of, in order."""
     described = [] if part is None else [json.loads(part.__getstate__())]
     while described:

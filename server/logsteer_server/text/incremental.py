@@ -47,7 +47,7 @@ class IncrementalEncoder:
         """Return the tokens that are certain after this piece of text; often none."""
         self._text += text
         if len(self._text) - self._done < self._chunk_chars + self._margin_chars:
-            return EncodedPiece([], count_text("", [])[:0])
+            return EncodedPiece([], count_text("", []))
         return self._release(len(self._text) - self._margin_chars)
 
     def finish(self) -> EncodedPiece:

@@ -34,7 +34,7 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
         first = 0 if not before or before.isspace() or text[0].isspace() else 1
         for match in list(re.finditer(r"\S+", text))[first:]:
             per_char[match.start() + 1, 2] = 1
-    return np.diff(per_char.cumsum(axis=0)[edges], axis=0)
+    return np.diff(per_char.cumsum(axis=0)[edges], axis=0)[: len(offsets)]
 
 
 def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:

@@ -1,8 +1,11 @@
 """A model's tokenizer, with BOS under control and batches encoded at once."""
 
+import codecs
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -10,8 +13,8 @@ from typing import Any, NamedTuple
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Message
 from logsteer_server.imports import hold_collector
-from logsteer_server.text.chat import ChatForm, render
-from logsteer_server.text.division import divides_at_spaces, may_divide
+from logsteer_server.text.chat import ChatForm, find_template, list_templates, render
+from logsteer_server.text.division import divides_at_spaces, list_parts, may_divide
 
 Offsets = list[tuple[int, int]]
 ENCODED_AT_ONCE = 65_536
@@ -20,6 +23,16 @@ DECODED_AT_ONCE = 16_384
 """Tokens of the sequences that are decoded by one call."""
 ANSWERED = ChatForm()
 """Conversations up to where the assistant's next turn begins."""
+HIDDEN, MARKS = 0xF0000, 0x100000
+"""Characters for private use: what stands for control text in a caller's strings, and for tokens
+that are a template's."""
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+REPLACED = "\N{REPLACEMENT CHARACTER}".encode()
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTE_OF_SIGN = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
+}
+"""The byte that each sign of a byte-level vocabulary stands for, as in GPT-2."""
 _import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
@@ -28,6 +41,26 @@ class EncodedText(NamedTuple):
 
     ids: list[int]
     offsets: Offsets
+
+
+class CharCounter:
+    """Counts the characters of UTF-8 that comes in pieces, which may be parts of a character."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, piece: bytes) -> int:
+        """Count a piece in; return where the character of its first byte begins."""
+        self.num_chars += len(self._decoder.decode(piece[:1]))
+        is_whole = bool(piece) and not self._decoder.getstate()[0]
+        start = self.num_chars - is_whole
+        self.num_chars += len(self._decoder.decode(piece[1:]))
+        return start
+
+    def end(self) -> int:
+        """Return the number of characters, one that is not finished among them."""
+        return self.num_chars + len(self._decoder.decode(b"", final=True))
 
 
 class TextCodec:
@@ -43,13 +76,31 @@ class TextCodec:
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         self.vocab_size = len(tokenizer)
-        self.has_chat_template = tokenizer.chat_template is not None
+        self.has_chat_template = "default" in list_templates(tokenizer)
         probe = tokenizer("a")["input_ids"]
         self._adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_length = len(self.decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
+        self.piece_bytes = lru_cache(maxsize=65_536)(self._piece_bytes)
+        kinds = {part["type"] for part in list_parts(self._backend.decoder, "decoders")}
+        self._byte_of_sign = BYTE_OF_SIGN if "ByteLevel" in kinds else {}
+        self._fallbacks = {
+            self._backend.token_to_id(f"<0x{byte:02X}>"): bytes([byte])
+            for byte in range(256 if "ByteFallback" in kinds else 0)
+        }
+        """The tokens that are a byte each, by id."""
+        self._special_ids = {
+            number
+            for number, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
         self._divides = divides_at_spaces(self._backend)
+
+    @cached_property
+    def literal(self) -> "LiteralCodec":
+        """The codec to which control text in a caller's strings is plain text."""
+        return LiteralCodec(self)
 
     @staticmethod
     def import_transformers() -> None:
@@ -138,11 +189,16 @@ class TextCodec:
                     raise
                 yield api_error(error.code, error.detail)
 
+    def find_template(self, *, has_tools: bool = False) -> str:
+        """Return the chat template in use. Errors: as `chat.find_template`."""
+        return find_template(self._tokenizer, has_tools=has_tools)[1]
+
     def describe(self) -> dict[str, str | None]:
         """Class, special tokens and chat template, under the names of `TokenizerInfo`."""
         tokenizer = self._tokenizer
-        names = ("bos_token", "eos_token", "pad_token", "chat_template")
-        found = {name: getattr(tokenizer, name) for name in names}
+        found = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+        if self.has_chat_template:
+            found["chat_template_name"], found["chat_template"] = find_template(tokenizer)
         return {"tokenizer_class": type(tokenizer).__name__, **found}
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -155,23 +211,171 @@ class TextCodec:
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a continuation, which has no special tokens."""
+        return b"" if token_id in self._special_ids else self.piece_bytes(token_id)
+
     def find_starts(self, ids: Sequence[int]) -> list[int]:
         """Return where the text that each token adds begins, in characters of their text.
 
-        Tokens that are bytes of one character begin with it.
+        Tokens that are bytes of one character begin with it; those that are bytes of none are
+        replaced as the tokenizer replaces them: byte fallback replaces each byte of such a run.
         """
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        starts, length = [], 0
-        for token_id in ids:
-            starts.append(length)
-            length += len(stream.step(self._backend, token_id) or "")
-        return starts
+        counter = CharCounter()
+        starts: list[int] = []
+        for falls_back, run in groupby(ids, self._fallbacks.__contains__):
+            pieces = list(map(self.piece_bytes, run))
+            whole = b"".join(pieces)
+            if falls_back and whole.decode(errors="ignore").encode() != whole:
+                pieces = [REPLACED] * len(pieces)
+            starts += map(counter.add, pieces)
+        # Some tokenizers leave out a space at the beginning.
+        left_out = counter.end() - len(self.decode(ids))
+        return [max(0, start - left_out) for start in starts]
 
     def _piece(self, token_id: int) -> str:
         """Return the text that a token adds after other text, its leading space included."""
         return self.decode([*self._anchor, token_id])[self._anchor_length :]
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds after other text; they may be part of a character."""
+        if token_id in self._fallbacks:
+            return self._fallbacks[token_id]
+        signs = self._backend.id_to_token(token_id) or ""
+        if self._byte_of_sign.keys() >= set(signs):
+            return bytes(map(self._byte_of_sign.__getitem__, signs))
+        return self.piece(token_id).encode()
+
+
+class RenderedText(str):
+    """A conversation as text. `marked` has a mark in place of each token that is the template's."""
+
+    marked: str
+
+    @classmethod
+    def of(cls, text: str, marked: str) -> "RenderedText":
+        """Return a text with its marked form, which is as long."""
+        rendered = cls(text)
+        rendered.marked = marked
+        return rendered
+
+    def __add__(self, other: str) -> "RenderedText":
+        return RenderedText.of(str(self) + other, self.marked + other)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RenderedText) and self.marked == other.marked
+
+    def __hash__(self) -> int:
+        return hash(self.marked)
+
+
+class LiteralCodec(TextCodec):
+    """A codec to which control text in a caller's strings is plain text.
+
+    Special tokens have other texts, marks of characters for private use, so that nothing in a
+    string is one. A template is given the strings with their control text hidden; what control text
+    then stands in the rendered conversation is the template's own, and is marked, token by token.
+    With marks M, as long as what they stand for, and H for what was hidden and is shown again:
+
+        content   a<|im_end|>     as the template is given it: aH
+        rendered  <|im_start|>user⏎a<|im_end|><|im_end|>
+        marked    MMMMMMMMMMMMuser⏎a<|im_end|>MMMMMMMMMM
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        vars(self).update(vars(codec))
+        self._added: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        texts = [token.content for token in self._added.values() if token.special]
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._hidden = {text: chr(HIDDEN + n) for n, text in enumerate(texts)}
+        self._marks = {text: chr(MARKS + n) * len(text) for n, text in enumerate(texts)}
+
+    @cached_property
+    def _encoder(self) -> tuple[Any, dict[Any, int | None]]:
+        """The tokenizer with marks, and the model's ids for its own; None: must not come of text.
+
+        It takes seconds to make where there are thousands of special tokens.
+        """
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer(self._backend.model)
+        encoder.normalizer = self._backend.normalizer
+        encoder.pre_tokenizer = self._backend.pre_tokenizer
+        own = {
+            token_id: type(token)(
+                self._marks.get(token.content, token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized and not token.special,
+            )
+            for token_id, token in self._added.items()
+        }
+        encoder.add_tokens(list(own.values()))
+        unknown = self._tokenizer.unk_token_id
+        ids: dict[Any, int | None] = {
+            token_id: unknown if token_id == unknown else None
+            for token_id, token in self._added.items()
+            if token.special
+        }
+        return encoder, ids | {encoder.token_to_id(own[n].content): n for n in own}
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts. Errors: APIError `invalid_request` for what cannot be plain text."""
+        encoder, own = self._encoder
+        found = []
+        for encoding in encoder.encode_batch(list(map(_mark, texts)), add_special_tokens=False):
+            ids = [own.get(token_id, token_id) for token_id in encoding.ids]
+            if None in ids:
+                token = self.decode([encoding.ids[ids.index(None)]])
+                detail = (
+                    f"special_tokens: text is not possible: this tokenizer has no plain text for "
+                    f"{token!r}, which stands for a control token. Leave it out."
+                )
+                raise api_error("invalid_request", detail, param="special_tokens")
+            found.append(EncodedText(ids, encoding.offsets))
+        return found
+
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts; return the token ids of each. Errors: as `encode`."""
+        return [encoded.ids for encoded in self.encode(texts)]
+
+    def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
+        """Render a conversation as text with marks.
+
+        Errors: as `chat.render`, and `invalid_request` where the template does more with control
+        text than to write it.
+        """
+        text = super().render_chat(messages, form)
+        find = self._control_text
+        shown = str.maketrans({mark: text for text, mark in self._hidden.items()})
+        hidden = render(
+            self._tokenizer,
+            messages,
+            form,
+            lambda string: find.sub(lambda found: self._hidden[found[0]], string),
+        )
+        if _PRIVATE.search(text) or hidden.translate(shown) != text:
+            detail = (
+                "special_tokens: text is not possible with these messages: this model's chat "
+                "template does more with their control text, or with characters for private use, "
+                "than to write it. Leave that out, or send special_tokens: parse."
+            )
+            raise api_error("invalid_request", detail, param="messages")
+        marked = find.sub(lambda found: self._marks[found[0]], hidden)
+        return RenderedText.of(text, marked.translate(shown))
+
+
+def _mark(text: str) -> str:
+    """Return a text as the encoder reads it. Errors: as `LiteralCodec.encode`."""
+    if _PRIVATE.search(text):
+        detail = (
+            "special_tokens: text reads no characters for private use from U+F0000 on; leave them "
+            "out, or send special_tokens: parse."
+        )
+        raise api_error("invalid_request", detail, param="special_tokens")
+    return text.marked if isinstance(text, RenderedText) else text
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:

@@ -76,6 +76,9 @@ class WindowCutter:
     Each begins `stride` tokens after the one before; None: where that ends.
     """
 
+    prefix_id: int | None = None
+    """What stands in front of a text that does not begin with it."""
+
     def __init__(self, context_length: int, stride: int | None = None) -> None:
         self.context_length = context_length
         self.stride = stride or context_length
@@ -156,14 +159,16 @@ class RollingCutter(WindowCutter):
                    8 9  reads 5 6 7 8, scores 8 9
     """
 
+    prefix_id: int
+
     def __init__(self, context_length: int, prefix_id: int) -> None:
         super().__init__(context_length)
-        self._prefix_id = prefix_id
+        self.prefix_id = prefix_id
 
     def _cut(self, begin: int, end: int) -> Window:
         targets = self._tokens(begin, end)
         if begin == 0:
-            return Window(0, end, [self._prefix_id, *targets[:-1]], targets)
+            return Window(0, end, [self.prefix_id, *targets[:-1]], targets)
         start = end - 1 - self.context_length
         return Window(start, end, self._tokens(start, end - 1), targets)
 

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 3ec99c648eddba349d69465cbed8e888ba55df57e589881c45374f425e194e91
+// Written by build/types.mjs from openapi.json, sha256 1a1bd44ea0bdaef99664046715f752667ebce2d69e8fdfb7262a024a40d9a215
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -506,6 +506,8 @@ export interface components {
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
             seed?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             stop?: string[];
             stream?: boolean;
@@ -550,6 +552,8 @@ export interface components {
             /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             steps?: number;
             tools?: components["schemas"]["Tool"][] | null;
@@ -631,6 +635,8 @@ export interface components {
             policy?: components["schemas"]["SamplingPolicy"];
             /** @enum {string} */
             precision?: "float32" | "float64";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
@@ -712,7 +718,10 @@ export interface components {
             probes?: components["schemas"]["ProbeRequest"][] | null;
             /** @enum {string} */
             space?: "as_given" | "both" | "best";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
+            step_tokens?: number | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             vocabulary?: boolean;
@@ -808,6 +817,8 @@ export interface components {
             positions?: number[] | null;
             /** @enum {string} */
             precision?: "float32" | "float64";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             tools?: components["schemas"]["Tool"][] | null;
         };
         PatchResult: {
@@ -865,6 +876,8 @@ export interface components {
             protocol?: "sliding" | "rolling" | "disjoint" | "llamacpp" | "exl3";
             reference?: string | null;
             rows?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             stream?: boolean;
             stride?: number | null;
@@ -953,6 +966,7 @@ export interface components {
             batch_invariant: boolean;
             cast?: "float32" | null;
             context_length?: number | null;
+            dequantized?: string | null;
             device?: string | null;
             dtype: string;
             /** @enum {string} */
@@ -1184,6 +1198,8 @@ export interface components {
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
             seed?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering: components["schemas"]["Steering"];
             stop?: string[];
             stream?: boolean;
@@ -1281,6 +1297,8 @@ export interface components {
             /** @enum {string} */
             precision?: "float32" | "float64";
             scales: number[];
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering: components["schemas"]["Steering"];
             texts?: string[];
             tools?: components["schemas"]["Tool"][] | null;
@@ -1442,6 +1460,8 @@ export interface components {
             messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             model?: string | null;
             prompt?: string | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             texts?: string[] | null;
             tools?: components["schemas"]["Tool"][] | null;
         };
@@ -1503,6 +1523,8 @@ export interface components {
             pairs: components["schemas"]["ContrastPair"][];
             /** @enum {string} */
             read?: "last" | "mean" | "answer";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             tools?: components["schemas"]["Tool"][] | null;
             whiten?: boolean;
         };

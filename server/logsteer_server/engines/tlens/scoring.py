@@ -186,7 +186,7 @@ class CaptureQueue(ModelQueue):
         results: Results = []
         end = 0
         for entry in batch:
-            begin, end = end, end + entry.job.num_held
+            begin, end = end, end + len(entry.job.places)
             # A copy, which holds nothing of the others in the batch.
             own_LTD = captured_LND[:, begin:end].numpy().copy()
             results.append(entry.conclude(finish_capture(entry.job, own_LTD, entry.trace)))

@@ -257,15 +257,15 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     )
 
 
-COLUMNS_SHARE, MOST_COLUMNS = 8, 4 * 2**30
+COLUMNS_SHARE, MOST_COLUMNS = 8, 6 * 2**28
 """Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
-at most so many bytes."""
+at most so many bytes: enough for the rows of a product, by default."""
 
 
 def widen_columns(given: int, left: int) -> int:
     """Return the room of policy columns, in bytes: at least what is given.
 
-    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 4 GiB.
+    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 1.5 GiB.
     """
     return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
 
@@ -344,7 +344,7 @@ def describe(
             int(model.hf_text_config.num_hidden_layers),
             int(model.get_hidden_size()),
         ),
-        lacks=_find_missing(spec, unsteerable),
+        lacks=_find_missing(spec, config, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=(
             *describe_machine(config.device_config.device_type),
@@ -356,11 +356,6 @@ def describe(
             config.scheduler_config.max_num_batched_tokens,
             config.scheduler_config.max_num_seqs,
             config.cache_config.kv_cache_size_tokens or 0,  # on other nodes nobody knows
-        ),
-        step_tokens=(
-            config.scheduler_config.max_num_batched_tokens
-            if config.scheduler_config.enable_chunked_prefill
-            else None
         ),
     )
 
@@ -392,7 +387,7 @@ def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str
     }
 
 
-def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, str]:
+def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dict[Feature, str]:
     """Return what this model cannot do, and what to do instead."""
     other = "serve the model with engine transformer_lens"
     lacks: dict[Feature, str] = {
@@ -401,6 +396,8 @@ def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, st
     }
     if unsteerable:
         lacks["steering"] = unsteerable
+    if not config.scheduler_config.enable_chunked_prefill or config.model_config.is_hybrid:
+        lacks["step_tokens"] = "vLLM alone says where texts of this model are split"
     if not spec.adapter_slots:
         lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
     return lacks

@@ -31,6 +31,7 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
             "spec": spec,
             "export": job.export,
             "reference": job.reference,
+            "step_tokens": job.step_tokens,
         }
     }
 

@@ -182,7 +182,6 @@ class ScoreRequests(PrefillRequests):
             rows.top_ids,
             rows.top_logprobs,
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
-            was_split=running.request_id in self._vllm.steps.split_ids,
         )
 
 

@@ -223,7 +223,7 @@ class SteeringSlots:
         slot = self.take_plan(job)
         if slot is None:
             return None
-        rows = self._rows.take(job.num_held * len(job.layers))
+        rows = self._rows.take(len(job.places) * len(job.layers))
         if rows is None:
             self.release(slot)
             return None
@@ -296,4 +296,4 @@ class SteeringSlots:
         ]
         # The rows of a stage are zero at the layers of other stages.
         rows_ND: np.ndarray = sum(found[1:], found[0])
-        return rows_ND.reshape(len(job.layers), job.num_held, -1)
+        return rows_ND.reshape(len(job.layers), len(job.places), -1)
