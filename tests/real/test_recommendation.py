@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.engine, needs_smollm2]
 
 
 @pytest.fixture(scope="module")
-def trained(real_client: Client) -> Any:
-    """The page's vector, and what it is measured on."""
+def trained(real_server: Server) -> Any:
+    """The page's vector."""
     pairs = [(f"{b} {p}", f"{b} {n}") for b, p, n in SETS["mood"]["train"]]
-    answer = real_client.vectors.train("mood", pairs, read="mean", model="vllm", overwrite=True)
-    return answer.vector
+    with Client(real_server.url, model="vllm", timeout=1200) as client:
+        return client.vectors.train("mood", pairs, read="mean", overwrite=True).vector
 
 
 def test_a_mean_is_not_the_first_token(real_client: Client, trained: Any) -> None:
