@@ -92,7 +92,7 @@ def _serve(config: Path, num_nodes: int, directory: Path) -> None:
         processes.append(_start("-c", run, RAY_ADDRESS=address))
         url = f"http://{settings.host}:{settings.port}"
         print(f"logsteer on Ray comes up at {url}; GET /models says how far.")
-        print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
+        print(f"Ray's logs are in {directory}/{first}/session_latest/logs.", flush=True)
         processes[-2].wait()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
