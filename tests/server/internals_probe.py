@@ -72,6 +72,7 @@ def profile(device: str, has_head: bool) -> list[Any]:
         model=SimpleNamespace(compute_logits="rows"),
         row_reader=SimpleNamespace(read_costliest=read_costliest),
         _sync_device=lambda: None,
+        steering=None,
     )
     base, stage = GPUModelRunner, SimpleNamespace(is_last_rank=has_head)
     with (

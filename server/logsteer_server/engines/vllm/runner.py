@@ -157,8 +157,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
 
         Not on CPUs, where nobody looks at it. There compiled models run it first of all.
         """
-        is_whole = get_pp_group().world_size == 1
-        if self.device.type == "cpu" and is_whole and self.steering and len(self._hooks) > 1:
+        if self.device.type == "cpu" and self.steering is not None and len(self._hooks) > 1:
             self._share_operations()
         super().profile_run(randomize_inputs)
         if self.device.type != "cpu" and get_pp_group().is_last_rank:
@@ -184,6 +183,8 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         A call that has nothing to do costs a CPU more than its few instructions: what it touches
         has left the caches since the last one, while weights went through them.
         """
+        if get_pp_group().world_size > 1:
+            return  # other stages would have to take part
         layers = self.find_layers()
         probe = SharingProbe(find_places(layers, self._hooks))
         skip = self.model.register_forward_pre_hook(_skip_compiled)
