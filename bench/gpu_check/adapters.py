@@ -22,8 +22,11 @@ def measure(options: Options, found: Findings) -> None:
     table = Table(f"Largest difference in nats a token, demo model in {dtype}.",
                   ["adapter", "from transformers", "limit", "effect of the adapter"])  # fmt: skip
     plain_T = read_logprobs(load_model(DEMO), ids)
-    settings = {"dtype": dtype, "memory": "256MiB", "adapter_slots": 2, "compile": options.on_cuda}
-    with run_logsteer({ID: DEMO}, options.directory, **settings) as url, Client(url) as client:
+    server = run_logsteer(
+        {ID: DEMO}, options.directory, dtype=dtype, memory="256MiB", adapter_slots=2,
+        compile=options.on_cuda,
+    )  # fmt: skip
+    with server as url, Client(url) as client:
         for name in ("a", "b", None):
             model = load_model(DEMO)
             if name:
@@ -31,7 +34,7 @@ def measure(options: Options, found: Findings) -> None:
                 client.adapters.put(name, path)
                 merge_adapter(model, path)
             exact_T = read_logprobs(model, ids)
-            result = client.logprob(items, **({"adapter": name} if name else {})).results[0]
+            result = client.logprob(items, adapter=name).results[0]
             error = float(abs(np.array(result.targets[0].logprobs) - exact_T).max())
             found.need(f"adapter {name}", error, LIMITS[dtype])
             table.rows.append([name, error, LIMITS[dtype], float(abs(exact_T - plain_T).max())])

@@ -145,11 +145,12 @@ def start(name: str, path: Path, options: Options) -> contextlib.AbstractContext
     if name == STOCK:
         more = ["--max-logprobs", str(ALTERNATIVES)] + ["--enforce-eager"] * (not options.on_cuda)
         return run_stock(path, options.directory, dtype, memory, *more)
-    settings = {"memory": SHARE if options.on_cuda else f"{CACHE >> 20}MiB", "dtype": dtype}
+    size = SHARE if options.on_cuda else f"{CACHE >> 20}MiB"
     hooks = list(HOOKS) if name == IDLE else ["resid_post"]
     return run_logsteer(
-        {ID: path}, options.directory, compile=options.on_cuda, hooks=hooks, **settings
-    )
+        {ID: path}, options.directory, dtype=dtype, memory=size, compile=options.on_cuda,
+        hooks=hooks,
+    )  # fmt: skip
 
 
 def measure(options: Options, found: Findings) -> None:
