@@ -41,9 +41,8 @@ class Bar:
 
 
 ALONE = "tokenising and JSON alone"
-AGAIN = "whole sequence again, TransformerLens run_with_hooks"
 REPENG = "repeng ControlModel generate"
-TLENS_MODELS = ("demo model", "18 M model")
+TLENS_MODELS = ("demo model", "SmolLM2-135M")
 
 BARS = (
     Bar(
@@ -111,15 +110,8 @@ BARS = (
     ),
     *(
         Bar(
-            "steering_tlens", f"150 steered tokens, one sequence, against the whole again: {model}",
-            f"{model}, batch 1, the engine / {AGAIN}", least=10,
-        )
-        for model in TLENS_MODELS
-    ),
-    *(
-        Bar(
             "steering_tlens", f"150 steered tokens against repeng, batch {batch}: {model}",
-            f"{model}, batch {batch}, the engine / {REPENG}", least=1,
+            f"{model}, batch {batch}, the engine / {REPENG}", least=0.8,
         )
         for model in TLENS_MODELS
         for batch in (1, 8, 32)

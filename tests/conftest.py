@@ -205,7 +205,9 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "longrope": configure_longrope,
     # Both engines side by side, to be held against each other, and one in half precision.
     "parity": lambda _: uncached(
-        vllm_model("vllm", hooks=HOOKS), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
+        vllm_model("vllm", hooks=HOOKS, compile=True),
+        tlens_model("tlens"),
+        tlens_model("half", dtype="bfloat16"),
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),

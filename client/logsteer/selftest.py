@@ -11,10 +11,7 @@ server.
 
 import math
 import time
-import uuid
-from array import array
 from asyncio import gather
-from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -25,15 +22,12 @@ from logsteer._endpoints import SelftestEvent
 from logsteer.async_client import AsyncClient
 from logsteer.errors import InternalError, api_error
 from logsteer.schemas import LogprobAnswer, ModelCard, SelftestAnswer, SelftestCheck, Timing, Usage
-from logsteer.schemas.operations import PromiseName
 from logsteer.schemas.perplexity import StreamStart
 
 Values: TypeAlias = Sequence[Sequence[float | None]]
 """Numbers of several texts, one for each scored token."""
-Calls: TypeAlias = Sequence[tuple[Sequence[Mapping[str, Any]], Any]]
-"""Requests to `/logprob` that are sent at once: items, and their steering."""
 
-PROMISES: Mapping[PromiseName, str] = {
+PROMISES: Mapping[Any, str] = {
     "repeated": "A text scores the same a second time.",
     "batched": "A text scores in a batch as it does alone.",
     "shuffled": "A text scores the same in another order, among other texts.",
@@ -68,7 +62,6 @@ BUILT_IN_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLE_TOKENS = 160, 4, 24, 96
 CONTEXT_TOKENS, CACHED_ROWS, STEP_TOKENS = 9, 8, 16
 """Before a target that is scored apart: no block of a prefix cache is so short. Scored after a
 prefix that may be cached. Read in a step."""
-LATER = ("add", "turn", "add_later", "turn_later")
 DRAW: Mapping[str, Any] = {"temperature": 0.8, "top_k": 20}
 
 EPSILON = {"float64": 2.0**-23, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -97,9 +90,9 @@ def measure_noise(logit_scale: float, *cards: ModelCard) -> tuple[float, float]:
     and at 1.2 to 2.7 for random ones of 4 to 64; the largest of a thousand errors at 4 to 12.
     """
     about = [card.provenance for card in cards if card.provenance is not None]
-    tf32, quantized = (any(getattr(one, n) for one in about) for n in ("tf32", "quantization"))
-    dtypes = (EPSILON[dtype] for one in about for dtype in (one.dtype, one.logits_dtype))
-    epsilon = max(*dtypes, TF32_EPSILON * tf32, QUANTIZED_EPSILON * quantized)
+    dtypes = [EPSILON[dtype] for one in about for dtype in (one.dtype, one.logits_dtype)]
+    coarse = [TF32_EPSILON * one.tf32 + QUANTIZED_EPSILON * bool(one.quantization) for one in about]
+    epsilon = max(dtypes + coarse)
     floor = epsilon * logit_scale * math.sqrt(cards[0].num_layers or 1) / 2
     return floor, TOLERATED_FLOORS * floor if epsilon > EPSILON["float32"] else FLOAT32_TOLERANCE
 
@@ -151,7 +144,7 @@ def judge(compared: Compared, tolerance: float) -> dict[str, Any]:
     }
 
 
-def read_logprobs(answers: Sequence[LogprobAnswer]) -> Values:
+def read_logprobs(answers: Sequence[LogprobAnswer]) -> list[Any]:
     """Return the log-probabilities of each text's scored tokens."""
     return [item.targets[0].logprobs or [] for answer in answers for item in answer.results]
 
@@ -164,7 +157,7 @@ def make_steering(card: ModelCard, norm: float) -> dict[str, Any]:
     """
     draws = [Random(SEED + n).gauss() for n in range(card.hidden_size or 0)]
     length, layers = math.hypot(*draws), card.num_layers or 0
-    data = {str(layers // 2): b64encode(array("f", (x / length for x in draws)).tobytes()).decode()}
+    data = {str(layers // 2): [x / length for x in draws]}
     add, turn = {"scale": norm / 4}, {"op": "rotate", "scale": 15.0}
     later, nothing = {"positions": "completion"}, {"layers": [*range(layers)], "scale": 0.0}
     ways: dict[str, list[Mapping[str, Any]]] = {
@@ -193,12 +186,8 @@ class _Trial:
     ) -> None:
         self.client, self.card, self.texts = client, card, texts
         self.other, self.about_other = other, about
-        self.answers: list[Any] = []
-        self.samples: list[tuple[str, Any, Any, Any]] = []
-        self.ways: dict[str, Any] = {}
-        self.plain: Values = []
-        self.steered: Values = []
-        self.logit_scale = 0.0
+        self.answers, self.plain, self.steered = list[Any](), list[Any](), list[Any]()
+        self.samples, self.ways, self.logit_scale = dict[str, Any](), dict[str, Any](), 0.0
 
     def find_obstacle(self, name: str) -> str | None:
         """Return why a check cannot be run; None where it can."""
@@ -218,7 +207,7 @@ class _Trial:
             "against_steered": unsteered or unnamed or unlike,
         }.get(name)
 
-    def split(self, *ways: Any, start: int = 1, texts: Sequence[Any] | None = None) -> Calls:
+    def split(self, *ways: Any, start: int = 1, texts: Any = None) -> Sequence[Any]:
         """Return requests that score texts from a token on, one for each steering object.
 
         `start` below 0 counts from the end; a context keeps one token.
@@ -230,14 +219,14 @@ class _Trial:
         ]
         return [(items, way) for way in ways]
 
-    async def score(self, calls: Calls, **options: Any) -> list[LogprobAnswer]:
+    async def score(self, calls: Sequence[Any], **options: Any) -> list[LogprobAnswer]:
         """Return the answers to requests sent at once."""
         options = {"model": self.card.id, "columns": ["logprob"], "cache": False, **options}
         asked = (self.client.logprob(items, steering=way, **options) for items, way in calls)
         self.answers += (answers := await gather(*asked))
         return answers
 
-    async def read(self, calls: Calls, **options: Any) -> Values:
+    async def read(self, calls: Sequence[Any], **options: Any) -> Values:
         """Return the log-probabilities that `score` finds."""
         return read_logprobs(await self.score(calls, **options))
 
@@ -250,24 +239,24 @@ class _Trial:
             self.ways = make_steering(self.card, math.hypot(*read.results[0].activations[layer][0]))
         size = min(PROMPT_TOKENS, max(1, (self.card.context_length or 2) // 2))
         prompts = [self.texts[n % len(self.texts)][:size] for n in range(PROMPTS)]
-        calls = [(prompts, None)]
-        await gather(self.draw("sampled", calls), self.draw("drawn", calls, **DRAW))
-        items = [item for name, _, item, _ in self.samples if name == "sampled"]
+        call = (prompts, None)
+        await gather(self.draw("sampled", {}, call), self.draw("drawn", DRAW, call))
+        items = [item for _, item, _ in self.samples["sampled"]]
         self.texts += [[*item["context_ids"], *item["target_ids"][0]] for item in items]
 
-    async def draw(self, name: str, calls: Sequence[tuple[Any, Any]], **policy: Any) -> None:
+    async def draw(self, name: str, policy: Mapping[str, Any], *calls: tuple[Any, Any]) -> None:
         """Draw continuations of prompts, in requests sent at once: prompts, and their steering."""
         length = min(SAMPLE_TOKENS, (self.card.context_length or 2) - len(calls[0][0][0]))
-        options = {"max_tokens": length, "ignore_eos": True, "seed": SEED, "cache": False, **policy}
-        options["model"] = self.card.id
+        options = {"max_tokens": length, "seed": SEED, "model": self.card.id, **policy}
         asked = (
-            self.client.generate(None, prompt_ids=ids, steering=way, **options)
+            self.client.generate(
+                None, prompt_ids=ids, steering=way, ignore_eos=True, cache=False, **options
+            )
             for ids, way in calls
         )
         self.answers += (answers := await gather(*asked))
-        self.samples += [
+        self.samples[name] = [
             (
-                name,
                 way,
                 {"context_ids": one.prompt_ids, "target_ids": [own.token_ids]},
                 own.logprobs,
@@ -295,8 +284,7 @@ class _Trial:
         """Score all texts in one request, and again where the result cache may answer."""
         calls = self.split(None)
         found = [row for on in (False, True, True) for row in await self.read(calls, cache=on)]
-        evidence = f"{len(self.texts)} texts in one batch, the last time from the result cache"
-        return Compared(found, 3 * [*self.plain], evidence)
+        return Compared(found, 3 * self.plain, f"{len(found)} texts in batches, one cached")
 
     async def shuffled(self) -> Compared:
         """Score the texts in another order, with pieces of them in between."""
@@ -311,25 +299,23 @@ class _Trial:
         """Score the last part of each text alone, after a context that no cache can hold."""
         texts = [ids for ids in self.texts if len(ids) > CONTEXT_TOKENS]
         wanted = [row[CONTEXT_TOKENS - 1 :] for row in self.plain if len(row) >= CONTEXT_TOKENS]
-        found = await self.read(self.split(None, start=CONTEXT_TOKENS, texts=texts))
-        return Compared(found, wanted, f"{len(found)} texts, after {CONTEXT_TOKENS} tokens of each")
+        calls, evidence = self.split(None, start=CONTEXT_TOKENS, texts=texts), "the ends of texts"
+        return Compared(await self.read(calls), wanted, f"{evidence} after {CONTEXT_TOKENS} tokens")
 
     async def sampled(self, name: str = "sampled") -> Compared:
         """Score continuations with the steering that they were drawn with, if any."""
-        samples = [sample for sample in self.samples if sample[0] == name]
-        found = await self.read([([item], way) for _, way, item, _ in samples])
-        evidence = f"{len(found)} continuations, scored again as targets"
-        return Compared(found, [row for *_, row in samples], evidence)
+        found = await self.read([([item], way) for way, item, _ in self.samples[name]])
+        wanted = [row for *_, row in self.samples[name]]
+        return Compared(found, wanted, f"{len(found)} continuations, scored again as targets")
 
     async def steered_sampled(self) -> Compared:
         """Score steered continuations with their steering; and without, to see its effect."""
-        prompts = [item["context_ids"] for name, _, item, _ in self.samples if name == "sampled"]
-        calls = [([ids], self.ways[way]) for ids, way in zip(prompts, LATER, strict=True)]
-        await self.draw("steered_sampled", calls)
+        prompts = [item["context_ids"] for _, item, _ in self.samples["sampled"]]
+        ways = (self.ways[way] for way in ("add", "turn", "add_later", "turn_later"))
+        await self.draw("steered_sampled", {}, *zip(([ids] for ids in prompts), ways, strict=True))
         compared = await self.sampled("steered_sampled")
-        items = [item for name, _, item, _ in self.samples if name == "steered_sampled"]
-        plain = await self.read([(items, None)])
-        effect, _ = max(subtract(plain, compared.found))
+        items = [item for _, item, _ in self.samples["steered_sampled"]]
+        effect, _ = max(subtract(await self.read([(items, None)]), compared.found))
         compared.evidence += f"; steering moves their scores by up to {effect:.3g} nats"
         compared.reached = effect > FLOAT32_TOLERANCE
         return compared
@@ -339,10 +325,9 @@ class _Trial:
 
         A token without a probability under q is off by what it lacks to the k-th most probable.
         """
-        items = [item for name, _, item, _ in self.samples if name == "drawn"]
+        calls = [([item for _, item, _ in self.samples["drawn"]], None)]
         read: Any = {"columns": ["logprob", "log_q"], "policy": DRAW, "top": DRAW["top_k"]}
-        (answer,) = await self.score([(items, None)], **read)
-        targets: list[Any] = [item.targets[0] for item in answer.results]
+        targets: Any = [item.targets[0] for item in (await self.score(calls, **read))[0].results]
         found = [
             [
                 max(0.0, top[-1] - p) if q is None or math.isinf(q) else 0.0
@@ -352,7 +337,7 @@ class _Trial:
             ]
             for one in targets
         ]
-        evidence = f"tokens drawn with top_k {DRAW['top_k']}, against the least probable of so many"
+        evidence = f"tokens drawn with top_k {DRAW['top_k']}, and the least probable of so many"
         return Compared(found, [[0.0] * len(row) for row in found], evidence)
 
     async def zero_scale(self) -> Compared:
@@ -365,16 +350,14 @@ class _Trial:
 
     async def steered_neighbour(self) -> Compared:
         """Score the texts unsteered while others are steered."""
-        calls = self.split(*3 * [self.ways["some"], None])
-        steered, *answers = await self.score(calls)
-        self.steered = read_logprobs([steered])
-        evidence = f"{len(self.texts)} texts, three times, while the same were steered"
-        return Compared(read_logprobs(answers[::2]), 3 * [*self.plain], evidence)
+        answers = await self.score(self.split(*3 * [self.ways["some"], None]))
+        self.steered, found = read_logprobs(answers[:1]), read_logprobs(answers[1::2])
+        return Compared(found, 3 * self.plain, f"{len(found)} texts, while others were steered")
 
-    def both(self, start: int = 1, times: int = 1) -> tuple[Calls, Values]:
+    def both(self, start: int = 1, times: int = 1) -> tuple[Sequence[Any], Values]:
         """Return requests for all texts, unsteered and steered, and what is wanted of them."""
         ways = [None, *([self.ways["some"]] if self.steered else [])]
-        return self.split(*times * ways, start=start), times * [*self.plain, *self.steered]
+        return self.split(*times * ways, start=start), times * (self.plain + self.steered)
 
     async def prefix_cached(self) -> Compared:
         """Score the ends of the texts, whose beginnings earlier checks have left in the cache."""
@@ -388,14 +371,13 @@ class _Trial:
     async def chunked(self) -> Compared:
         """Score texts of which a step reads only a part."""
         calls, wanted = self.both()
-        evidence = f"{len(wanted)} texts, in steps of at most {STEP_TOKENS} tokens"
-        return Compared(await self.read(calls, step_tokens=STEP_TOKENS), wanted, evidence)
+        found = await self.read(calls, step_tokens=STEP_TOKENS)
+        return Compared(found, wanted, f"{len(found)} texts, in steps of {STEP_TOKENS} tokens")
 
     async def replicas(self) -> Compared:
         """Score the texts so often at once that each replica gets some of them."""
-        count = len(self.card.replicas)
-        calls, wanted = self.both(times=2 * count)
-        evidence = f"{len(wanted)} texts at once on {count} replicas"
+        calls, wanted = self.both(times=2 * len(self.card.replicas))
+        evidence = f"{len(wanted)} texts at once on {len(self.card.replicas)} replicas"
         return Compared(await self.read(calls), wanted, evidence)
 
     async def against(self) -> Compared:
@@ -426,35 +408,35 @@ async def run_selftest(
     InvalidRequestError where the second model has another vocabulary.
     """
     began, is_own = time.monotonic(), bool(texts or token_ids)
-    given: dict[str, Any] = {"max_tokens": 1, "cache": False, "model": model or NOT_GIVEN}
-    given |= (
-        {"prompts": None, "prompt_ids": token_ids} if token_ids else {"prompts": texts or TEXTS}
+    read = await client.generate(
+        None if token_ids else texts or TEXTS,
+        prompt_ids=token_ids or None,
+        max_tokens=1,
+        cache=False,
+        model=model or NOT_GIVEN,
+        # A built-in text may be too long, or have tokens that the model lacks.
+        on_overflow="error" if is_own else "truncate_left",
+        on_error="fail" if is_own else "report",
     )
-    if not is_own:  # a built-in text may be too long, or have tokens that the model lacks
-        given |= {"on_overflow": "truncate_left", "on_error": "report"}
-    read = await client.generate(**given)
     found = [one.prompt_ids[: None if is_own else BUILT_IN_TOKENS] for one in read.results]
     card = await client.model(read.model)
     other = await _find_other(client, card, against) if against else (None, "")
     trial = _Trial(client, card, [ids for ids in found if len(ids) > 1], *other)
-    about: dict[str, Any] = {
-        "id": f"selftest-{uuid.uuid4().hex[:24]}",
-        "model": card.id,
-        "provenance": read.provenance,
-    }
+    about: Any = {"id": read.id.replace("generate", "selftest"), "model": card.id}
+    about["provenance"] = read.provenance
     yield StreamStart(**about)
     await trial.prepare()
     checks: list[SelftestCheck] = []
     for name, promise in PROMISES.items():
-        obstacle = trial.find_obstacle(name)
         try:
+            obstacle = trial.find_obstacle(name)
             compared = Compared([], [], obstacle) if obstacle else await getattr(trial, name)()
         except InternalError as error:  # such as steering that the engine did not apply
             if not trial.plain:
                 raise
             compared = Compared([], [], error.detail, reached=False)
-        others = [trial.other] if trial.other and name.startswith("against") else []
-        floor, tolerance = measure_noise(trial.logit_scale, card, *others)
+        cards = [card, trial.other] if trial.other and "against" in name else [card]
+        floor, tolerance = measure_noise(trial.logit_scale, *cards)
         told = {"promise": promise, "tolerance": tolerance, "noise_floor": floor}
         checks.append(SelftestCheck(name=name, **told, **judge(compared, tolerance)))
         yield checks[-1]

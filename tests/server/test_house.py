@@ -102,7 +102,7 @@ SERVER, CLIENT = HOUSES
 
 ONLY_IN = {
     "fastapi": {"app", "api", "cluster"},
-    "uvicorn": {"serving", "api.connections", "cluster"},
+    "uvicorn": {"serving", "api.connections"},
     "torch": {
         "embedded",
         "numerics",

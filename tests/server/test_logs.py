@@ -208,7 +208,7 @@ def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
     (tokenized,) = [line for line in lines if line["route"] == "/tokenize"]
     assert tokenized["model"] == "fake"
     streamed = [line for line in lines if line["route"] == "/generate"]
-    assert [line["generated_tokens"] for line in streamed] == [4]
+    assert [line["generated_tokens"] for line in streamed].count(4) == 1, "others: the self-test's"
 
 
 def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:

@@ -24,7 +24,7 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
-from logsteer_server.tasks.reply_form import check_cost, check_forced, check_reply
+from logsteer_server.tasks.reply_form import check_forced, check_reply
 from logsteer_server.tasks.tool_calls import find_plain, find_schema, read_calls
 from logsteer_server.tasks.training import list_sides, read_sides
 from logsteer_server.text.chat import ChatForm
@@ -212,7 +212,7 @@ def test_each_function_has_its_own_definitions(place: str) -> None:
     tools = [describe("one", "integer"), describe("two", "string")]
     schema = find_schema(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
     assert schema is not None
-    check_forced(schema, "tool_choice")
+    check_forced(schema, 1, "tool_choice")
     for name, right, wrong in [("one", 1, "x"), ("two", "x", 1)]:
         for nested in (right, {"a": right}):
             check_reply(schema, json.dumps([{"name": name, "arguments": {"a": nested}}]))
@@ -233,9 +233,9 @@ def require(count: int) -> dict[str, Any]:
         (PATTERN, 9, None),
         (PATTERN, 1024, "unfold to 15360 characters, all samples"),
         ({"type": "string", "pattern": "^(a|b)*a(a|b){2000}$"}, 1, "unfolds to 4005"),
-        ({"patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
-        ({"pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
-        ({"items": [{"pattern": "([a-z]{1,30}){1,30}"}]}, 1, "unfolds to 3600"),
+        ({"type": "object", "patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
+        ({"type": "string", "pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
+        ({"items": {"type": "string", "pattern": "([a-z]{1,30}){1,30}"}}, 1, "unfolds to 3600"),
         (require(256), 1, None),
         (require(257), 1, "257 properties are not required"),
         (require(257) | {"required": ["p1"]}, 1, None),
@@ -248,10 +248,10 @@ def test_a_schema_that_takes_long_to_compile_is_refused(
 ) -> None:
     """xgrammar takes between seconds and hours for each of those that are refused."""
     if reason is None:
-        check_cost(json.dumps(schema), samples, "response_format")
+        check_forced(json.dumps(schema), samples, "response_format")
         return
     with refused("invalid_request", reason, param="response_format"):
-        check_cost(json.dumps(schema), samples, "response_format")
+        check_forced(json.dumps(schema), samples, "response_format")
 
 
 NUMBER = {"type": "integer"}
@@ -261,26 +261,26 @@ A = {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": Fals
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        (A | {"if": {"required": ["a"]}, "then": False}, "`if` at #, "),
-        ({"anyOf": [A | {"dependentRequired": {"a": ["b"]}}]}, "`dependentRequired` at #/anyOf/0"),
+        (A | {"if": {"required": ["a"]}, "then": False}, "`if`, which cannot"),
+        ({"anyOf": [A | {"dependentRequired": {"a": ["b"]}}]}, "`dependentRequired`"),
         (A | {"dependentSchemas": {"a": False}}, "`dependentSchemas`"),
         ({"not": {}}, "`not`"),
         ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
         ({"type": "array", "contains": A}, "`contains`"),
-        ({"$ref": "https://example.com/schema"}, "no place 'https"),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": NUMBER}}, "no place"),
+        ({"$ref": "https://example.com/schema"}, "to nothing in it, 'https"),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": NUMBER}}, "to nothing"),
         ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": NUMBER}}, "`minimum` beside `[$]ref`"),
         ({"type": "integer", "anyOf": [{"minimum": 3}]}, "`type` beside `anyOf`"),
         ({"allOf": [NUMBER, {"minimum": 2}]}, "`allOf` of several"),
-        ({"minimum": 3}, "`minimum` without `type`"),
+        ({"minimum": 3}, "`minimum` without its `type`"),
         (A | {"required": ["b"]}, "`required` 'b' without"),
-        ({"properties": {"a": {"type": "string", "pattern": "^(?!a)"}}}, r"\(\?! in the pattern"),
-        ({"type": "string", "pattern": '^"$'}, '" in the pattern'),
+        ({"properties": {"a": {"type": "string", "pattern": "^(?!a)"}}}, r"\(\?! in a pattern"),
+        ({"type": "string", "pattern": '^"$'}, '" in a pattern'),
         ({"type": "string", "pattern": "a", "maxLength": 2}, "`pattern` beside `maxLength`"),
         ({"type": "string", "format": "binary"}, "`format` 'binary'"),
         ({"$ref": "#"}, "leads back to itself"),
         ({"anyOf": [{"$ref": "#/$defs/a"}, NUMBER], "$defs": {"a": {"$ref": "#"}}}, "leads back"),
-        ({"type": "cat"}, "`type` 'cat'"),
+        ({"type": "cat"}, "cat"),
         ({"type": "object", "required": 3}, "no JSON Schema has"),
         ({"anyOf": []}, "`anyOf` without an entry"),
         ({"type": "object", "properties": {"next": {"$ref": "#"}}}, None),
@@ -292,10 +292,10 @@ A = {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": Fals
 def test_a_schema_is_forced_in_full_or_refused(schema: Any, reason: str | None) -> None:
     """xgrammar accepts texts that break what is refused, and none that break the others."""
     if reason is None:
-        check_forced(json.dumps(schema), "response_format")
+        check_forced(json.dumps(schema), 1, "response_format")
         return
     with refused("invalid_request", reason, param="response_format"):
-        check_forced(json.dumps(schema), "response_format")
+        check_forced(json.dumps(schema), 1, "response_format")
 
 
 DEEP = {"oneOf": [{"type": "array", "items": {"$ref": "#"}, name: 9} for name in ("maxItems", "x")]}

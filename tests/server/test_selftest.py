@@ -97,7 +97,7 @@ def test_an_engine_that_is_right_passes_every_check() -> None:
         assert check.num_compared > 100
         assert check.largest_difference is not None and check.largest_difference < 1e-5
         assert check.tolerance == 1e-4
-    assert checks["chunked"].reason == "20 texts, in steps of at most 16 tokens"
+    assert checks["chunked"].reason == "20 texts, in steps of 16 tokens"
     assert "tokens of 20 texts came from the prefix cache" in checks["prefix_cached"].reason
     assert checks["replicas"].reason == "80 texts at once on 2 replicas"
 

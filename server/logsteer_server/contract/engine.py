@@ -191,8 +191,6 @@ class EngineInfo:
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it does not have: what to do instead, as an error's detail."""
-    dequantized: str | None = None
-    """The type of a GGUF file's numbers, where the model's weights come from one."""
     rounding: float | None = None
     """Of a model in half precision: the most that a token's log-probability was off float32's on
     the text of the start's check, in nats; None where that was not measured."""

@@ -14,9 +14,6 @@ from typing import Any
 
 SUFFIX = ".gguf"
 ADD_BOS = "tokenizer.ggml.add_bos_token"
-KIND = "gguf_type"
-"""The key of a written checkpoint's configuration that has the type of most of the file's numbers.
-"""
 CONFIG = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -85,14 +82,6 @@ def describe_gguf(file: Path) -> str:
     return f"{file.name} ({header.kind}) {done} in {target}, as float32"
 
 
-def find_kind(path: str) -> str | None:
-    """Return the type of the numbers of a model's GGUF file, which was loaded; None of others."""
-    if not is_gguf(path):
-        return None
-    kind: str = json.loads((find_converted(Path(path)) / "config.json").read_text())[KIND]
-    return kind
-
-
 def find_converted(file: Path) -> Path:
     """Return the directory that a file's checkpoint has, or gets, in the user's cache."""
     stat, caches = file.stat(), os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -136,7 +125,6 @@ def _write_checkpoint(file: Path, directory: Path, header: GgufHeader) -> None:
     # It is not quantised any more, and as one that is it would not be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
-    setattr(model.config, KIND, header.kind)
     model.save_pretrained(directory)
 
 

@@ -7,7 +7,6 @@ memory as it was measured. No library of models is imported.
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ ITEM_BYTES: Mapping[str, int] = {
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 """Dtypes of safetensors."""
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Those that are converted to the dtype that a model runs in, by PyTorch's names."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Those that are converted to the dtype that a model runs in."""
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES: Mapping[str, int] = {
     "vllm": 850 * 2**20,
@@ -120,8 +119,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def choose_dtype(wanted: str, directory: Path) -> str:
     """Return the dtype that a model is served in; `auto` means the checkpoint's.
 
-    That is what its configuration says, or what most of its weights have. Errors: ValueError where
-    the configuration cannot be read.
+    That is what its configuration says, float32 where it says nothing. Errors: ValueError where the
+    configuration cannot be read.
     """
     if wanted != "auto":
         return wanted
@@ -130,12 +129,7 @@ def choose_dtype(wanted: str, directory: Path) -> str:
         named = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
         if named in DTYPE_BYTES:
             return named
-    sizes = Counter[str]()
-    for file in directory.glob("*.safetensors"):
-        for kind, size in _list_tensors(file):
-            sizes[kind] += size
-    floats = [FLOATS[kind] for kind, _ in sizes.most_common() if kind in FLOATS]
-    return floats[0] if floats else "float32"
+    return "float32"
 
 
 def _measure_token(config: dict[str, Any], dtype: str) -> int:

@@ -2,12 +2,13 @@
 
 import logging
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from logsteer_server.contract.engine import Engine, EngineSpec
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import JobResult, ScoreJob, ScoreOutput
 from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import estimate_weights
 from logsteer_server.engines.weights import locate_model
@@ -15,10 +16,7 @@ from logsteer_server.engines.weights import locate_model
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 2**30
-"""Weights in float32 of the largest models that are measured: two thousand million parameters, half
-a minute on two cores."""
-SHARE = 0.5
-"""Of the free memory that those weights may take."""
+"""Weights in float32 of the largest models that are measured: two thousand million parameters."""
 
 TEXT = (
     "The lighthouse at the end of the pier was built in 1874, when most of the town still lived "
@@ -41,7 +39,7 @@ def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
         return None
     path = locate_model(spec.path)
     size, free = estimate_weights(path, "float32"), measure_memory()[1]
-    if size > min(MOST_BYTES, SHARE * free):
+    if size > min(MOST_BYTES, free // 2):
         log.info("%s: rounding not measured: its weights take %d bytes in float32", spec.id, size)
         return None
     try:
@@ -50,12 +48,10 @@ def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
         log.warning("%s: rounding not measured: transformers failed", spec.id, exc_info=True)
         return None
     engine.add([(0, ScoreJob(ids_T[:-1], ids_T[1:]))])
-    results = list[object]()
+    results = list[tuple[int, JobResult]]()
     while engine.busy:
-        results += [result for _, result in engine.step()]
-    (scored,) = results
-    if not isinstance(scored, ScoreOutput):
-        raise RuntimeError(f"a text cannot be scored: {scored}")
+        results += engine.step()
+    scored = cast(ScoreOutput, results[0][1])
     return float(np.abs(scored.columns["logprob"] - exact_R).max())
 
 

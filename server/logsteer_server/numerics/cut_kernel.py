@@ -86,8 +86,7 @@ def _cut_row(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = p_ptr + row * size
-    largest_N = tl.zeros([BLOCK], tl.int32)
-    mass_N = tl.zeros([BLOCK], tl.int64)
+    largest_N, mass_N = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         v = start + tl.arange(0, BLOCK)
         p = tl.load(row_ptr + v, mask=v < size, other=0.0)
@@ -96,8 +95,7 @@ def _cut_row(
     largest, whole = tl.max(largest_N, axis=0), tl.sum(mass_N, axis=0)
     least = tl.load(min_p_ptr + row) * largest.to(tl.float32, bitcast=True)
     low, is_number = least.to(tl.int32, bitcast=True), largest < NO_NUMBER
-    splits_S = tl.arange(0, SPLITS)
-    first = tl.full([], 0, tl.int64)
+    splits_S, first = tl.arange(0, SPLITS), tl.full([], 0, tl.int64)
     is_tied = first > 0
     kept, top_k = whole, tl.load(top_k_ptr + row)
     if is_number & ((low > 0) | (top_k < size)):
@@ -107,9 +105,9 @@ def _cut_row(
                 row_ptr, size, low, largest + 1, kept, kept, top_k, False, BLOCK
             )
         mass_S = _measure(row_ptr, size, low + tl.minimum(splits_S, 1), True, BLOCK)
-        of_first = first * _to_units(low.to(tl.float32, bitcast=True))
         whole = tl.max(mass_S, axis=0)
-        kept = tl.where(is_tied, tl.min(mass_S, axis=0) + of_first, whole)
+        each = _to_units(low.to(tl.float32, bitcast=True))
+        kept = tl.where(is_tied, tl.min(mass_S, axis=0) + first * each, whole)
     total = kept
     limit = tl.ceil(tl.load(top_p_ptr + row) * total.to(tl.float64)).to(tl.int64)
     if is_number & (total >= limit):
@@ -132,8 +130,8 @@ def _cut_row(
         v = start + tl.arange(0, BLOCK)
         bits = tl.load(row_ptr + v, mask=v < size, other=0.0).to(tl.int32, bitcast=True)
         is_cut = (bits < low) | ((bits == low) & (v > last)) | ~is_number
-        out = row * out_stride + v.to(tl.int64) * out_step
-        tl.store(out_ptr + out, float("-inf"), mask=(v < size) & is_cut)
+        own_ptr = out_ptr + row * out_stride + v.to(tl.int64) * out_step
+        tl.store(own_ptr, float("-inf"), mask=(v < size) & is_cut)
 
 
 def cut_rows(p_RV: Tensor, cuts: "Cuts", out_RV: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ it has no rules for. Such a schema is refused here, by the keyword's name; what 
 by trying each keyword on texts that break it. A reply that ended by itself is checked again.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import api_error
 
 MAX_SCHEMA = 2**16
 """Characters of a JSON Schema that is forced."""
@@ -38,10 +38,19 @@ _FORCED = {
     "string": {"pattern", "minLength", "maxLength", "format"},
     "number": _BOUNDS,
     "integer": _BOUNDS,
+    "boolean": set(),
+    "null": set(),
 }  # fmt: skip
 """What is forced beside each type."""
 _ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""What is forced without anything beside it; in this order, the first that is there."""
+"""What is forced without anything beside it."""
+_UNFORCED = {
+    "$dynamicRef", "$recursiveRef", "additionalItems", "contains", "dependencies", "if", "not",
+    "dependentRequired", "dependentSchemas", "multipleOf", "uniqueItems",
+}  # fmt: skip
+_KEYWORDS = {"type", *_ALONE, *_UNFORCED}.union(*_FORCED.values()) - {"format"}
+"""What a text may break; all other keywords say nothing of it."""
+_REST = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _APART = [
     *product(("pattern", "format"), ("minLength", "maxLength")),
     *product(("patternProperties", "propertyNames"), ("properties",)),
@@ -52,48 +61,102 @@ _FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
 }  # fmt: skip
-_UNFORCED_IN_PATTERNS = frozenset(
-    ("(?=", "(?!", "(?<=", "(?<!", '"', *(rf"\{letter}" for letter in '"\\nrtfvAzZ'))
-)
+_MISREAD = {"(?=", "(?!", "(?<=", "(?<!", '"', *(rf"\{letter}" for letter in '"\\nrtfvAzZ')}
 """Parts of a regular expression that the grammar reads as something else: what looks ahead, what
 JSON has to escape, and anchors of Python's that are letters to it."""
 
 
-def check_cost(schema: str, samples: int, param: str) -> None:
-    """Refuse a JSON Schema whose grammar would take long to make.
+def check_forced(schema: str, samples: int, param: str) -> None:
+    """Refuse a JSON Schema of which a part is not forced, or whose grammar would take long to make.
 
-    Errors: APIError `invalid_request`, which names `param`.
+    Errors: APIError `invalid_request`, which names `param` and what it is.
     """
+    try:
+        fault = next(_find_faults(schema, samples), None)
+    except (AttributeError, KeyError, TypeError) as error:
+        fault = f"a value that no JSON Schema has ({error!s:.80})"
+    except CycleError:
+        fault = "a `$ref` that leads back to itself before it allows any text"
+    if fault is not None:
+        detail = f"{param}: its JSON Schema has {fault}; write it without that."
+        raise api_error("invalid_request", detail, param=param)
 
-    def refuse(found: str, limit: object) -> APIError:
-        detail = f"{param}: its JSON Schema has {found}, at most {limit} are compiled: simplify it."
-        return api_error("invalid_request", detail, param=param)
 
+def _find_faults(schema: str, samples: int) -> Iterator[str]:
+    """Yield what is wrong with a schema, each schema in it looked at once.
+
+    Errors: AttributeError, KeyError, TypeError for what is none; CycleError.
+    """
     if len(schema) > MAX_SCHEMA:
-        raise refuse(f"{len(schema)} characters", MAX_SCHEMA)
-    total, parts = 0, [json.loads(schema)]
-    while parts:
-        part = parts.pop()
-        if not isinstance(part, dict):
-            parts += part if isinstance(part, list) else []
+        yield f"{len(schema)} characters, at most {MAX_SCHEMA} are compiled"
+    root = json.loads(schema)
+    todo, leads, total = [root], dict[int, list[int]](), 0
+    for part in todo:  # grows
+        if not isinstance(part, dict) or id(part) in leads:
             continue
-        parts += part.values()
-        named = part.get("patternProperties")
-        for pattern in (part.get("pattern"), *(named if isinstance(named, dict) else ())):
-            if isinstance(pattern, str):
-                size = _count_atoms(pattern)
-                total += size * samples
-                if size > MAX_ATOMS:
-                    raise refuse(f"a pattern that unfolds to {size} characters", MAX_ATOMS)
-        if isinstance(properties := part.get("properties"), dict):
-            required = part.get("required")
-            left_out = len(properties) - (len(required) if isinstance(required, list) else 0)
-            is_counted = "minProperties" in part or "maxProperties" in part
-            if left_out > (MAX_COUNTED if is_counted else MAX_LEFT_OUT):
-                limit = f"{MAX_LEFT_OUT}, and {MAX_COUNTED} beside minProperties or maxProperties,"
-                raise refuse(f"an object of which {left_out} properties are not required", limit)
+        yield from (f"{fault}, which cannot be forced" for fault in _find_unforced(part))
+        named, properties = part.get("patternProperties", {}), part.get("properties", {})
+        for size in map(_count_atoms, [*named, part.get("pattern", "")]):
+            total += size * samples
+            if size > MAX_ATOMS:
+                yield f"a pattern that unfolds to {size} characters, at most {MAX_ATOMS} do"
+        left_out = len(properties) - len(part.get("required", ()))
+        is_counted = "minProperties" in part or "maxProperties" in part
+        if left_out > (MAX_COUNTED if is_counted else MAX_LEFT_OUT):
+            limit = f"{MAX_LEFT_OUT}, and {MAX_COUNTED} beside minProperties or maxProperties"
+            yield f"an object of which {left_out} properties are not required, at most {limit}"
+        choices = [each for name in ("anyOf", "oneOf", "allOf") for each in part.get(name, ())]
+        if "$ref" in part:
+            choices = [_look_up(root, part["$ref"])]
+            if choices == [None]:
+                yield f"a `$ref` to nothing in it, {part['$ref']!r:.80}"
+        leads[id(part)] = list(map(id, choices))
+        inner = [*properties.values(), *named.values(), *part.get("prefixItems", ()), *choices]
+        todo += inner + [part.get(name) for name in ("items", *_REST)]
+        if "propertyNames" in part:
+            todo.append({"type": "string"} | part["propertyNames"])
     if total > MAX_ALL_ATOMS:
-        raise refuse(f"patterns that unfold to {total} characters, all samples", MAX_ALL_ATOMS)
+        yield f"patterns that unfold to {total} characters, all samples, at most {MAX_ALL_ATOMS} do"
+    TopologicalSorter(leads).prepare()
+
+
+def _find_unforced(part: dict[str, Any]) -> Iterator[str]:
+    """Yield what of a schema is not forced, without those within it. Errors: as `_find_faults`."""
+    given = part.get(
+        "type", "object" if "properties" in part else "array" if "items" in part else []
+    )
+    types = [given] if isinstance(given, str) else given
+    forced = {"type"}.union(*(_FORCED[name] for name in types))
+    alone = next((name for name in _ALONE if name in part), None)
+    if alone is not None:
+        forced = {alone, "type"} if alone in ("enum", "const") else {alone}
+        yield from (f"`{alone}` without an entry" for _ in (0,) if part[alone] == [])
+    for name in sorted(part.keys() & _KEYWORDS - forced):
+        lacks_type = "" if name in _UNFORCED else " without its `type`"
+        yield f"`{name}` beside `{alone}`" if alone else f"`{name}`{lacks_type}"
+    yield from ("`allOf` of several" for _ in part.get("allOf", ())[1:])
+    yield from (f"`{one}` beside `{other}`" for one, other in _APART if {one, other} <= part.keys())
+    described = part.get("properties", {})
+    for name in part.get("required", ()):
+        if name not in described:
+            yield f"`required` {name!r:.80} without its entry in `properties`"
+    named = list(part.get("patternProperties", ()))
+    yield from ("`patternProperties` of several patterns" for _ in named[1:])
+    for pattern in (part.get("pattern", ""), *named):
+        yield from (
+            f"{found} in a pattern" for found in _PART.findall(pattern) if found in _MISREAD
+        )
+    if "string" in types and part.get("format", "date") not in _FORMATS:
+        yield f"the `format` {part['format']!r:.80}"
+
+
+def _look_up(root: Any, reference: str) -> Any:
+    """Return what a reference names, as xgrammar looks for it; None: nothing."""
+    first, *names = reference.split("/")
+    found = root if first == "#" else None
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _count_atoms(pattern: str) -> int:
@@ -122,115 +185,6 @@ def _count_atoms(pattern: str) -> int:
     return sum(sizes)
 
 
-def check_forced(schema: str, param: str) -> None:
-    """Refuse a JSON Schema of which the grammar would leave out a part.
-
-    Errors: APIError `invalid_request`, which names `param`, and the keyword with its place.
-    """
-    root = json.loads(schema)
-    todo: list[tuple[str, Any]] = [("#", root)]
-    leads: dict[int, list[int]] = {}
-    for place, part in todo:  # grows
-        if not isinstance(part, dict) or id(part) in leads:
-            continue
-        alone = next((name for name in _ALONE if name in part), None)
-        found = part.get(alone)
-        try:
-            fault = _find_fault(part, alone)
-        except (AttributeError, TypeError):
-            fault = "a value that no JSON Schema has"
-        choices: list[tuple[str, Any]] = []
-        if alone == "$ref":
-            choices = [(str(found), _look_up(root, found))]
-            fault = fault or (None if choices[0][1] is not None else f"no place {found!r:.80}")
-        elif alone in ("anyOf", "oneOf", "allOf") and isinstance(found, list):
-            choices = [(f"{place}/{alone}/{n}", each) for n, each in enumerate(found)]
-        if fault:
-            detail = (
-                f"{param}: its JSON Schema has {fault} at {place[:80]}, which cannot be forced: "
-                "leave it out, or say it by types with keywords of their own, by enum, or by anyOf "
-                "of whole schemas."
-            )
-            raise api_error("invalid_request", detail, param=param)
-        leads[id(part)] = [id(each) for _, each in choices]
-        todo += choices or _list_inner(place, part)
-    try:
-        TopologicalSorter(leads).prepare()
-    except CycleError as error:
-        detail = (
-            f"{param}: its JSON Schema has a $ref that leads back to itself before it allows any "
-            "text, so that no reply follows it: let it refer to another schema."
-        )
-        raise api_error("invalid_request", detail, param=param) from error
-
-
-def _find_fault(part: dict[str, Any], alone: str | None) -> str | None:
-    """Return what of a schema is not forced, without those within it."""
-    asserted = part.keys() & _list_assertions()
-    given = part.get("type", [])
-    types = [given] if isinstance(given, str) else given
-    if unknown := set(types) - {*_FORCED, "boolean", "null"}:
-        return f"`type` {min(unknown)!r:.80}"
-    if alone is not None:
-        beside = sorted(asserted - {alone} - ({"type"} if alone in ("enum", "const") else set()))
-        if beside:
-            return f"`{beside[0]}` beside `{alone}`"
-        if part[alone] == []:
-            return f"`{alone}` without an entry"
-        return "`allOf` of several" if alone == "allOf" and len(part[alone]) > 1 else None
-    types = types or ["object"] * ("properties" in part) or ["array"] * ("items" in part)
-    unforced = sorted(asserted - {"type"}.union(*(_FORCED.get(name, ()) for name in types)))
-    if unforced:
-        needs_type = not types and any(unforced[0] in names for names in _FORCED.values())
-        return f"`{unforced[0]}`" + " without `type`" * needs_type
-    for first, second in _APART:
-        if first in part and second in part:
-            return f"`{first}` beside `{second}`"
-    if missing := {*part.get("required", ())} - {*part.get("properties", ())}:
-        return f"`required` {min(missing)!r:.80} without its entry in `properties`"
-    named = part.get("patternProperties", {})
-    if len(named) > 1:
-        return "`patternProperties` of several patterns"
-    for pattern in (part.get("pattern", ""), *named):
-        if read_wrong := _UNFORCED_IN_PATTERNS.intersection(_PART.findall(pattern)):
-            return f"{min(read_wrong)} in the pattern {pattern!r:.80}"
-    if "string" in types and part.get("format", "date") not in _FORMATS:
-        return f"the `format` {part['format']!r:.80}"
-    return None
-
-
-@cache
-def _list_assertions() -> frozenset[str]:
-    """Return the keywords of JSON Schema, of any draft, that a text may break."""
-    from jsonschema import Draft4Validator, Draft201909Validator, Draft202012Validator
-
-    drafts = (Draft4Validator, Draft201909Validator, Draft202012Validator)
-    return frozenset(name for draft in drafts for name in draft.VALIDATORS) - {"format"}
-
-
-def _look_up(root: Any, reference: Any) -> Any:
-    """Return what a reference names, as xgrammar looks for it; None: nothing."""
-    names = reference.split("/") if isinstance(reference, str) else [""]
-    for name in names[1:]:
-        root = root.get(name) if isinstance(root, dict) else None
-    return root if names[0] == "#" else None
-
-
-def _list_inner(place: str, part: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the schemas of what stands in an object or a list, with their places."""
-    found = []
-    for name, value in part.items():
-        if name in ("properties", "patternProperties") and isinstance(value, dict):
-            found += [(f"{place}/{name}/{key}", each) for key, each in value.items()]
-        elif name == "prefixItems" and isinstance(value, list):
-            found += [(f"{place}/{name}/{n}", each) for n, each in enumerate(value)]
-        elif name == "propertyNames" and isinstance(value, dict):
-            found.append((f"{place}/{name}", {"type": "string"} | value))
-        elif name in _FORCED["object"] | _FORCED["array"]:
-            found.append((f"{place}/{name}", value))
-    return found
-
-
 def check_reply(schema: str, text: str) -> None:
     """Refuse a reply that its JSON Schema does not describe.
 
@@ -241,25 +195,20 @@ def check_reply(schema: str, text: str) -> None:
     from jsonschema.validators import create
     from referencing import Registry
 
-    num_checks = 0
+    count = itertools.count(1)
 
     def bound(check: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            nonlocal num_checks
-            num_checks += 1
-            if num_checks > MAX_CHECKS:
+            if next(count) > MAX_CHECKS:
                 raise ValueError("it takes too long to tell")
             return () if "patternProperties" in given[-1] else check(*given)
 
         return run
 
     own = {name: bound(check) for name, check in Draft202012Validator.VALIDATORS.items()}
-    validator = create({}, own | {"pattern": lambda *_: ()})  # no schema has a name of its own
+    kind = create({}, own | {"pattern": lambda *_: ()})  # no schema has a name of its own
     try:
-        instance = json.loads(text)
-        faults: Iterator[Any] = validator(json.loads(schema), registry=Registry()).iter_errors(
-            instance
-        )
+        faults = kind(json.loads(schema), registry=Registry()).iter_errors(json.loads(text))
         reason = next((f"{fault.json_path}: {fault.message:.200}" for fault in faults), None)
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200]

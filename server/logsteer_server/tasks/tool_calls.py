@@ -33,35 +33,24 @@ def find_schema(request: ChatCompletionRequest) -> str | None:
 
 def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:
     """Return the JSON Schema of a list of calls; arguments are described at the root, by number."""
-    parameters = [tool.function.parameters or {"type": "object"} for tool in tools]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "enum": [tool.function.name]},
-                "arguments": {"$ref": f"#/$defs/{n}"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for n, tool in enumerate(tools)
-    ]
+    calls, described = [], {}
+    for n, tool in enumerate(tools):
+        own, place = json.dumps(tool.function.parameters or {"type": "object"}), f"#/$defs/{n}"
+        described[str(n)] = json.loads(own.replace('"$ref": "#', f'"$ref": "{place}'))
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "enum": [tool.function.name]},
+                    "arguments": {"$ref": place},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     found |= {} if most is None else {"maxItems": most}
-    return found | {"$defs": {str(n): _move(own, n) for n, own in enumerate(parameters)}}
-
-
-def _move(part: Any, number: int) -> Any:
-    """Return a part of a function's parameters, referring to their new place."""
-    if isinstance(part, list):
-        return [_move(each, number) for each in part]
-    if not isinstance(part, dict):
-        return part
-    moved = {name: _move(value, number) for name, value in part.items()}
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/{number}{reference[1:]}"
-    return moved
+    return found | {"$defs": described}
 
 
 def read_calls(

@@ -92,11 +92,12 @@ def render(
         begins_turn = not form.continues and not (
             form.is_whole and messages[-1].role == "assistant"
         )
-    turns: Any = [_write_turn(message, template) for message in messages]
-    tools: Any = form.tools
-    variables: Any = form.variables
-    if write is not None:
-        turns, tools, variables = (_rewrite(each, write) for each in (turns, tools, variables))
+    given: list[Any] = [
+        [_write_turn(message, template) for message in messages],
+        form.tools,
+        form.variables,
+    ]
+    turns, tools, variables = given if write is None else _rewrite(given, write)
     try:
         text = tokenizer.apply_chat_template(
             turns,

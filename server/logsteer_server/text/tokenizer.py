@@ -286,14 +286,13 @@ class LiteralCodec(TextCodec):
         vars(self).update(vars(codec))
         self._added: dict[int, Any] = self._backend.get_added_tokens_decoder()
         texts = [token.content for token in self._added.values() if token.special]
-        self._hidden = {text: chr(HIDDEN + n) for n, text in enumerate(texts)}
-        self._shown = str.maketrans({mark: text for text, mark in self._hidden.items()})
-        self._marks = {text: chr(MARKS + n) * len(text) for n, text in enumerate(texts)}
         longest_first = sorted(texts, key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._hidden = {text: chr(HIDDEN + n) for n, text in enumerate(texts)}
+        self._marks = {text: chr(MARKS + n) * len(text) for n, text in enumerate(texts)}
 
     @cached_property
-    def _encoder(self) -> tuple[Any, dict[int | None, int | None]]:
+    def _encoder(self) -> tuple[Any, dict[Any, int | None]]:
         """The tokenizer with marks, and the model's ids for its own; None: must not come of text.
 
         It takes seconds to make where there are thousands of special tokens.
@@ -314,24 +313,33 @@ class LiteralCodec(TextCodec):
             for token_id, token in self._added.items()
         }
         encoder.add_tokens(list(own.values()))
-        special = [token_id for token_id, token in self._added.items() if token.special]
-        ids: dict[int | None, int | None] = dict.fromkeys(special)
-        ids.pop(self._tokenizer.unk_token_id, None)
-        for token_id, token in own.items():
-            ids[encoder.token_to_id(token.content)] = token_id
-        return encoder, ids
+        unknown = self._tokenizer.unk_token_id
+        ids: dict[Any, int | None] = {
+            token_id: unknown if token_id == unknown else None
+            for token_id, token in self._added.items()
+            if token.special
+        }
+        return encoder, ids | {encoder.token_to_id(own[n].content): n for n in own}
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Encode texts. Errors: APIError `invalid_request` for what cannot be plain text."""
-        marked = list(map(_mark, texts))
-        encodings = self._encoder[0].encode_batch(marked, add_special_tokens=False)
-        return [EncodedText(self._read_ids(each.ids), each.offsets) for each in encodings]
+        encoder, own = self._encoder
+        found = []
+        for encoding in encoder.encode_batch(list(map(_mark, texts)), add_special_tokens=False):
+            ids = [own.get(token_id, token_id) for token_id in encoding.ids]
+            if None in ids:
+                token = self.decode([encoding.ids[ids.index(None)]])
+                detail = (
+                    f"special_tokens: text is not possible: this tokenizer has no plain text for "
+                    f"{token!r}, which stands for a control token. Leave it out."
+                )
+                raise api_error("invalid_request", detail, param="special_tokens")
+            found.append(EncodedText(ids, encoding.offsets))
+        return found
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts; return the token ids of each. Errors: as `encode`."""
-        marked = list(map(_mark, texts))
-        encodings = self._encoder[0].encode_batch_fast(marked, add_special_tokens=False)
-        return [self._read_ids(encoding.ids) for encoding in encodings]
+        return [encoded.ids for encoded in self.encode(texts)]
 
     def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
         """Render a conversation as text with marks.
@@ -341,13 +349,14 @@ class LiteralCodec(TextCodec):
         """
         text = super().render_chat(messages, form)
         find = self._control_text
+        shown = str.maketrans({mark: text for text, mark in self._hidden.items()})
         hidden = render(
             self._tokenizer,
             messages,
             form,
             lambda string: find.sub(lambda found: self._hidden[found[0]], string),
         )
-        if _PRIVATE.search(text) or hidden.translate(self._shown) != text:
+        if _PRIVATE.search(text) or hidden.translate(shown) != text:
             detail = (
                 "special_tokens: text is not possible with these messages: this model's chat "
                 "template does more with their control text, or with characters for private use, "
@@ -355,20 +364,7 @@ class LiteralCodec(TextCodec):
             )
             raise api_error("invalid_request", detail, param="messages")
         marked = find.sub(lambda found: self._marks[found[0]], hidden)
-        return RenderedText.of(text, marked.translate(self._shown))
-
-    def _read_ids(self, ids: list[int]) -> list[int]:
-        """Return the model's ids for the encoder's. Errors: as `encode`."""
-        own = self._encoder[1]
-        found = [own.get(token_id, token_id) for token_id in ids]
-        if None in found:
-            token = self.decode([ids[found.index(None)]])
-            detail = (
-                f"special_tokens: text is not possible: this tokenizer has no plain text for "
-                f"{token!r}, which stands for a control token. Leave it out."
-            )
-            raise api_error("invalid_request", detail, param="special_tokens")
-        return [token_id for token_id in found if token_id is not None]
+        return RenderedText.of(text, marked.translate(shown))
 
 
 def _mark(text: str) -> str:

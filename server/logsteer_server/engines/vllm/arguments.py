@@ -116,15 +116,15 @@ def is_cpu_build() -> bool:
 
 MIXED_WINDOWS = {"qwen2", "qwen3", "iquestloopcoder"}
 """Families of which vLLM takes sliding windows in all layers or none."""
-NO_FAMILY = {"gpt_neo": "vLLM has no GPT-Neo, whose layers attend locally in turn"}
-"""Families that vLLM ends at with an assertion, and why."""
 
 
 def check_checkpoint(config: Mapping[str, Any], dtype: str) -> None:
     """Refuse a checkpoint, by its configuration, that vLLM does not compute. Errors: ValueError."""
     text = config.get("text_config", config)
     family = str(text.get("model_type"))
-    reason = NO_FAMILY.get(family)
+    reason = None
+    if family == "gpt_neo":
+        reason = "vLLM has no GPT-Neo, whose layers attend locally in turn"
     if dtype == "float64":
         reason = "the checkpoint is in float64, which vLLM does not compute in: set dtype: float32"
     if family in MIXED_WINDOWS and _mixes_windows(text):

@@ -156,7 +156,7 @@ function ScaleFields({ dose, onChange, cards }: ScaleProps) {
 function stepTo(scale: number, { min, step }: Reach): number {
   const steps = (scale - min) / step;
   if (Math.abs(steps - Math.round(steps)) < 1e-6) return step;
-  return Math.min(step, 10 ** -(String(scale).split(".")[1]?.length ?? 0));
+  return 10 ** -Math.max(...[scale, min].map((value) => String(value).split(".")[1]?.length ?? 0));
 }
 
 /** A scale that fits the vector and operation which a change chooses. */
