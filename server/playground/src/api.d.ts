@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 1a1bd44ea0bdaef99664046715f752667ebce2d69e8fdfb7262a024a40d9a215
+// Written by build/types.mjs from openapi.json, sha256 b23a7d13a3b4995a875fd1c435d01768b48ee689f7680b7e8bbb871e78609514
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -966,7 +966,6 @@ export interface components {
             batch_invariant: boolean;
             cast?: "float32" | null;
             context_length?: number | null;
-            dequantized?: string | null;
             device?: string | null;
             dtype: string;
             /** @enum {string} */
