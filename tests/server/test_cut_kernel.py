@@ -24,7 +24,7 @@ def apply(self, logits_RV):
     p_RV = logits_RV.softmax(-1)
     support_RV, mass_R = self.find_support(p_RV)
     out_VR = torch.zeros(p_RV.shape[::-1])  # of other strides than p
-    own_R = cut_kernel.cut_rows(p_RV, self, out_VR.T)
+    own_R = cut_kernel.cut_rows(p_RV, self.limits, out_VR.T)
     own_RV = out_VR.T == 0
     least_R1 = p_RV.where(support_RV, 2.0).amin(-1, keepdim=True)
     counts["rows"] += len(p_RV)

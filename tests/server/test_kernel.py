@@ -282,7 +282,8 @@ spilled["rows"] = [count_spilled(made) for made in compiled]
 compiled.clear()
 for vocab in (128_256, 50_257):
     p = torch.zeros(2, vocab)
-    cut_rows(p, Cuts.of([Policy(top_p=0.9)] * 2, vocab, p.dtype, p.device), torch.zeros_like(p))
+    cuts = Cuts.of([Policy(top_p=0.9)] * 2, vocab, p.dtype, p.device)
+    cut_rows(p, cuts.limits, torch.zeros_like(p))
 spilled["cuts"] = [count_spilled(made) for made in compiled]
 print(json.dumps(spilled))
 '''

@@ -9,22 +9,17 @@ do where a single token is left. Masses are integers of 2^-61, so their sums are
 
 A pass reads 4 bytes a probability: one for the largest and the total, ten at most for `top_p`, and
 8 bytes to apply it, 52 in all. `min_p` adds 2 passes, `top_k` 12, a cut between equal ones 1. The
-rest of a policy column moves about 84: z - max (12), / temperature (8), two softmaxes (16 each, as
-a long row is read three times), their largest (8), the entropy (24). So 2,048 rows of 128,256
-tokens move 36 GB, which takes 8.3 ms at an H200's 4.3 TB/s; their product with a head of width
+rest of a policy column moves about 100: z - max (12), / temperature (8), a softmax (16, as a long
+row is read three times), the log-sum-exp (24), q (16), the entropy (24). So 2,048 rows of 128,256
+tokens move 40 GB, which takes 9.3 ms at an H200's 4.3 TB/s; their product with a head of width
 4,096 took 4.3 ms (bench/gpu-check.md). A pass is 48 instructions a probability on sm_90, by
 nvdisasm: at full issue 0.43 ms for these rows, 0.25 ms for their bytes. No GPU has run it yet.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from logsteer_server.numerics.sampling import Cuts
 
 BLOCK, WARPS = 1024, 8
 """Probabilities that a program has at a time, and its warps."""
@@ -134,15 +129,16 @@ def _cut_row(
         tl.store(own_ptr, float("-inf"), mask=(v < size) & is_cut)
 
 
-def cut_rows(p_RV: Tensor, cuts: "Cuts", out_RV: Tensor) -> Tensor:
+def cut_rows(p_RV: Tensor, limits: tuple[Tensor, Tensor, Tensor], out_RV: Tensor) -> Tensor:
     """Set what cannot be drawn from float32 probabilities to minus infinity in `out_RV`.
 
-    Return the mass that `top_p` leaves of 1 [R].
+    `limits`: each row's `min_p`, `top_k` (int64) and `top_p` (float64), [R, 1] each. Return the
+    mass that `top_p` leaves of 1 [R].
     """
     rows, size = p_RV.shape
     head_mass_R = torch.empty(rows, dtype=torch.float32, device=p_RV.device)
     _cut_row[(rows,)](
-        p_RV.contiguous(), out_RV, cuts.min_p_R1, cuts.top_k_R1, cuts.top_p_R1, head_mass_R,
+        p_RV.contiguous(), out_RV, *limits, head_mass_R,
         *out_RV.stride(), size, BLOCK=min(BLOCK, triton.next_power_of_2(size)), num_warps=WARPS,
     )  # fmt: skip
     return head_mass_R

@@ -167,11 +167,15 @@ class Cuts:
             torch.tensor(top_p, device=device, dtype=torch.float64)[:, None],
         )
 
+    @property
+    def limits(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`min_p`, `top_k` and `top_p` of each row, [R, 1] each."""
+        return self.min_p_R1, self.top_k_R1, self.top_p_R1
+
     def _pick(self, rows: Tensor) -> "Cuts":
         """Return the cuts of these rows, to be looked for among more tokens."""
         head = min(GROWTH * self.head, self.size)
-        picked = self.min_p_R1[rows], self.top_k_R1[rows], self.top_p_R1[rows]
-        return Cuts(self.size, head, *picked)
+        return Cuts(self.size, head, *(limit_R1[rows] for limit_R1 in self.limits))
 
     def apply(self, logits_RV: Tensor) -> Tensor:
         """Set what cannot be drawn to minus infinity, in place; return what `top_p` leaves [R]."""
@@ -179,7 +183,7 @@ class Cuts:
         if p_RV.is_cuda and p_RV.dtype == torch.float32:  # a CPU may have no Triton
             from logsteer_server.numerics.cut_kernel import cut_rows
 
-            return cut_rows(p_RV, self, logits_RV)
+            return cut_rows(p_RV, self.limits, logits_RV)
         support_RV, mass_R = self.find_support(p_RV)
         logits_RV.masked_fill_(~support_RV, -inf)
         return mass_R
