@@ -389,7 +389,9 @@ class TokenizerInfo(Reply):
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
-    chat_template: str | None = Field(default=None, description="Null: the model has no default template.")
+    chat_template: str | None = Field(
+        default=None, description="Null: the model has no default template."
+    )
     chat_template_name: str | None = Field(
         default=None,
         description="Its name among several: `default`. Where a request has `tools`, `tool_use` is "
