@@ -15,7 +15,7 @@ serve: ## install what is missing, then serve CONFIG on PORT
 	@exec .venv/bin/logsteer-server --config $(CONFIG) --port $(PORT)
 
 cluster: setup ## serve CONFIG on PORT with Ray Serve, on this machine
-	@exec $(PYTHON) -m logsteer_server.cluster --config $(CONFIG) --port $(PORT)
+	@LOGSTEER_PORT=$(PORT) exec $(PYTHON) -m logsteer_server.cluster --config $(CONFIG)
 
 demo: ## serve the demo model, make three calls, print the answers, stop
 	@requirements/install.sh server

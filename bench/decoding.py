@@ -109,9 +109,11 @@ class Stock:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def answer(decoder: Ours | Stock, seed: int, **how: Any) -> dict[str, Any]:
+def answer(
+    decoder: Ours | Stock, seed: int, sequences: int = SEQUENCES, **how: Any
+) -> dict[str, Any]:
     """Return the seconds that prompts of a seed take, and a digest of each sequence's tokens."""
-    prompts = make_prompts(seed, decoder.vocab)
+    prompts = make_prompts(seed, decoder.vocab)[:sequences]
     started = time.perf_counter()
     tokens = decoder.generate(prompts, **how)
     seconds = time.perf_counter() - started

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from bench.servers import run_logsteer, run_stock
 from logsteer_server.contract.engine import Engine
@@ -38,6 +38,7 @@ def make_model(
     layers: int = 4,
     sharpness: float = 1.0,
     device: str = "cpu",
+    config: type[PreTrainedConfig] = LlamaConfig,
     **shape: Any,
 ) -> Path:
     """A checkpoint with random weights of a fixed seed; by default 18 million of them.
@@ -46,7 +47,7 @@ def make_model(
     multiplies its logits: 10 makes their distributions about as peaked as a trained model's.
     `shape` is of its configuration in place of what stands here; the weights are drawn on `device`.
     """
-    path = directory / f"llama-{vocab}-{hidden}-{layers}-{sharpness:g}"
+    path = directory / f"{config.model_type}-{vocab}-{hidden}-{layers}-{sharpness:g}"
     if path.is_dir():
         return path
     torch.manual_seed(0)
@@ -58,7 +59,7 @@ def make_model(
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**usual | shape))
+        model = AutoModelForCausalLM.from_config(config(**usual | shape))
     torch.nn.init.constant_(model.model.norm.weight, sharpness)
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

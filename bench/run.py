@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from bench import host_time, http_process, replicas, score_file, scoring, start, steering
+from bench import exactness, host_time, http_process, replicas, score_file, scoring, start, steering
 from bench.bars import write_page, write_result, write_table
 from bench.models import Workplace
 from bench.servers import run_module
@@ -70,6 +70,7 @@ BENCHMARKS = {
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "patching": Benchmark(steering.compare_patching, runs=5),
     "diagnostics": Benchmark(scoring.compare_diagnostics, any_model=True),
+    "exactness": Benchmark(exactness.measure_exactness, runs=1),
     "memory": Benchmark(measure_memory, runs=1),
     "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),

@@ -189,17 +189,17 @@ def run_logsteer(
 
 
 def run_stock(
-    path: Path, directory: Path, dtype: str, memory: int | float
+    path: Path, directory: Path, dtype: str, memory: int | float, *more: str
 ) -> contextlib.AbstractContextManager[str]:
     """vLLM's own server with one model and its own defaults, but for dtype and memory: bytes of
-    cache, or a share of the GPU.
+    cache, or a share of the GPU. `more` are further arguments.
     """
     size = "--kv-cache-memory-bytes" if isinstance(memory, int) else "--gpu-memory-utilization"
     port = find_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
         "--served-model-name", "stock", "--dtype", dtype, "--port", str(port),
-        "--host", "127.0.0.1", size, str(memory),
+        "--host", "127.0.0.1", size, str(memory), *more,
     ]  # fmt: skip
     return run_server(
         command, f"http://127.0.0.1:{port}", "/health", directory / f"stock-{port}.log"

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.trained import convert_smollm2
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from bench.decoding import GENERATED, SEQUENCES
-from bench.models import DEMO, DEVICE, ID, Workplace, make_model
+from bench.models import DEMO, DEVICE, ID, Workplace
 from bench.servers import Worker, run_module, start_worker
 from bench.stock import describe_stock
 from bench.timing import join_results, spread, summarize, time_in_turn
@@ -90,7 +91,10 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
 
 
 def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
-    """Steered and not, with every point of a layer compiled in, against resid_post alone."""
+    """Steered and not, with every point of a layer compiled in, against resid_post alone.
+
+    One sequence, unsteered, shows what points cost that nobody uses.
+    """
     plain, steered = "unsteered, resid_post alone", "steered, resid_post alone"
     idle = "unsteered, all hooks"
     with (
@@ -103,8 +107,15 @@ def compare_hooks(place: Workplace, runs: int) -> dict[str, Any]:
             idle: (ours, {}),
         } | {f"steered at {h}": (ours, {"steer_every": 1, "hook": h}) for h in HOOKS}
         seconds, _ = run_in_turn(ways, runs)
+        one = {name: (ways[name][0], {"sequences": 1}) for name in (idle, plain)}
+        seconds_of_one, _ = run_in_turn(one, runs)
     pairs = [(idle, plain), *((f"steered at {hook}", steered) for hook in HOOKS)]
-    return summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs)
+    return join_results(
+        {
+            f"{SEQUENCES} sequences": summarize(seconds, SEQUENCES * GENERATED, "tokens", pairs),
+            "one sequence": summarize(seconds_of_one, GENERATED, "tokens", [(idle, plain)]),
+        }
+    )
 
 
 def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:
@@ -115,9 +126,8 @@ def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:
     if place.given is not None:
         return _run_hooked(place, place.given, runs, batches={1: True, 8: False, 32: False})
     demo = _run_hooked(place, DEMO, runs, batches={1: True, 8: True, 32: False})
-    larger = make_model(place.directory)
-    found = _run_hooked(place, larger, runs, batches={1: True, 8: False, 32: False})
-    return join_results({"demo model": demo, "18 M model": found}) | {"notes": demo["notes"]}
+    found = _run_hooked(place, convert_smollm2(), runs, batches={1: False, 8: False, 32: False})
+    return join_results({"demo model": demo, "SmolLM2-135M": found}) | {"notes": demo["notes"]}
 
 
 def _run_hooked(

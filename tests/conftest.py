@@ -27,7 +27,7 @@ from logsteer_server.engines.vllm.arguments import is_cpu_build
 from logsteer_server.imports import import_tokenizers
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 from tests.template import TEMPLATE
-from tests.trained import convert_smollm2
+from tests.trained import convert_smollm2, find_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -97,7 +97,7 @@ def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Confi
     runner = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
     if runner == "v2" and is_cpu_build():  # it is interpreted there, and takes no compiled model
         settings["compile"] = False
-    defaults = {"dtype": "float32", "memory": "256MiB", "compile": False, "runner": runner}
+    defaults = {"memory": "256MiB", "compile": False, "runner": runner}
     return {"id": model_id, "engine": "vllm", "path": str(path)} | defaults | settings
 
 
@@ -145,12 +145,11 @@ def configure_quantized(directory: Path) -> Configuration:
 
 def configure_precision(directory: Path) -> Configuration:
     """Models whose head is computed in float32 and whose body is not, and models of one dtype."""
-    half = {"dtype": "bfloat16", "logits_dtype": "float32"}
+    half = {"dtype": "bfloat16"}
     return uncached(
         vllm_model("vllm", **half),
         tlens_model("tlens", **half),
         tlens_model("double", dtype="float64"),
-        tlens_model("half", dtype="bfloat16"),
     )
 
 
@@ -241,14 +240,16 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "byte_level": configure_byte_level,
     # Both engines side by side, to be held against each other, and one in half precision.
     "parity": lambda _: uncached(
-        vllm_model("vllm", hooks=HOOKS), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
+        vllm_model("vllm", hooks=HOOKS, compile=True),
+        tlens_model("tlens"),
+        tlens_model("half", dtype="bfloat16"),
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2, hooks=HOOKS)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2, hooks=HOOKS)),
-    # A trained model on both engines.
+    # A trained model on both engines: on one from the GGUF file, on one as a checkpoint.
     "real": lambda _: uncached(
         vllm_model("vllm", convert_smollm2(), hooks=HOOKS, memory="512MiB"),
-        tlens_model("tlens", convert_smollm2()),
+        tlens_model("tlens", find_gguf() or Path()),
     ),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(

@@ -1,7 +1,8 @@
 """Runs the notebooks of docs and writes their outputs: `.venv/bin/python -m tests.notebooks URL`
 
 Names after URL choose notebooks. URL is of a server with the demo model as its default; for
-`quantised-perplexity` also with `w8a8`, a checkpoint of `demo/quantize.py`.
+`quantised-perplexity` also with `w8a8`, a checkpoint of `demo/quantize.py`; for `published-*` with
+SmolLM2 of `tests/trained.py`.
 """
 
 import json
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted(DOCS.glob("*.ipynb"))
+PUBLISHED = sorted(DOCS.glob("published-*.ipynb"))
+"""Published results on SmolLM2."""
 
 
 def run(path: Path, url: str) -> Any:
@@ -69,6 +73,25 @@ def split_numbers(text: str) -> tuple[str, list[float]]:
     number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
     words = re.sub(r"\s+", " ", re.sub(number, "#", text))
     return words, [float(found) for found in re.findall(number, text)]
+
+
+def read_code(notebook: Any) -> list[Any]:
+    """Return the cells of code."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def compare(path: Path, url: str, **tolerance: float) -> None:
+    """Hold what a notebook prints now to what is committed, numbers to a tolerance."""
+    committed = read_code(nbformat.read(path, as_version=4))
+    found = read_code(run(path, url))
+    for old, new in zip(committed, found, strict=True):
+        assert not [o for o in new.outputs if o.get("name") == "stderr"], new.source
+        assert list_types(new) == list_types(old), new.source
+        (old_words, old_numbers), (new_words, new_numbers) = (
+            split_numbers(re.sub(r".* apart\n", "", read_printed(cell))) for cell in (old, new)
+        )
+        assert new_words == old_words
+        assert new_numbers == pytest.approx(old_numbers, **tolerance), new.source
 
 
 def main() -> int:

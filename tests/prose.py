@@ -1,8 +1,9 @@
 """Holds what users read to plain English: `.venv/bin/python -m tests.prose`
 
 It reads the pages, and of Python what users see: docstrings of the public API, help, messages,
-schemas. It skips blocks of code, names in backquotes and addresses. PHRASES lists what a reader has
-to translate back, EXCEPTIONS where a phrase may stay, and why.
+schemas; and, for contributors, all docstrings of some packages of the server. It skips blocks of
+code, names in backquotes and addresses. PHRASES lists what a reader has to translate back,
+EXCEPTIONS where a phrase may stay, and why.
 
 No linter from a registry replaces it. vale's packages (PyPI, npm) download the program when they
 run or are installed. Of PHRASES proselint knows one and write-good three; proselint reports
@@ -13,7 +14,7 @@ reads Python.
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,21 @@ PHRASES = {
     r"\butili[sz]e": "use",
 }
 """What is not written -> what is."""
+CONTRIBUTORS = {
+    r"\bis at\b": "status, state",
+    r"\bsees? to\b": "what is done",
+    r"\babout to be gone\b": "dying",
+    r"\b(what|who|that) (takes|makes|finds|gives|counts|watches|times|prints)\b": "a noun",
+    r"\b(comes?|came) of (it|them|what|what's)\b": "result, output",
+    r"\bwhat (came|comes) of\b": "result, output",
+    r"\bto be looked at\b": "check",
+    r"\btold\b": "published, reported, set",
+    r"\bhave\b [a-z ]{0,20}\b(take|put|made|watched|done|taken)\b": "an active verb",
+    r"\bfor whoever\b": "for the caller",
+    r"\bis known (by|of)\b": "identified by, known about",
+    r"\bnobody's\b": "unused",
+}
+"""The same in docstrings for contributors, beside PHRASES."""
 LONGEST = 45
 """Words of a sentence, at most."""
 EXCEPTIONS = {
@@ -56,6 +72,8 @@ PUBLIC = [
 """Modules whose docstrings users read."""
 MESSAGES = ["server/logsteer_server/**/*.py"]
 """Modules of whose words users read the messages alone."""
+INTERNAL = ("runtime", "models", "keys", "observation")
+"""Packages of the server whose docstrings are read as well; the others wait to be rewritten."""
 
 
 def read_page(path: Path) -> Iterator[tuple[int, str]]:
@@ -87,12 +105,20 @@ def read_code(path: Path, is_public: bool) -> Iterator[tuple[int, str]]:
                     yield value.lineno, "".join(words)
 
 
-def find(text: str) -> Iterator[str]:
+def read_docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every docstring of a module with its line, those of constants and fields included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield node.lineno, value.value
+
+
+def find(text: str, phrases: Mapping[str, str] = PHRASES) -> Iterator[str]:
     """Yield what is wrong with a paragraph. Commands in it do not count."""
     text = re.sub(r"^  (logsteer|cat|echo|/).*", "", text, flags=re.M)
     text = re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+|<!--.*?-->", "x", text, flags=re.S)
     text = re.sub(r"\s+", " ", text)
-    for pattern, better in PHRASES.items():
+    for pattern, better in phrases.items():
         for found in re.finditer(pattern, text, re.IGNORECASE):
             yield f"“{found[0]}”: write {better}"
     for sentence in re.split(r"(?<=[.;:!?]) | \| ", text):
@@ -116,6 +142,12 @@ def main() -> int:
                     continue
                 count += 1
                 sys.stdout.write(f"{name}:{line}: {complaint}\n")
+    for folder in INTERNAL:
+        for path in sorted((ROOT / "server/logsteer_server" / folder).glob("*.py")):
+            for line, text in read_docstrings(path):
+                for complaint in find(text, PHRASES | CONTRIBUTORS):
+                    count += 1
+                    sys.stdout.write(f"{path.relative_to(ROOT)}:{line}: {complaint}\n")
     return 1 if count else 0
 
 

@@ -47,23 +47,13 @@ BARE = {
     "tlens-speed": Part("TransformerLens engine, speed", "tlens", "speed"),
 }
 """Parts that need neither vLLM nor a network."""
-TESTS = ("exactness", "steering")
-"""Files of tests/contract."""
 MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")
 DTYPES = ("float32", "bfloat16")
 PARTS = (
     BARE
-    | {f"graphs-{mode}": Part(f"CUDA graphs, {mode}", "graphs", mode) for mode in MODES}
     | {f"graphs-v2-{mode}": Part(f"V2 runner, {mode}", "graphs", f"v2-{mode}") for mode in MODES}
     | {f"families-{dtype}": Part(f"Families, {dtype}", "families", dtype) for dtype in DTYPES}
-    | {
-        f"tests-{runner}-{name}": Part(
-            f"{runner.upper()} runner, tests of {name}", "contract", f"{runner}-{name}"
-        )
-        for runner in ("v1", "v2")
-        for name in TESTS
-    }
-    | {"stock": Part("Against stock vLLM", "stock")}
+    | {"adapters": Part("Adapters", "adapters"), "stock": Part("Against stock vLLM", "stock")}
 )
 
 

@@ -1,4 +1,4 @@
-"""The steering kernel and the plain form against the same arithmetic in float64, and its time.
+"""The steering kernel and the plain form against the same arithmetic in float64.
 
 On CPUs the kernel runs in Triton's interpreter, which shows that it is right, not how fast.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.report import NO_CUDA, Cell, Findings, Options, Table
+from bench.gpu_check.report import Findings, Options, Table
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import SteeredTokens, Step
@@ -22,7 +22,7 @@ from logsteer_server.numerics.residual_ops import change_stream
 WIDTHS = (24, 64, 768, 4096, 8192, 16384)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS: tuple[StreamForm, ...] = ("sum", "hidden")
-BATCHES = (1, 64, 2048)
+
 TOKENS, LAYER = 9, 1
 CAPTURED = np.array([0, 2, 3]), np.array([1, 1, 2])
 PLACES, SLOTS = np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5])
@@ -56,7 +56,7 @@ def make_sites(width: int) -> list[Site]:
 
 def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
     """Tables with the plans in their slots, where the step of nine tokens is written."""
-    tables = SteeringTables(SteeringSize(5, 2, 16, 0), 2, max(BATCHES), width, like)
+    tables = SteeringTables(SteeringSize(5, 2, 16, 0), 2, 64, width, like)
     tables.set_form(form)
     for slot, site in enumerate(make_sites(width), start=1):
         tables.load({slot: SteeringPlan((site,))})
@@ -151,36 +151,8 @@ def check_errors(options: Options, found: Findings, launch: Any) -> None:
     found.add(table)
 
 
-def time_kernel(found: Findings, launch: Any) -> None:
-    """Time the kernel's launches within a CUDA graph, as they run in the model."""
-    from triton.testing import do_bench_cudagraph
-
-    table = Table(
-        "Microseconds of the kernel for one layer, from the replay of a CUDA graph; every token "
-        "steered by an addition and two operations, or none.",
-        ["width", "dtype", *(f"{count} steered" for count in BATCHES), f"{BATCHES[-1]} unsteered"],
-    )
-    for width in WIDTHS:
-        for dtype in DTYPES:
-            tables = make_tables(torch.empty(0, dtype=dtype, device="cuda"), width, "sum")
-            row: list[Cell] = [width, str(dtype).removeprefix("torch.")]
-            for count, slot in (*((count, 3) for count in BATCHES), (BATCHES[-1], 0)):
-                places = np.arange(count if slot else 0)
-                tables.write(
-                    Step(SteeredTokens(places, np.full(len(places), slot), places, places > 0))
-                )
-                hidden_TD, beside_TD = torch.randn(2, count, width, device="cuda", dtype=dtype)
-                milliseconds = do_bench_cudagraph(
-                    lambda t=tables, h=hidden_TD, b=beside_TD: launch(t, h, b, LAYER),
-                    return_mode="median",
-                )
-                row.append(float(f"{1e3 * milliseconds:.3g}"))
-            table.rows.append(row)
-    found.add(table)
-
-
 def measure(options: Options, found: Findings) -> None:
-    """Compare, and on a GPU time, the kernel."""
+    """Compare the kernel; bench/gpu-check.md has its time on an H200."""
     if importlib.util.find_spec("triton") is None:
         found.not_run.append("triton is not installed")
         return
@@ -189,11 +161,8 @@ def measure(options: Options, found: Findings) -> None:
     from logsteer_server.engines.vllm.kernel import launch
 
     check_errors(options, found, launch)
-    if options.on_cuda:
-        time_kernel(found, launch)
-    else:
+    if not options.on_cuda:
         found.notes.append(
             "The kernel ran in Triton's interpreter, on the CPU. In bfloat16 that cuts digits off "
             "where a GPU rounds, hence twice the plain form's error there."
         )
-        found.not_run.append(f"time of the kernel: {NO_CUDA}")

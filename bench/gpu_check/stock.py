@@ -1,164 +1,185 @@
-"""Our server against vLLM's own with its own defaults, over HTTP: decode steps and prefill.
+"""Our server and vLLM's own with its own defaults, one after the other on the same weights.
 
-The model is that in `MODEL`, else one of 8 billion random weights: how fast a step is does not
-depend on them.
+Over HTTP: decode steps, prefill, scored rows, and `vllm bench serve`; ours also with every hook
+compiled in and idle. The model is the directory `MODEL`; else one of random weights of the shape
+that `SHAPE` names, in the temporary directory (`TMPDIR=/dev/shm` is memory): how fast a step is
+does not depend on them.
 """
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from transformers import Qwen3Config
 
-from bench.bars import COLUMNS, list_figures
-from bench.gpu_check.report import Findings, Options, Table
+from bench.gpu_check.report import Cell, Findings, Options, Table
 from bench.models import ID, draw_ids, make_model, read_vocab
 from bench.servers import run_logsteer, run_module, run_stock
 from bench.stock import describe_stock
-from bench.timing import summarize, time_in_turn
+from bench.timing import time_call
 from logsteer import Client, Steer, Steering
+from logsteer_server.contract.engine import HOOKS
 
-SHAPE: dict[str, Any] = {
-    "vocab": 128_256, "hidden": 4096, "layers": 32, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 8192, "tie_word_embeddings": False, "dtype": torch.bfloat16,
+USUAL: dict[str, Any] = {
+    "vocab": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
+    "dtype": torch.bfloat16, "config": Qwen3Config,
 }  # fmt: skip
-"""That of Llama 3 8B."""
-QUICK_SHAPE: dict[str, Any] = {"vocab": 2048, "hidden": 128, "layers": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "4b": USUAL | {"hidden": 2560, "layers": 36, "intermediate_size": 9728,
+                   "num_attention_heads": 32},
+    "0.6b": USUAL | {"hidden": 1024, "layers": 28, "intermediate_size": 3072,
+                     "num_attention_heads": 16},
+    "tiny": {"vocab": 2048, "hidden": 128, "layers": 2, "config": Qwen3Config},
+}  # fmt: skip
+"""Those of Qwen 3 4B and 0.6B, and one for CPUs."""
 DECODED = (1, 32, 256)
 PROMPT = 16
-SHARE, CACHE = 0.45, 2**29
-"""Of a GPU for each of the two servers; bytes of cache of each on a CPU."""
+ALTERNATIVES = 64
+SHARE, CACHE = 0.85, 2**29
+"""Of a GPU, for the server; bytes of its cache on a CPU."""
 POLICY = {"temperature": 0.8, "top_p": 0.9}
 POLICY_COLUMNS = ("logprob", "log_q", "rb_entropy")
-OURS, STEERED, STOCK = "logsteer", "logsteer, steered", "stock vLLM"
+STOCK, OURS, IDLE = "stock vLLM", "logsteer", "logsteer, five hooks idle"
 
 
 def find_model(options: Options) -> Path:
     """Return the directory of the model: the user's, or one drawn here."""
     if given := os.environ.get("MODEL"):
         return Path(given)
-    shape = QUICK_SHAPE if options.quick else SHAPE
-    return make_model(options.directory, device=options.device, **shape)
+    shape = "tiny" if options.quick else os.environ.get("SHAPE", "4b")
+    return make_model(options.directory, device=options.device, **SHAPES[shape])
 
 
-class Peers:
-    """Both servers of a model, and prompts that neither has had before."""
+class Work:
+    """What a server of one of the names is asked; its prompts are those it has not had before."""
 
-    def __init__(self, ours: str, stock: str, path: Path) -> None:
-        self.client = Client(ours, timeout=600)
-        self._names = {ours: ID, stock: "stock"}
-        self.ours, self.stock = ours, stock
+    def __init__(self, url: str, name: str, path: Path, quick: bool) -> None:
+        self.url, self.path, self.quick = url, path, quick
+        self.model = "stock" if name == STOCK else ID
+        self._client = Client(url, timeout=600)
+        self._http = httpx.Client(timeout=600)
         self._vocab = read_vocab(path)
         width = json.loads((path / "config.json").read_text())["hidden_size"]
-        self._vector = Steer(data={1: [1.0] * width}, scale=0.1, layer=1)
+        self._steering = Steering(vectors=[Steer(data={1: [1.0] * width}, scale=0.1, layer=1)])
         self._seeds = itertools.count()
-        self._http = httpx.Client(timeout=600)
 
     def _draw(self, count: int, length: int) -> list[list[int]]:
         return draw_ids(next(self._seeds), count, length, self._vocab)
 
-    def complete(self, url: str, count: int, length: int, tokens: int, **more: Any) -> None:
-        """Have a server continue prompts by so many tokens. Errors: RuntimeError for others."""
-        body = {"model": self._names[url], "prompt": self._draw(count, length), "temperature": 0,
+    def complete(self, count: int, length: int, tokens: int, **more: Any) -> None:
+        """Have it continue prompts by so many tokens. Errors: RuntimeError for others."""
+        body = {"model": self.model, "prompt": self._draw(count, length), "temperature": 0,
                 "max_tokens": tokens, "ignore_eos": True}  # fmt: skip
-        answer = self._http.post(f"{url}/v1/completions", json=body | more)
+        answer = self._http.post(f"{self.url}/v1/completions", json=body | more)
         if answer.is_error or answer.json()["usage"]["completion_tokens"] != count * tokens:
-            raise RuntimeError(f"{url}: {answer.status_code}: {answer.text[:500]}")
+            raise RuntimeError(f"{self.url}: {answer.status_code}: {answer.text[:500]}")
 
     def steer(self, count: int, length: int, tokens: int) -> None:
         """Have ours continue prompts by so many tokens, a vector added at each."""
-        self.client.steer(
-            None,
-            Steering(vectors=[self._vector]),
-            prompt_ids=self._draw(count, length),
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-        )
+        self._client.steer(
+            None, self._steering, prompt_ids=self._draw(count, length), temperature=0,
+            max_tokens=tokens, ignore_eos=True,
+        )  # fmt: skip
 
     def score(self, count: int, length: int, **more: Any) -> None:
-        """Score all tokens of texts but their first."""
+        """Have ours score all tokens of texts but their first."""
         items = [{"context_ids": ids[:1], "target_ids": [ids[1:]]}
                  for ids in self._draw(count, length)]  # fmt: skip
-        self.client.logprob(items, **more)
+        self._client.logprob(items, **more)
 
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
-        self._http.close()
+    def serve(self) -> None:
+        """Run `vllm bench serve`, of which nothing but the time counts."""
+        options = {"base-url": self.url, "model": str(self.path), "served-model-name": self.model,
+                   "dataset-name": "random", "random-input-len": 32 if self.quick else 512,
+                   "random-output-len": 128 // (16 if self.quick else 1),
+                   "num-prompts": 4 if self.quick else 256}  # fmt: skip
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+        command += [f"--{name}={value}" for name, value in options.items()]
+        done = subprocess.run(
+            [*command, "--ignore-eos"], capture_output=True, text=True, check=False, timeout=300
+        )
+        found = dict(line.split(":", 1) for line in done.stdout.splitlines() if ":" in line)
+        if found.get("Failed requests", "").strip() != "0":
+            raise RuntimeError((done.stderr or done.stdout)[-1500:])
+
+    def list_all(self, name: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
+        """Yield what it is asked, in order of value, with the tokens of each."""
+        tokens, count, length = (8, 4, 64) if self.quick else (128, 32, 2048)
+        for size in DECODED:
+            yield f"decode, {size}", size * tokens, partial(self.complete, size, PROMPT, tokens)
+            if name != STOCK:
+                steer = partial(self.steer, size, PROMPT, tokens)
+                yield f"decode, {size}, steered", size * tokens, steer
+        if name == IDLE:
+            return
+        most = count * length
+        yield "prefill, no rows", most, partial(self.complete, count, length, 1)
+        few = max(1, count // 16)  # a line of 64 alternatives a token is long
+        if name == STOCK:
+            echo = partial(self.complete, tokens=1, echo=True)
+            part = max(1, count // 4)
+            yield "all rows", part * length, partial(echo, part, length, logprobs=0)
+            yield "K = 64", few * length, partial(echo, few, length, logprobs=ALTERNATIVES)
+        else:
+            yield "all rows", most, partial(self.score, count, length, per_token=False)
+            columns = {"columns": POLICY_COLUMNS, "policy": POLICY}
+            yield "policy columns", most, partial(self.score, count, length, **columns)
+            yield "K = 64", few * length, partial(self.score, few, length, top=ALTERNATIVES)
+        yield "vllm bench serve", 0, self.serve
 
 
-@contextlib.contextmanager
-def serve(options: Options, found: Findings) -> Iterator[Peers]:
-    """Both servers with the same model, dtype and memory; note what stock vLLM has chosen."""
-    path = find_model(options)
+def start(name: str, path: Path, options: Options) -> contextlib.AbstractContextManager[str]:
+    """Return the URL of a server of the model, which ends with the block."""
     dtype, memory = ("bfloat16", SHARE) if options.on_cuda else ("float32", CACHE)
-    size = SHARE if options.on_cuda else f"{CACHE >> 20}MiB"
-    found.notes.append(describe_stock(run_module("stock", path, dtype)))
-    with (
-        run_stock(path, options.directory, dtype, memory) as stock,
-        run_logsteer({ID: path}, options.directory, dtype=dtype, memory=size) as ours,
-        contextlib.closing(Peers(ours, stock, path)) as peers,
-    ):
-        yield peers
-
-
-def add_table(
-    found: Findings,
-    caption: str,
-    ways: Mapping[str, Callable[[], object]],
-    amount: int,
-    pairs: list[tuple[str, str]],
-    runs: int,
-) -> None:
-    """Time the ways in turn, and write down tokens per second, and how much faster one is."""
-    result = summarize(time_in_turn(dict(ways), runs), amount, "tokens", pairs)
-    found.add(Table(caption, COLUMNS, list_figures(result)))
-
-
-def measure_decode(peers: Peers, found: Findings, quick: bool, runs: int) -> None:
-    """Generate with 1, 32 and 256 sequences at once; a table after each."""
-    tokens = 8 if quick else 128
-    for count in DECODED:
-        ways = {
-            OURS: partial(peers.complete, peers.ours, count, PROMPT, tokens),
-            STEERED: partial(peers.steer, count, PROMPT, tokens),
-            STOCK: partial(peers.complete, peers.stock, count, PROMPT, tokens),
-        }
-        caption = f"Decode, {count} sequences of {PROMPT} tokens, {tokens} generated."
-        pairs = [(OURS, STOCK), (STEERED, OURS)]
-        add_table(found, caption, ways, count * tokens, pairs, runs)
-
-
-def measure_prefill(peers: Peers, found: Findings, quick: bool, runs: int) -> None:
-    """Read texts: for one token, for all rows, and for all rows as a policy sees them."""
-    count, length = (4, 64) if quick else (32, 2048)
-    none = partial(peers.complete, count=count, length=length, tokens=1)
-    rows = partial(peers.score, count, length)
-    alone, plain, all_ = f"{STOCK}, no rows", f"{OURS}, no rows", f"{OURS}, all rows"
-    policy, echo = f"{OURS}, all rows, policy columns", f"{STOCK}, all rows by echo"
-    ways = {
-        alone: partial(none, peers.stock),
-        plain: partial(none, peers.ours),
-        all_: partial(rows, per_token=False),
-        policy: partial(rows, columns=POLICY_COLUMNS, policy=POLICY),
-        echo: partial(none, peers.stock, echo=True, logprobs=0),
-    }
-    caption = f"Prefill, {count} texts of {length} tokens."
-    pairs = [(plain, alone), (all_, alone), (policy, alone), (all_, echo)]
-    add_table(found, caption, ways, count * length, pairs, runs)
+    if name == STOCK:
+        more = ["--max-logprobs", str(ALTERNATIVES)] + ["--enforce-eager"] * (not options.on_cuda)
+        return run_stock(path, options.directory, dtype, memory, *more)
+    settings = {"memory": SHARE if options.on_cuda else f"{CACHE >> 20}MiB", "dtype": dtype}
+    hooks = list(HOOKS) if name == IDLE else ["resid_post"]
+    return run_logsteer(
+        {ID: path}, options.directory, compile=options.on_cuda, hooks=hooks, **settings
+    )
 
 
 def measure(options: Options, found: Findings) -> None:
-    """Measure both, with the same two servers."""
-    runs = 1 if options.quick else 5
-    with serve(options, found) as peers:
-        measure_decode(peers, found, options.quick, runs)
-        measure_prefill(peers, found, options.quick, runs)
+    """Measure one server after the other; a row is written down as soon as it is there."""
+    runs = 1 if options.quick else int(os.environ.get("RUNS", "3"))
+    path = find_model(options)
+    dtype = "bfloat16" if options.on_cuda else "float32"
+    found.notes.append(describe_stock(run_module("stock", path, dtype)))
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        found.notes.append("FlashInfer is missing: both ran with VLLM_USE_FLASHINFER_SAMPLER=0")
+    found.add(Table(
+        f"{path.name}, {dtype}, {runs} runs of each after one uncounted; tokens a second; of "
+        "`vllm bench serve` the seconds of one run.",
+        ["server", "work", "median", "smallest", "largest", "of stock"],
+    ))  # fmt: skip
+    medians: dict[str, float] = {}
+    for name in (STOCK, OURS, IDLE):
+        with start(name, path, options) as url:
+            work = Work(url, name, path, options.quick)
+            for what, amount, call in work.list_all(name):
+                try:
+                    seconds = [time_call(call) for _ in range(runs + 1 if amount else 1)]
+                except Exception as error:
+                    found.failures.append(f"{name}, {what}: {error}")
+                    found.save()
+                    continue
+                rates = [amount / taken for taken in seconds[1:]] if amount else seconds
+                median = statistics.median(rates)
+                peer = medians.setdefault(what.removesuffix(", steered"), median)
+                row: list[Cell] = [name, what, median, min(rates), max(rates), median / peer]
+                found.tables[0].rows.append(row)
+                found.save()

@@ -70,6 +70,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    SpecialTokens,
     Startup,
     SteerAnswer,
     SteeringLike,
@@ -235,6 +236,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -243,6 +245,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Score each item's targets after its context, exactly.
@@ -274,6 +277,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -289,6 +295,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -308,6 +317,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -316,6 +326,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -335,6 +346,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -343,6 +355,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
@@ -374,6 +387,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -389,6 +405,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -409,6 +428,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -417,6 +437,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
             window=window,
         )
@@ -437,6 +458,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -479,6 +501,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -512,6 +537,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -542,6 +568,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -586,6 +613,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -619,6 +649,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -640,6 +671,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
@@ -664,6 +696,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -684,6 +719,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             protocol=protocol,
@@ -715,6 +751,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -766,6 +803,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -809,6 +849,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -844,6 +885,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -897,6 +939,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -940,6 +985,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -975,6 +1021,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1025,6 +1072,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1066,6 +1116,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1100,6 +1151,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1152,6 +1204,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1193,6 +1248,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1221,6 +1277,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
@@ -1249,6 +1306,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1275,6 +1335,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             items=items,
@@ -1296,6 +1357,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1325,6 +1387,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1355,6 +1420,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             hook=hook,
@@ -1380,6 +1446,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1394,7 +1461,7 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
-                whole, as the target after an empty context.
+                whole, as the target after an empty context: without BOS, from its second token.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
@@ -1415,6 +1482,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1443,6 +1513,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1467,6 +1538,7 @@ class AsyncClientMethods(AsyncCaller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         attribution: Attribution | NotGiven | None = NOT_GIVEN,
@@ -1500,6 +1572,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1532,6 +1607,7 @@ class AsyncClientMethods(AsyncCaller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             attribution=attribution,
@@ -1550,6 +1626,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]]
         | Sequence[Sequence[Message | Mapping[str, Any]]]
         | NotGiven
@@ -1570,6 +1647,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             messages: One conversation or a list of them, through the model's chat template.
         """
         return await self._ask(
@@ -1581,6 +1661,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             messages=messages,
         )
 
@@ -1607,6 +1688,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1615,6 +1697,7 @@ class AsyncClientMethods(AsyncCaller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> ItemScore:
         """Score targets after one context: `logprob` for a single item.
@@ -1633,6 +1716,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1648,6 +1734,9 @@ class AsyncClientMethods(AsyncCaller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1662,6 +1751,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1670,6 +1760,7 @@ class AsyncClientMethods(AsyncCaller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1685,9 +1776,11 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
@@ -1711,6 +1804,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1720,6 +1816,9 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1734,9 +1833,11 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1768,6 +1869,7 @@ class AsyncClientMethods(AsyncCaller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
@@ -1827,6 +1929,9 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1875,6 +1980,7 @@ class AsyncClientMethods(AsyncCaller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             max_tokens=max_tokens,
@@ -1902,6 +2008,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -1931,13 +2038,17 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -1954,6 +2065,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -1980,6 +2092,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -2015,13 +2128,17 @@ class AsyncClientMethods(AsyncCaller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -2042,6 +2159,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -2095,6 +2213,9 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        max_harm: float | NotGiven = NOT_GIVEN,
+        harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
@@ -2116,15 +2237,23 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 mean_difference.
             whiten: Whether pca and logistic, too, discount what varies among texts of one side:
                 whiten activations by that covariance. Default False.
-            read: Activation after a text's last token, or their mean; `answer`: after the last
-                token that the assistant says in a conversation's last turn, before what the
-                template closes the turn with, as contrastive activation addition reads it.
-                Default last.
+            read: Activation after a text's last token, or their mean over tokens without BOS
+                and attention sinks (tokens whose norm at that layer is more than 3 times the
+                median of the text's); `answer`: after the last token that the assistant says in
+                a conversation's last turn, before what the template closes the turn with, as
+                contrastive activation addition reads it. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            max_harm: How much the recommended scale may raise perplexity: 0.1 is a tenth.
+                Default 0.1.
+            harm_texts: Further texts whose perplexity is not to grow by more, the first 64
+                tokens of each. Default [].
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             overwrite: Whether to replace what another request has stored under this name, which
                 is otherwise refused: `exists`. The same request again gets the same answer.
                 Default False.
@@ -2144,6 +2273,9 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             layers=layers,
             hook=hook,
             bos=bos,
+            max_harm=max_harm,
+            harm_texts=harm_texts,
+            special_tokens=special_tokens,
             overwrite=overwrite,
         )
 

@@ -16,6 +16,7 @@ from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.schemas.vectors import (
     ContentQuery,
+    FitQuery,
     ModelQuery,
     SaeQuery,
     StoreQuery,
@@ -96,16 +97,18 @@ def _store(
     upload: Content,
     query: type[BaseModel],
     source: tuple[str, str],
+    listing: type[BaseModel] | None = None,
 ) -> list[Endpoint]:
     """Return what every store of the server has: its list; card, upload and deletion of a name.
 
-    `source` is the parameter that the content of an upload comes from, and its description.
+    `source` is the parameter that the content of an upload comes from, and its description;
+    `listing` is the query of the list.
     """
     path = f"/{name}/{{name}}"
     positional = [field for field in query.model_fields if field != "overwrite"]
     parameters = {"name": f"What the {noun} is called from now on.", source[0]: source[1]}
     return [
-        Endpoint(f"{name}.list", "GET", f"/{name}", name, listed),
+        Endpoint(f"{name}.list", "GET", f"/{name}", name, listed, query=listing),
         Endpoint(f"{name}.get", "GET", path, name, card, positional=("name",)),
         Endpoint(
             f"{name}.put", "PUT", path, name, card, query=query, upload=upload,
@@ -291,7 +294,7 @@ _VECTORS = [
     *_store(
         "vectors", "steering vector", s.VectorList, s.VectorCard, s.DeletedVector,
         upload="file", query=UploadQuery,
-        source=("source", _FILE + "safetensors, or a GGUF control vector."),
+        source=("source", _FILE + "safetensors, or a GGUF control vector."), listing=FitQuery,
     ),
     Endpoint(
         "vectors.train", "POST", "/vectors/train", "vectors", s.TrainAnswer, s.TrainRequest,
@@ -364,6 +367,7 @@ _OPENAI = [
         query=ModelQuery,
     ),
     Endpoint("v1.models", "GET", "/v1/models", "openai"),
+    Endpoint("v1.model", "GET", "/v1/models/{model_id}", "openai"),
     Endpoint(
         "v1.completions", "POST", "/v1/completions", "openai", openai.CompletionAnswer,
         openai.CompletionRequest,

@@ -34,7 +34,9 @@ class LogProb(dict[str, Any]):
     num_tokens: int
     """Tokens of the sequence."""
     boundary: BoundaryFinding
-    """`merged` where the prompt's end and the sequence share a token: it is scored but in part."""
+    """`merged` where the prompt's end and the sequence share a token, `no_context` where nothing
+    precedes the sequence, not even BOS: its first token is not scored.
+    """
     log_prob_any_space: float | None
     """With `space="best"`, log p of the target with or without a leading space; else None."""
 

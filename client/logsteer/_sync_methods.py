@@ -70,6 +70,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    SpecialTokens,
     Startup,
     SteerAnswer,
     SteeringLike,
@@ -231,6 +232,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -239,6 +241,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
         """Score each item's targets after its context, exactly.
@@ -270,6 +273,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -285,6 +291,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -304,6 +313,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -312,6 +322,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -331,6 +342,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -339,6 +351,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> LogprobAnswer:
@@ -370,6 +383,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -385,6 +401,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -405,6 +424,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -413,6 +433,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
             window=window,
         )
@@ -433,6 +454,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -475,6 +497,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -508,6 +533,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -538,6 +564,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -582,6 +609,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -615,6 +645,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -636,6 +667,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
@@ -660,6 +692,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -680,6 +715,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             protocol=protocol,
@@ -711,6 +747,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -762,6 +799,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -805,6 +845,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -840,6 +881,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -893,6 +935,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -936,6 +981,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -971,6 +1017,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1021,6 +1068,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1062,6 +1112,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1096,6 +1147,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
@@ -1148,6 +1200,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1189,6 +1244,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             prompt_ids=prompt_ids,
@@ -1217,6 +1273,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
@@ -1245,6 +1302,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1271,6 +1331,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             items=items,
@@ -1292,6 +1353,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1321,6 +1383,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1351,6 +1416,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             hook=hook,
@@ -1376,6 +1442,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1390,7 +1457,7 @@ class ClientMethods(Caller):
 
         Args:
             items: Contexts and the targets scored after each. A string is a text that is scored
-                whole, as the target after an empty context.
+                whole, as the target after an empty context: without BOS, from its second token.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
             continue_final_message: Leave the last turn open: what is generated or scored
@@ -1411,6 +1478,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1439,6 +1509,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1463,6 +1534,7 @@ class ClientMethods(Caller):
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         attribution: Attribution | NotGiven | None = NOT_GIVEN,
@@ -1496,6 +1568,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1528,6 +1603,7 @@ class ClientMethods(Caller):
             on_error=on_error,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             attribution=attribution,
@@ -1546,6 +1622,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]]
         | Sequence[Sequence[Message | Mapping[str, Any]]]
         | NotGiven
@@ -1566,6 +1643,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             messages: One conversation or a list of them, through the model's chat template.
         """
         return self._ask(
@@ -1577,6 +1657,7 @@ class ClientMethods(Caller):
             tools=tools,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             messages=messages,
         )
 
@@ -1603,6 +1684,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
@@ -1611,6 +1693,7 @@ class ClientMethods(Caller):
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> ItemScore:
         """Score targets after one context: `logprob` for a single item.
@@ -1629,6 +1712,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1644,6 +1730,9 @@ class ClientMethods(Caller):
                 too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1658,6 +1747,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
@@ -1666,6 +1756,7 @@ class ClientMethods(Caller):
             space=space,
             top=top,
             per_token=per_token,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1681,9 +1772,11 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
@@ -1707,6 +1800,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1716,6 +1812,9 @@ class ClientMethods(Caller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
             vocabulary: Also give the log-probability of every token of the vocabulary at each
                 scored one, best as a file: `Accept: application/vnd.safetensors`. Default
                 False.
@@ -1730,9 +1829,11 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            step_tokens=step_tokens,
             vocabulary=vocabulary,
         )
 
@@ -1764,6 +1865,7 @@ class ClientMethods(Caller):
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
@@ -1823,6 +1925,9 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
@@ -1871,6 +1976,7 @@ class ClientMethods(Caller):
             precision=precision,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             cache=cache,
             max_tokens=max_tokens,
@@ -1898,6 +2004,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -1927,13 +2034,17 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -1950,6 +2061,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -1976,6 +2088,7 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
@@ -2011,13 +2124,17 @@ class ClientMethods(Caller):
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+            read: Each of those tokens' activation, the last one's, or their mean, which leaves
+                out BOS where positions is all, and attention sinks. Default each.
             sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
                 features of each token.
             top: Maximum number of features for each token; only with sae. Default 10.
@@ -2038,6 +2155,7 @@ class ClientMethods(Caller):
             steering=steering,
             model=model,
             bos=bos,
+            special_tokens=special_tokens,
             on_overflow=on_overflow,
             hook=hook,
             positions=positions,
@@ -2091,6 +2209,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        max_harm: float | NotGiven = NOT_GIVEN,
+        harm_texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
@@ -2112,15 +2233,23 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 mean_difference.
             whiten: Whether pca and logistic, too, discount what varies among texts of one side:
                 whiten activations by that covariance. Default False.
-            read: Activation after a text's last token, or their mean; `answer`: after the last
-                token that the assistant says in a conversation's last turn, before what the
-                template closes the turn with, as contrastive activation addition reads it.
-                Default last.
+            read: Activation after a text's last token, or their mean over tokens without BOS
+                and attention sinks (tokens whose norm at that layer is more than 3 times the
+                median of the text's); `answer`: after the last token that the assistant says in
+                a conversation's last turn, before what the template closes the turn with, as
+                contrastive activation addition reads it. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            max_harm: How much the recommended scale may raise perplexity: 0.1 is a tenth.
+                Default 0.1.
+            harm_texts: Further texts whose perplexity is not to grow by more, the first 64
+                tokens of each. Default [].
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
             overwrite: Whether to replace what another request has stored under this name, which
                 is otherwise refused: `exists`. The same request again gets the same answer.
                 Default False.
@@ -2140,6 +2269,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             layers=layers,
             hook=hook,
             bos=bos,
+            max_harm=max_harm,
+            harm_texts=harm_texts,
+            special_tokens=special_tokens,
             overwrite=overwrite,
         )
 

@@ -22,6 +22,7 @@ from logsteer_server.api.routes import (
     vectors,
 )
 from logsteer_server.api.routing import BodyTurns
+from logsteer_server.api.selftest import prove
 from logsteer_server.engines.lifetime import sweep
 from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
@@ -38,7 +39,6 @@ from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import FairTurns, StoreThreads
 from logsteer_server.stores.upkeep import StoreUpkeep
 from logsteer_server.tasks.planning import Capacity
-from logsteer_server.tasks.selftest import prove
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
             changes = ModelChanges(models, settings, reread or (lambda: settings))
             app.state.changes = changes
             stack.callback(changes.close)
-            test = partial(prove, models=models, capacity=app.state.capacity)
-            models.start(test if settings.selftest else None)
+            models.start(partial(prove, app) if settings.selftest else None)
             yield
 
     app = FastAPI(

@@ -52,7 +52,7 @@ SERVER_TOPICS = {
 
 MODEL_TOPICS = {
     "Which model": "id path engine default required",
-    "Numbers": "dtype logits_dtype tf32 quantization max_model_len",
+    "Numbers": "dtype tf32 quantization max_model_len",
     "Machine": (
         "devices tensor_parallel pipeline_parallel replicas max_replicas group memory compile "
         "runner engine_args"
@@ -122,7 +122,7 @@ def write_errors() -> str:
 
 
 FIELD_GROUPS = {
-    "Model": "model override adapter bos on_overflow cache precision",
+    "Model": "model override adapter bos special_tokens on_overflow cache precision",
     "Windows": "protocol context_length stride rows",
     "Prompts": "prompts prompt_ids messages max_tokens n seed stop include_stop stream",
     "Chat": "chat_template_kwargs continue_final_message add_generation_prompt tools",

@@ -21,6 +21,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.cli.usage import Parser
 from logsteer.errors import APIError
+from logsteer.schemas import ModelCard
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import Drain
@@ -68,7 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a directory, or an id of the hub"
+        "model", metavar="MODEL", nargs="?", help="a directory, a GGUF file, or an id of the hub"
     )
     models.add_argument("--demo", action="store_true", help="serve the demo model")
     models.add_argument("--config", type=Path, help="YAML file that lists the models")
@@ -336,7 +337,8 @@ async def report_start(
             if card.state == "ready":
                 say(
                     f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
-                    f"context {card.context_length}, vocabulary {card.vocab_size})"
+                    f"{describe_precision(card)}, context {card.context_length}, "
+                    f"vocabulary {card.vocab_size})"
                 )
                 del waiting[model_id]
             elif card.state == "failed":
@@ -350,6 +352,17 @@ async def report_start(
     if ready and not to_log:
         named = None if models.default else ready[0].id
         print(suggest_calls(url, named, needs_key))
+
+
+def describe_precision(card: ModelCard) -> str:
+    """Return the dtype of a model that is ready, and what half precision costs."""
+    assert card.provenance is not None
+    dtype, cost = card.provenance.dtype, "not measured against float32"
+    if dtype not in ("bfloat16", "float16"):
+        return dtype
+    if card.rounding is not None:
+        cost = f"within {card.rounding:.2g} nats a token of float32"
+    return f"{dtype}: {cost}"
 
 
 def suggest_calls(url: str, model: str | None, needs_key: bool) -> str:

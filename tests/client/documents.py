@@ -198,9 +198,6 @@ SELFTEST = {
     **ANSWER, "verdict": "failed", "checks": CHECKS, "against": None, "num_texts": 10,
     "num_tokens": 913, "seconds": 2.5,
 }  # fmt: skip
-SELFTEST_EVENTS = [
-    ("start", START), *(("check", check) for check in CHECKS), ("result", SELFTEST),
-]  # fmt: skip
 
 
 def gradient_answer(**fields: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -10,6 +10,7 @@ import pytest
 
 from logsteer import AsyncClient, Client
 from logsteer.cli import main
+from logsteer.schemas import SelftestAnswer, SelftestCheck
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -81,6 +82,22 @@ def _fresh(response: httpx.Response) -> httpx.Response:
     if not hasattr(response, "_content"):
         return response
     return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+def answer_selftest(
+    monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]
+) -> list[tuple[str, str | None, str | None]]:
+    """Have self-tests find this; return the addresses and models that they are asked for."""
+    asked = []
+
+    async def run_selftest(client: AsyncClient, *, against: str | None) -> AsyncIterator[Any]:
+        asked.append((client.base_url, client._model, against))
+        for check in document["checks"]:
+            yield SelftestCheck.model_validate(check)
+        yield SelftestAnswer.model_validate(document)
+
+    monkeypatch.setattr("logsteer.cli.models.run_selftest", run_selftest)
+    return asked
 
 
 def problem(code: str, status: int, **fields: Any) -> httpx.Response:

@@ -54,7 +54,7 @@ class CaptureServer:
             "token_starts": [2 * starts[0]],
             "positions": [np.ones(count, dtype=np.int32)],
         }
-        results = [{"truncated_tokens": n, "flags": []} for n in range(count)]
+        results = [{"truncated_tokens": n, "sinks": {}, "flags": []} for n in range(count)]
         return encode_tensors(tensors | side, {"answer": self.answer | {"results": results}})
 
 

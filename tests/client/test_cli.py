@@ -15,7 +15,6 @@ from .documents import (
     PERPLEXITY,
     PERPLEXITY_EVENTS,
     SELFTEST,
-    SELFTEST_EVENTS,
     START,
     SWEEP,
     TOKENS,
@@ -29,7 +28,7 @@ from .documents import (
     target,
     window,
 )
-from .scripted import Output, Script, answer, event_stream, problem, run
+from .scripted import Output, Script, answer, answer_selftest, event_stream, problem, run
 from .test_vectors import CARD, GONE, LIST
 
 SCORES = logprob_answer(
@@ -292,7 +291,7 @@ COMMANDS: dict[str, tuple[list[str], Any, str, Any, list[list[str]], list[str]]]
     ),
     "vectors show": (
         ["vectors", "show", "happy"], CARD, "GET /vectors/happy", None,
-        [["2", "2.25", "0.875", "3", "0.75", "1", "2"], ["7", "7", *["n/a"] * 5]], [],
+        [["2", "2.25", "0.875", "0.75", "1", "2", "3", "0.0625"], ["7", "7", *["n/a"] * 6]], [],
     ),
     "vectors put": (
         ["vectors", "put", "happy", "text", "--format", "gguf"], CARD,
@@ -410,12 +409,14 @@ def test_every_column_is_too_wide_for_a_terminal_unless_some_are_named(capsys: O
     assert "'ad'" not in capsys.readouterr().out and "columns" not in server.sent
 
 
-def test_selftest_shows_each_check_and_fails_where_one_does(capsys: Output) -> None:
-    server = Script(event_stream(events(*SELFTEST_EVENTS)))
-    assert run(server, "selftest", "demo", "--against", "other") == 1
+def test_selftest_shows_each_check_and_fails_where_one_does(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer_selftest(monkeypatch, SELFTEST)
+    address = ("http://elsewhere", "--model", "demo", "--against", "other")
+    assert run(Script(), "selftest", *address) == 1
     out, err = capsys.readouterr()
-    assert str(server.requests[0].url).endswith("/models/demo/selftest")
-    assert json.loads(server.bodies[0]) == {"against": "other", "stream": True}
+    assert asked == [("http://elsewhere", "demo", "other")]
     rows = [line.split() for line in out.splitlines()]
     assert ["batched", "It", "[red]holds.", "903", "0", "1.0e-04", "passed"] in rows
     assert ["shuffled", "It", "[red]holds.", "902", "5.7e-06", "1.0e-04", "passed"] in rows
@@ -425,10 +426,11 @@ def test_selftest_shows_each_check_and_fails_where_one_does(capsys: Output) -> N
     assert err == "error: demo failed its self-test: steered_neighbour\n"
 
 
-def test_selftest_that_passes_is_0(capsys: Output) -> None:
+def test_selftest_that_passes_is_0(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = {**SELFTEST, "verdict": "passed", "checks": SELFTEST["checks"][:2]}
-    told = events(*SELFTEST_EVENTS[:3], ("result", passed))
-    assert run(Script(event_stream(told)), "selftest", "demo", "--json") == 0
+    asked = answer_selftest(monkeypatch, passed)
+    assert run(Script(), "--base-url", "http://here", "selftest", "--json") == 0
+    assert asked == [("http://here", None, None)]
     out, err = capsys.readouterr()
     assert json.loads(out)["verdict"] == "passed"
     assert err == ""

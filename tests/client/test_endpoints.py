@@ -25,7 +25,8 @@ OPERATIONS = {
 SPELLED = {("vectors.combine", "vectors"): "weights"}
 """Request fields that a method takes under another name."""
 UNASKED = {
-    "metrics", "tokenizer_info", "v1.models", "v1.completions", "v1.chat.completions", "v1.score",
+    "metrics", "tokenizer_info", "v1.models", "v1.model", "v1.completions", "v1.chat.completions",
+    "v1.score",
 }  # fmt: skip
 """Endpoints for other programs, which have no method."""
 KINDS = {"text": "text/plain", "file": "application/octet-stream", "form": "multipart/form-data"}

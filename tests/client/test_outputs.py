@@ -31,7 +31,7 @@ from .documents import (
     steer_answer,
     target,
 )
-from .scripted import Output, Script, answer, event_stream, problem, run
+from .scripted import Output, Script, answer, answer_selftest, event_stream, problem, run
 
 LONG = {"tokens": [" gl", "ad\x1b\n"], "token_ids": [3, 4], "logprobs": [-0.1, -8.0]}
 SCORES = logprob_answer([target(" glad", -8.1, **LONG), target(" sad", None)])
@@ -101,11 +101,11 @@ def test_sweep_rows_have_names(capsys: Output) -> None:
     assert (third["text"], third["perplexity"], third["item"]) == ("book.txt", "3.0", "")
 
 
-def test_a_selftest_has_a_row_a_check(capsys: Output) -> None:
+def test_a_selftest_has_a_row_a_check(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {**ANSWER, "verdict": "passed", "checks": CHECKS, "num_texts": 1, "num_tokens": 9,
             "seconds": 1.0}  # fmt: skip
-    server = Script(event_stream(events(("start", START), ("result", told))))
-    assert run(server, "selftest", "demo", "--format", "csv") == 0
+    answer_selftest(monkeypatch, told)
+    assert run(Script(), "selftest", "--format", "csv") == 0
     rows = read_csv(capsys.readouterr().out)
     assert [row["verdict"] for row in rows] == ["passed", "passed", "failed", "not_run"]
 

@@ -22,12 +22,12 @@ from .documents import ANSWER
 from .scripted import Caller, Output, Script, answer, problem, run
 
 QUALITY = {
-    "accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "explained_variance": 0.5,
-    "effect_size": 3.0, "matching_scale": 2.0, "activation_norm": 10.0,
+    "accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "activation_norm": 10.0,
+    "left_out": None, "scale": 2.0, "gain": 3.0, "harm": 0.0625,
 }  # fmt: skip
 ADVICE = {
-    "layer": 2, "scales": [2.0, 2.5], "relative_norms": [0.4, 0.5],
-    "reason": "layer 2 tells texts apart best",
+    "layer": 2, "scale": 2.5, "relative_norm": 0.5, "recommended_by": "effect", "gain": 3.0,
+    "harm": 0.0625, "pairs": 8, "reason": "the largest gain",
 }  # fmt: skip
 CARD: dict[str, Any] = {
     "name": "happy",
@@ -152,7 +152,7 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
     rows = [line.split() for line in shown.splitlines()]
     assert ["2", "sad", "-0.75"] in rows
     for text in (
-        "try happy:2@2 to happy:2.5", "layer 2 tells", "5 folds",
+        "happy is happy:2.5@2", "the largest gain", "5 folds",
         "nothing is recommended: may be chance",
         "nearest of 6 stored", "2 stored vectors were not compared",
         "happy at layer 2, projection c: probability 1 / (1 + exp(-z)), z = 2 c - 1.5",

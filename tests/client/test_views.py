@@ -91,8 +91,8 @@ CARD = VectorCard.model_validate(
         "about": {
             "source": "training", "method": "pca", "quality": {"2": QUALITY, "3": QUALITY},
             "validation": {"folds": 4, "caution": "few pairs"},
-            "recommendation": {"layer": 3, "scales": [1.0, 2.0], "relative_norms": [0.1, 0.2],
-                               "reason": "it is <best>"},
+            "recommendation": {"layer": 3, "scale": 2.0, "relative_norm": 0.2,
+                               "recommended_by": "effect", "reason": "it is <best>"},
         },
     }
 )  # fmt: skip
@@ -196,7 +196,7 @@ def test_windows_and_what_is_known_of_a_vector_are_told() -> None:
     page = Reader(CARD._repr_html_()).text
     for words in (
         "4 folds",
-        "try mood:1@3 to mood:2",
+        "mood is mood:2@3",
         "it is <best>",
         "nothing is recommended: few pairs",
     ):

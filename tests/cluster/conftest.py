@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ROOT, Configuration, fake_model
 from tests.faults import callers
@@ -26,6 +27,7 @@ from tests.ports import find_port
 START_S = 240.0
 REPLICA = "ray::ServeReplica:logsteer:model-{}"
 BODY_BYTES = 2**17
+UPLOAD_BYTES = 5 * 2**20
 SILENT_S = 6.0
 """A replica that hangs is killed after so long."""
 
@@ -41,7 +43,7 @@ class Cluster:
     `fake` has two replicas whose steps a file holds; `other` has one, and other scores.
     """
 
-    def __init__(self, directory: Path, *models: Configuration) -> None:
+    def __init__(self, directory: Path, *models: Configuration, nodes: int = 2) -> None:
         self.first = models[0]["id"] if models else "fake"
         self.num_replicas = 1 if models else 2
         self.hold_file = directory / "hold"
@@ -52,6 +54,7 @@ class Cluster:
             "store_directory": f"{directory}/store",
             "key_file": str(directory / "keys.json"),
             "max_body_bytes": BODY_BYTES,
+            "max_upload_bytes": UPLOAD_BYTES,
             "heartbeat_timeout_s": SILENT_S,
         }
         self.key = add_key(directory / "keys.json", "ann", "score", "steer", "write", "admin")
@@ -60,10 +63,11 @@ class Cluster:
         port = find_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = directory / "log"
-        command = [sys.executable, "-m", "logsteer_server.cluster", "--nodes", "2"]
+        command = [sys.executable, "-m", "logsteer_server.cluster", f"--nodes={nodes}"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port), "--config", str(self.config_path)],
+                [*command, "--config", str(self.config_path)],
+                env=os.environ | {"LOGSTEER_PORT": str(port)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -96,8 +100,7 @@ class Cluster:
                 return False
             card = self.read_card(self.first)
             states = [own["state"] for own in card.get("replicas", ())]  # a problem has none
-            # The ingress may not have noticed yet that a replica is gone.
-            alive = self._find_listening(self.first, *self._list_addresses(self.first))
+            alive = self.find_replicas(self.first)
         except httpx.TransportError:
             return False
         return states == ["ready"] * replicas and len(alive) == replicas
@@ -122,30 +125,20 @@ class Cluster:
         """The processes of a model's replicas."""
         return self.find(REPLICA.format(model))
 
+    def count(self, name: str) -> dict[int, float]:
+        """A metric of each replica, by its process."""
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        return {
+            int(own.labels["process"].rpartition(":")[2]): own.value
+            for family in families
+            for own in family.samples
+            if own.name == f"logsteer_{name}"
+        }
+
     def find_busy(self) -> list[psutil.Process]:
         """The replicas of `fake` that have a job."""
-        with contextlib.suppress(httpx.TransportError):
-            at_work = filter(self._has_jobs, self._list_addresses("fake"))
-            return self._find_listening("fake", *at_work)
-        return []
-
-    def _list_addresses(self, model: str) -> list[str]:
-        targets = self.client.get("/metrics/targets").json()
-        return [own["targets"][0] for own in targets if own["labels"]["group"] == model]
-
-    def _find_listening(self, model: str, *addresses: str) -> list[psutil.Process]:
-        """The replicas of a model that listen at one of these addresses."""
-        ports = {int(address.rpartition(":")[2]) for address in addresses}
-        return [own for own in self.find_replicas(model) if ports & find_ports(own)]
-
-    def _has_jobs(self, address: str) -> bool:
-        card = httpx.get(f"http://{address}/models/fake", headers=self.client.headers).json()
-        return any(own["num_jobs"] for own in card["replicas"])
-
-
-def find_ports(process: psutil.Process) -> set[int]:
-    """The ports that a process listens on."""
-    return {own.laddr.port for own in process.net_connections("inet") if own.status == "LISTEN"}
+        busy = self.count("pending_tokens")
+        return [own for own in self.find_replicas() if busy.get(own.pid)]
 
 
 def read_title(process: psutil.Process) -> str:

@@ -158,10 +158,10 @@ class HookedReference:
         target: Sequence[int],
         change: Callable[[Tensor], Tensor] | None = None,
         positions: Any = "all",
-        layer: int = LAYER,
+        layer: int | None = LAYER,
         hook: str = "resid_post",
     ) -> np.ndarray:
-        """log p of each target token."""
+        """log p of each target token; layer None is every layer."""
         ids = [*context, *target]
         mask = choose_tokens(positions, len(ids), len(context))
 
@@ -171,7 +171,8 @@ class HookedReference:
                 changed[:, mask] = change(x[:, mask])
             return changed
 
-        handle = self._attach(layer, hook, act)
+        layers = range(len(self.layers)) if layer is None else [layer]
+        handle = Handles(self._attach(one, hook, act) for one in layers)
         try:
             with torch.no_grad():
                 logits = self.model(torch.tensor([ids])).logits[0]

@@ -96,6 +96,18 @@ def test_scores_are_those_of_merged_weights(client: Client, merged: list[np.ndar
     assert score(client, adapter="a0") == pytest.approx(merged[0], abs=PER_TOKEN)
 
 
+def test_a_name_is_given_to_another_adapter(
+    client: Client, directories: list[Path], merged: list[np.ndarray]
+) -> None:
+    """As in vllm-project/vllm#30931: keys and values of a name's former adapter were read again."""
+    for number in (0, 1, 0):
+        client.adapters.put("renamed", directories[number], overwrite=True)
+        for cache in (False, False, True):
+            scores = score(client, adapter="renamed", cache=cache)
+            assert scores == pytest.approx(merged[number], abs=PER_TOKEN)
+    client.adapters.delete("renamed")
+
+
 def test_many_adapters_at_once_share_the_slots(client: Client, merged: list[np.ndarray]) -> None:
     plain = score(client)
 

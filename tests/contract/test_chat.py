@@ -215,12 +215,55 @@ def test_tools_are_called(outside: openai.OpenAI, choice: Any, reason: str) -> N
     assert reply.choices[0].message.role == "assistant"
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_was_cut_says_so(outside: openai.OpenAI, choice: Any) -> None:
+    """As in vllm-project/vllm#53269: a stream called it whole."""
+    for max_tokens in (1, 4, 8, 120):
+        arguments: Any = {
+            "model": "vllm", "messages": CHAT, "tools": [TOOL], "tool_choice": choice, "seed": 5,
+            "max_tokens": max_tokens, "parallel_tool_calls": False,
+        }  # fmt: skip
+        whole = outside.chat.completions.create(**arguments).choices[0]
+        with outside.chat.completions.stream(**arguments) as events:
+            chunks = [event.chunk.choices for event in events if event.type == "chunk"]
+        reasons = [each.finish_reason for (each,) in chunks if each.finish_reason]
+        assert reasons == [whole.finish_reason]
+        assert (whole.finish_reason == "length") == (max_tokens < 120)
+
+
+OVERLAP: Any = {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "maximum": 1}]}
+
+
+def test_a_reply_that_breaks_its_schema_is_no_answer(outside: openai.OpenAI) -> None:
+    """xgrammar reads oneOf as anyOf, and lets 1 through."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": OVERLAP}}
+    arguments: Any = {
+        "model": "vllm", "messages": CHAT, "max_tokens": 20, "response_format": form,
+        "temperature": 2,
+    }  # fmt: skip
+    said = []
+    for seed in range(16):
+        try:
+            reply = outside.chat.completions.create(**arguments, seed=seed).choices[0]
+        except openai.BadRequestError as error:
+            assert "is valid under each of" in str(error)
+            said.append("1")
+            with pytest.raises(openai.APIError, match="does not follow its JSON Schema"):
+                for event in outside.chat.completions.create(**arguments, seed=seed, stream=True):
+                    assert event.choices[0].finish_reason is None
+        else:
+            said += [reply.message.content or ""] * (reply.finish_reason == "stop")
+    print(said)
+    assert "1" in said
+    assert {*said} != {"1"}
+
+
 def test_what_cannot_be_forced_is_refused_by_name(outside: openai.OpenAI) -> None:
     broken: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "cat"}}}
     cases: list[tuple[str, Any, str]] = [
         ("tlens", {"response_format": FORM}, "response_format: the engine transformer_lens"),
         ("tlens", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: the engine"),
-        ("vllm", {"response_format": broken}, "form of the reply"),
+        ("vllm", {"response_format": broken}, "no JSON Schema has"),
     ]
     for model, fields, reason in cases:
         with pytest.raises(openai.BadRequestError, match=reason):

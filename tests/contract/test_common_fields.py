@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
-    "steering", "override", "adapter", "probes",
+    "special_tokens", "steering", "override", "adapter", "probes",
 )  # fmt: skip
 """Those that API.md lists as common."""
 
@@ -69,6 +69,7 @@ VALUES: dict[str, Any] = {
     "on_error": "report",
     "cache": False,
     "bos": "never",
+    "special_tokens": "text",
     "model": "nobody",
     "steering": {"vectors": [{"name": "nothing"}]},
     "override": {"name": "nothing", "eta": 0.5},
@@ -187,7 +188,7 @@ def with_text(path: str, text: str) -> dict[str, Any]:
         if name not in body:
             continue
         body[name] = {
-            "items": [text if path == "/activations" else item],
+            "items": [text if path in ("/activations", "/v1/score") else item],
             "pairs": [{"clean": item, "corrupted": item | {"targets": [" a girl"]}}],
             "texts": [text],
             "text": text,
@@ -363,6 +364,17 @@ def check_bos(http: httpx.Client, path: str) -> None:
     assert read["auto"] == read["always"] > read["never"]
 
 
+def check_special_tokens(http: httpx.Client, path: str) -> None:
+    """`<|system|>` is one token to the tokenizer, and several as plain text."""
+    body = with_text(path, "a <|system|> b")
+    usages = [
+        document_of(post(http, path, body | field))["usage"]
+        for field in ({}, {"special_tokens": "parse"}, {"special_tokens": "text"})
+    ]
+    read = [usage["prompt_tokens"] + usage.get("scored_tokens", 0) for usage in usages]
+    assert read[0] == read[1] < read[2]
+
+
 def check_model(http: httpx.Client, path: str) -> None:
     response = post(http, path, BODIES[path] | {"model": "nobody"})
     code, param, detail = error_of(response)
@@ -418,6 +430,7 @@ EFFECTS: dict[str, Callable[[httpx.Client, str], None]] = {
     "on_error": check_on_error,
     "cache": check_cache,
     "bos": check_bos,
+    "special_tokens": check_special_tokens,
     "model": check_model,
     "steering": check_steering,
     "override": check_lacking("override"),

@@ -99,6 +99,20 @@ def test_bos_is_never_doubled_and_can_be_left_out(client: Client) -> None:
     assert without.usage.prompt_tokens == len(tokens)
 
 
+def test_a_text_alone_is_scored_from_its_second_token_everywhere(client: Client) -> None:
+    item, alone = {"context": "", "targets": [CONTEXT]}, {"bos": "never"}
+    tokens = client.perplexity([CONTEXT], tokens=True, **alone).results[0].tokens
+    score = score_one(client, item, **alone)
+    lens = client.lens([CONTEXT], **alone).results[0].targets[0]
+    diagnosed = client.diagnostics([item], **alone).results[0].targets[0]
+    last = list(lens.layers.values())[-1]
+    for found, logprobs in ((score, score.logprobs), (lens, last.logprobs), (diagnosed, None)):
+        assert (found.token_ids, found.boundary) == (tokens.token_ids, "no_context")
+        assert logprobs is None or logprobs == pytest.approx(tokens.logprobs, abs=PER_TOKEN)
+    assert score.num_bytes == len(CONTEXT.encode()[score.offsets[0][0] :])
+    assert client.logprob([item]).results[0].targets[0].boundary == "exact"  # after BOS
+
+
 def test_top_alternatives_are_sorted_and_as_many_as_asked(client: Client) -> None:
     target = score_one(client, {"context": CONTEXT, "targets": [" Paris."]}, top=4)
     assert [len(row) for row in target.top.token_ids] == [4, 4]

@@ -73,6 +73,30 @@ def test_a_stream_is_the_answer_in_pieces(outside: openai.OpenAI, model: str) ->
     assert pieces[-1].finish_reason == whole.finish_reason
 
 
+def test_a_stream_ends_as_the_answer_does(outside: openai.OpenAI, model: str) -> None:
+    """As in ggml-org/llama.cpp#9867, where text before a stop string was lost; in
+    huggingface/text-generation-inference#1254, where a part of one was shown; and in
+    ggml-org/llama.cpp#20226, where each choice of several ended as the first.
+    """
+    asked: Any = {"model": model, "prompt": PROMPT, "max_tokens": 24, "n": 3, "seed": 4}
+    said = outside.completions.create(**asked).choices
+    texts = [choice.text for choice in said]
+    stops = [texts[0][5:9], texts[1][:1], texts[2][-3:], texts[0][-1:] + "never", texts[1][7:8]]
+    for stop in [[stop] for stop in stops if stop] + [stops[2:4]]:
+        whole = outside.completions.create(**asked, stop=stop).choices
+        cut = [min([text.find(s) for s in stop if s in text], default=len(text)) for text in texts]
+        if model != "fake":  # which writes on
+            assert [c.text for c in whole] == [t[:n] for t, n in zip(texts, cut, strict=True)]
+        pieces, reasons = ["", "", ""], dict[int, list[str]]()
+        for chunk in outside.completions.create(**asked, stop=stop, stream=True):
+            for choice in chunk.choices:
+                pieces[choice.index] += choice.text
+                if choice.finish_reason:
+                    reasons.setdefault(choice.index, []).append(choice.finish_reason)
+        assert pieces == [choice.text for choice in whole]
+        assert reasons == {choice.index: [choice.finish_reason] for choice in whole}
+
+
 def test_offsets_count_the_characters_that_were_sent(outside: openai.OpenAI, model: str) -> None:
     """Not those of pieces: bytes of one character are tokens, and a BOS is none of the text."""
     prompt = "Café was 日本 🙂 here."

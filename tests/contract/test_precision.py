@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from logsteer import Client
+from logsteer_server.engines.rounding import TEXT
 from tests.conftest import DEMO_MODEL, Server
 from tests.contract.directions import load_model
 from tests.contract.tlens_cases import PER_TOKEN, draw_ids
@@ -48,15 +50,27 @@ def test_logits_are_computed_in_float32(client: Client) -> None:
         told = client.logprob([ITEM], model=model).provenance
         assert (told.dtype, told.logits_dtype, told.tf32) == ("bfloat16", "float32", False)
         assert share_on_grid(client, model) < 0.5
-    assert client.logprob([ITEM], model="half").provenance.logits_dtype == "bfloat16"
-    assert share_on_grid(client, "half") > 0.9
+
+
+def test_the_card_says_what_half_precision_costs(client: Client) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    ids = client.tokenize([TEXT], model="vllm").results[0].token_ids
+    with torch.no_grad():
+        log_p_TV = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    exact = log_p_TV.gather(-1, torch.tensor(ids)[1:, None])[:, 0].numpy()
+    cards = {card.id: card for card in client.models().models}
+    item = {"context_ids": ids[:1], "target_ids": [ids[1:]]}
+    for name in ("vllm", "tlens"):
+        found = client.logprob([item], model=name).results[0].targets[0].logprobs
+        assert cards[name].rounding == pytest.approx(np.abs(found - exact).max(), abs=1e-3)
+        assert cards[name].rounding > 0.01
+    assert cards["double"].rounding is None
 
 
 @pytest.mark.parametrize(
     ("model", "dtype", "head"),
     [
         ("tlens", torch.bfloat16, torch.float32),
-        ("half", torch.bfloat16, torch.bfloat16),
         ("double", torch.float64, torch.float64),
     ],
 )
@@ -69,7 +83,7 @@ def test_scores_are_those_of_the_profile(
 
 def test_log_q_of_what_was_drawn_is_finite_in_half_precision(client: Client) -> None:
     """Where many tokens are as probable as the last one of the `top_k`, and rounding decides."""
-    for model in ("vllm", "tlens", "half"):
+    for model in ("vllm", "tlens"):
         for policy in ({"top_k": 5}, {"top_p": 0.5, "temperature": 1.5}):
             answer = client.generate(
                 "Once upon a time", model=model, n=16, max_tokens=24, seed=1, ignore_eos=True,

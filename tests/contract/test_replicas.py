@@ -112,7 +112,7 @@ def test_the_selftest_looks_at_each(server: Server) -> None:
     with Client(server.url) as client:
         found = {check.name: check for check in client.selftest("two").checks}
         assert found["replicas"].verdict == "passed"
-        assert found["replicas"].reason.endswith("texts on each of 2 replicas")
+        assert found["replicas"].reason.endswith("texts at once on 2 replicas")
         alone = {check.name: check for check in client.selftest("one").checks}
         assert alone["replicas"].verdict == "not_run"
 

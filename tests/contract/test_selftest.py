@@ -1,14 +1,17 @@
 """The self-test on real engines, where everything holds; and on one that is not real."""
 
+import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from logsteer import Client
 from logsteer.cli import main
-from logsteer.schemas import SelftestAnswer, SelftestCheck
+from logsteer.schemas import LogprobAnswer, SelftestAnswer, SelftestCheck
 from logsteer.schemas.perplexity import StreamStart
 from logsteer_server.serving import parse_arguments
 from tests.conftest import Server, fake_model
@@ -44,6 +47,35 @@ def test_everything_holds_on_the_demo_model(client: Client) -> None:
     assert answer.usage.generated_tokens > 0
 
 
+@pytest.mark.parametrize("client", REAL, indirect=True)
+def test_a_text_is_read_in_as_many_steps_as_it_takes(client: Client) -> None:
+    ids = [5 + n % 50 for n in range(100)]
+    items = [{"context_ids": ids[:1], "target_ids": [ids[1:]]}]
+    whole = client.logprob(items, cache=False)
+    if whole.provenance.engine == "transformer_lens":
+        with pytest.raises(Exception, match="reads every text in one step"):
+            client.logprob(items, step_tokens=8)
+        return
+
+    def count_steps(**options: Any) -> tuple[float, LogprobAnswer]:
+        before = read_steps(client)
+        answer = client.logprob(items, cache=False, **options)
+        time.sleep(3)  # the next heartbeat brings the count
+        return read_steps(client) - before, answer
+
+    steps, split = count_steps(step_tokens=8)
+    assert steps >= 99 / 8
+    assert count_steps()[0] < 99 / 8
+    apart = np.subtract(whole.results[0].targets[0].logprobs, split.results[0].targets[0].logprobs)
+    assert abs(apart).max() < 1e-4
+
+
+def read_steps(client: Client) -> float:
+    text = httpx.get(f"{client.base_url}/metrics").text
+    found = re.search(r"^logsteer_engine_step_seconds_count{.*} (\S+)$", text, re.M)
+    return float(found[1]) if found else 0.0
+
+
 @pytest.mark.engine
 def test_vllm_and_transformer_lens_agree(parity_server: Server) -> None:
     with Client(parity_server.url, max_retries=0, timeout=300) as client:
@@ -57,7 +89,7 @@ def test_vllm_and_transformer_lens_agree(parity_server: Server) -> None:
                 assert (checks[name].verdict, checks[name].tolerance) == ("passed", 1e-4)
         texts = client.selftest("vllm", texts=["Once upon a time there was a dog."])
         assert texts.num_texts == 5
-        with pytest.raises(Exception, match="against itself"):
+        with pytest.raises(Exception, match="vllm itself"):
             client.selftest("vllm", against="vllm")
 
 
@@ -105,13 +137,13 @@ def test_a_model_that_fails_at_its_start_says_so_and_does_not_answer(tested_fake
     assert "failed: it failed its self-test" in tested_fake.output
 
 
-def test_the_command_fails_with_the_table(
-    tested_fake: Server, capsys: pytest.CaptureFixture[str]
+def test_the_command_tests_from_anywhere_and_fails_with_the_table(
+    fake_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["selftest", "other", "--base-url", tested_fake.url]) == 1
+    assert main(["selftest", fake_server.url, "--model", "fake"]) == 1
     out, err = capsys.readouterr()
     assert "not run" in out and "zero_scale" in out
-    assert err.startswith("error: other failed its self-test: sampled")
+    assert err.startswith("error: fake failed its self-test: sampled")
 
 
 def test_an_unknown_model(fake_server: Server) -> None:

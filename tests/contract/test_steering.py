@@ -13,6 +13,7 @@ from torch import Tensor
 import corpus
 from logsteer import APIError, Client
 from logsteer.schemas import SteerAnswer, SteerPiece, SteerStart
+from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.conftest import Server
 from tests.contract.agreement import check_agreement
 from tests.contract.conftest import clients_of
@@ -103,6 +104,20 @@ def test_what_is_added_is_there_before_operations(client: Client, hooked: Hooked
     found = score(client, context, target, {"vectors": vectors})
     wanted = hooked.logprobs(context, target, OPERATIONS["ablate"][1])
     assert np.abs(found - wanted).max() < PER_TOKEN
+
+
+def test_one_layer_s_direction_is_ablated_at_every_layer(
+    client: Client, hooked: HookedReference
+) -> None:
+    context, target = draw_ids(12, 1), draw_ids(8, 2)
+    wanted = hooked.logprobs(context, target, OPERATIONS["ablate"][1], layer=None)
+    own = {"data": {"0": VECTOR[::-1].tolist(), str(LAYER): VECTOR.tolist()}}
+    vector = own | {"op": "ablate", "from_layer": LAYER}
+    assert np.abs(score(client, context, target, {"vectors": [vector]}) - wanted).max() < PER_TOKEN
+    client.vectors.put("ablated", LayerVectors({0: VECTOR[::-1], LAYER: VECTOR}).content)
+    found = score(client, context, target, f"ablated@{LAYER}:all")
+    assert np.abs(found - wanted).max() < PER_TOKEN
+    assert np.abs(wanted - hooked.logprobs(context, target)).max() > 0.05
 
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)

@@ -156,9 +156,11 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
             _, cache = bridge.run_with_cache(torch.from_numpy(job.tokens.astype(np.int64))[None])
         for row, layer in enumerate(job.layers):
             activation_TD = cache[f"blocks.{layer}.{own.get(job.hook, job.hook)}"][0].flatten(1)
-            wanted_TD = activation_TD[job.places]
-            expected = wanted_TD.mean(0, keepdim=True) if job.read == "mean" else wanted_TD
-            assert output.activations_LTD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
+            wanted_TD = activation_TD[job.places].numpy()
+            if job.read == "mean":
+                norms_T = np.linalg.norm(wanted_TD, axis=-1)
+                wanted_TD = wanted_TD[norms_T <= 3 * np.median(norms_T)].mean(0, keepdims=True)
+            assert output.activations_LTD[row] == pytest.approx(wanted_TD, abs=PER_TOKEN)
 
 
 def test_small_bounds_only_make_more_batches(engine: Any) -> None:
@@ -189,14 +191,15 @@ def test_the_example_of_padded_prompts() -> None:
 
 def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
     engine = build(dtype="bfloat16")
-    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
+    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "float32")
     model = load_model(DEMO_MODEL, torch.bfloat16)
     ids = draw_ids(np.random.default_rng(9), 20)
     vector = torch.from_numpy(draw_vector()).bfloat16()
     model.model.layers[LAYER].register_forward_hook(lambda block, args, x: x + vector)
     ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
     with torch.inference_mode():
-        log_p_TV = model(ids_1T).logits[0].float().log_softmax(-1)
+        hidden_TD = model.model(ids_1T).last_hidden_state[0].float()
+        log_p_TV = (hidden_TD @ model.lm_head.weight.float().T).log_softmax(-1)
     expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     values = score(engine, whole(ids, plan=add_plan()))[0]
     assert values == pytest.approx(expected.numpy(), abs=BATCH)

@@ -1,7 +1,5 @@
-"""Continuations on TransformerLens: tokens, text, ends, who waits; and the decode step itself."""
+"""Continuations on TransformerLens: tokens, text, ends, who waits and who joins."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from logsteer_server.contract.jobs import (
     Policy,
 )
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import at, read_logprobs, write_direction
 from tests.contract.tlens_cases import (
@@ -33,7 +30,6 @@ from tests.contract.tlens_cases import (
     draw_vector,
     run,
     run_pieces,
-    score,
     whole,
 )
 from tests.families.checkpoints import FAMILIES
@@ -322,7 +318,6 @@ def test_columns_that_are_padding_in_all_rows_go(engine: Any, prompt: np.ndarray
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "opt", "bloom"])
 def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None:
     """Sliding windows of 32 tokens, some layers of them, and positions found in the mask."""
-    from tests.families.checkpoints import FAMILIES
 
     FAMILIES[name].make(tmp_path)
     engine = build(tmp_path)
@@ -344,23 +339,8 @@ def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None
         assert found[i].logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)
 
 
-STEPPED = ("llama", "qwen2", "qwen3", "gemma")
 CLOSE = 1e-4
 """Nats; what families differ from transformers by is a tenth of it."""
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many sequences each read of a decode step had."""
-    found: list[int] = []
-    read = DecodeStep.read
-
-    def count(self: DecodeStep, tokens: NextTokens) -> torch.Tensor:
-        found.append(len(tokens.tokens_B1))
-        return read(self, tokens)
-
-    monkeypatch.setattr(DecodeStep, "read", count)
-    return found
 
 
 def make_jobs(engine: Any, max_tokens: int = 12, seed: int = 30) -> list[GenerateJob]:
@@ -385,99 +365,24 @@ def make_jobs(engine: Any, max_tokens: int = 12, seed: int = 30) -> list[Generat
     ]
 
 
-@pytest.mark.parametrize("family", STEPPED)
-def test_a_family_decodes_as_by_its_modules(
-    family: str, tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FAMILIES[family].make(tmp_path / family)
-    engine = build(tmp_path / family)
-    jobs = make_jobs(engine)
-    reads.clear()
-    together = run(engine, *jobs)
-    assert reads[0] == len(jobs)
-    alone = run(engine, jobs[2])[0]
-    assert reads[-1] == 1
-    reads.clear()
-    monkeypatch.setattr(engine._model, "_decode_step", None)
-    expected = run(engine, *jobs)
-    assert not reads
-    for found, wanted in zip(together, expected, strict=True):
-        assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        assert found.logprobs == pytest.approx(wanted.logprobs, abs=CLOSE)
-        check_trace(found.trace, wanted.trace)
-    assert alone.token_ids.tolist() == expected[2].token_ids.tolist()
-
-
-def test_bfloat16_within_its_own_noise(reads: list[int]) -> None:
-    """Beside the same tokens in float32, the step is as far off as the modules are."""
-    coarse, exact = build(dtype="bfloat16"), build()
-    ids = draw_ids(np.random.default_rng(5), 20)
-    jobs = [GenerateJob(ids[: 20 - 4 * i], 60, seed=i, ignore_eos=True) for i in range(3)]
-    reads.clear()
-    found = run(coarse, *jobs)
-    assert reads == [3] * 59
-    errors = []
-    for job, output in zip(jobs, found, strict=True):
-        text = np.concatenate([job.tokens, output.token_ids])
-        wanted, by_modules = (score(e, whole(text))[0][-60:] for e in (exact, coarse))
-        errors.append([output.logprobs - wanted, by_modules - wanted])
-    own, modules = np.sqrt((np.array(errors) ** 2).mean((0, 2)))
-    assert own <= 1.5 * modules
-
-
-def test_who_joins_a_running_batch_gets_what_it_gets_alone(reads: list[int]) -> None:
+def test_who_joins_a_running_batch_gets_what_it_gets_alone() -> None:
     engine = build()
     first, *others = make_jobs(engine, max_tokens=80, seed=100)
     engine.add([(0, first)])
     found: dict[int, Any] = {}
+    rows = 0
     for step in range(200):
         if step == 20:
             engine.add(list(enumerate(others, 1)))
         found |= dict(engine.step())
+        rows = max([rows, *(len(turn.rows) for turn in engine._turns if hasattr(turn, "rows"))])
         if not engine.busy:
             break
-    assert max(reads) == 1 + len(others)
+    assert rows == 1 + len(others)
     for i, job in enumerate((first, *others)):
         (alone,) = run(engine, job)
         assert found[i].token_ids.tolist() == alone.token_ids.tolist()
         assert found[i].logprobs == pytest.approx(alone.logprobs, abs=CLOSE)
-
-
-def test_a_hook_inside_a_block_is_left_to_the_bridge(reads: list[int]) -> None:
-    engine = build()
-    vector = draw_vector(engine.info.hidden_size)
-    ids = draw_ids(np.random.default_rng(2), 6)
-    reads.clear()
-    inside = SteeringPlan((Site(2, "mlp_out", vector),))
-    run(engine, GenerateJob(ids, 5, policy=GREEDY, plan=inside))
-    assert not reads
-    run(engine, GenerateJob(ids, 5, policy=GREEDY, plan=add_plan(), ignore_eos=True))
-    assert reads == [1] * 4  # the prompt is read by the modules
-
-
-def test_longer_than_the_angles_that_were_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = draw_ids(np.random.default_rng(3), 30)
-    job = GenerateJob(ids, 40, policy=GREEDY, ignore_eos=True)
-    (wanted,) = run(build(), job)
-    monkeypatch.setattr("logsteer_server.engines.tlens.decode_step.FIRST_ANGLES", 16)
-    (found,) = run(build(), job)
-    assert found.token_ids.tolist() == wanted.token_ids.tolist()
-
-
-def test_a_step_that_gives_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    read = DecodeStep.read
-
-    def falsify(self: DecodeStep, tokens: NextTokens) -> torch.Tensor:
-        hidden_BD = read(self, tokens)
-        return hidden_BD + 1e-3 * hidden_BD.abs().max()
-
-    monkeypatch.setattr(DecodeStep, "read", falsify)
-    with caplog.at_level(logging.WARNING, "logsteer_server"):
-        engine = build()
-    assert engine._model._decode_step is None
-    assert "its decode step gives something else" in caplog.text
 
 
 def test_parameters_keep_their_names_and_numbers() -> None:

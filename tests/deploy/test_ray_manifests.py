@@ -46,6 +46,8 @@ def test_a_configuration_is_one_that_serve_deploy_takes(name: str) -> None:
     assert isinstance(application.args, dict)
     arguments = ClusterArguments.model_validate(application.args)
     assert arguments.config == Path("/etc/logsteer/models.yaml")
+    assert application.route_prefix == "/"
+    assert CONFIGURATIONS[name]["http_options"]["host"] == read_environment("head")["LOGSTEER_HOST"]
     module, _, function = application.import_path.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
     # Ray's schema takes fields that it does not know, and leaves them out.

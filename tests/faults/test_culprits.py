@@ -82,17 +82,17 @@ def test_a_batch_that_breaks_while_it_runs_begins_again(
     jobs = {i: job for i, job in enumerate(make_jobs()) if isinstance(job, GenerateJob)}
     jobs[99] = GenerateJob(jobs[1].tokens, 6, Policy(0.0), ignore_eos=True, stream=True)
     quiet = run_pieces(engine, jobs)
-    read_next, calls = engine._model.read_next, 0
+    read, calls = engine._model.read, 0
 
     def break_once(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == 3:
             raise IndexError("once")
-        return read_next(*args, **options)
+        return read(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._model, "read_next", break_once)
+        patch.setattr(engine._model, "read", break_once)
         found = run_pieces(engine, jobs)
     assert found[99][-1].failed
     for index in jobs.keys() - {99}:

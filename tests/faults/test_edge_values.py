@@ -350,4 +350,4 @@ def kill(server: Server) -> None:
 def check(server: Server) -> None:
     found = attack(server.url, EXAMPLES, "demo")
     answered = sum(count for key, count in found.items() if key.endswith(" 200"))
-    assert answered > EXAMPLES / 3, "most requests come no further than the schemas"
+    assert answered > EXAMPLES / 5, "most requests come no further than the schemas"

@@ -1,10 +1,10 @@
 """A model of a few matrices behind a scripted handle, right in every way but those asked for.
 
 It reads tokens one after another into a state of D numbers, which plans may change, and has logits
-of that state. Calls are read as vLLM does it: prefixes that were read before come from a cache, and
-texts are split where a step has no room for them.
+of that state. Prefixes that were read before come from a cache, as vLLM has it.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,22 +29,22 @@ from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 
-INFO = replace(
-    scripted_model.INFO, num_layers=2, hidden_size=12, context_length=96, step_tokens=1500
-)
+INFO = replace(scripted_model.INFO, num_layers=2, hidden_size=12, context_length=96)
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How a job came to be scored: its call, its place, what cache and step did, and where."""
+    """How a job came to be scored: its call, what the cache gave, the replica, and other calls that
+    run meanwhile.
+    """
 
     job: Job
     call: Sequence[Job]
     serial: int
     cached: int
-    was_split: bool
-    replica: int | None
+    replica: int
+    beside: Sequence[Sequence[Job]]
 
 
 Fault = Callable[[Moment], float]
@@ -81,6 +81,7 @@ class HonestEngine(ScriptedHandle):
         self._known: dict[bytes, np.ndarray] = {}
         self._known_log_p: dict[bytes, np.ndarray] = {}
         self._serial = 0
+        self._open_calls: list[Sequence[Job]] = []
 
     def read(self) -> Sequence[ReplicaCard]:
         return [*super().read()] * 2
@@ -149,7 +150,6 @@ class HonestEngine(ScriptedHandle):
             None if top_RK is None else np.zeros_like(top_RK, np.int32),
             None if top_RK is None else top_RK.astype(np.float32),
             cached_tokens=moment.cached,
-            was_split=moment.was_split,
             trace=self._trace(job, len(job.tokens)),
         )
 
@@ -157,7 +157,8 @@ class HonestEngine(ScriptedHandle):
         if job.plan is None:
             return None
         count = job.plan.positions.count(num_tokens, job.prompt_len)
-        return SteeringTrace((int(self._traces * count),), {})
+        sites = {site.name: (count, 0.25) for site in job.plan.sites}
+        return SteeringTrace((int(self._traces * count),), sites)
 
     def _generate(self, job: GenerateJob) -> GenerateOutput:
         draws = np.random.default_rng(job.seed)
@@ -181,29 +182,29 @@ class HonestEngine(ScriptedHandle):
     ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self._serial += 1
-        used = 0
-        for index, job in enumerate(jobs):
-            steps = {
-                place // (self.info.step_tokens or 2**20)
-                for place in (used, used + len(job.tokens) - 1)
-            }
-            used += len(job.tokens)
-            output: Output
-            match job:
-                case ScoreJob():
-                    cached = self._find_cached(job)
-                    moment = Moment(
-                        job, jobs, self._serial, cached, len(steps) > 1, routing and routing.replica
-                    )
-                    output = self._score(job, moment)
-                case GenerateJob():
-                    output = self._generate(job)
-                case CaptureJob():
-                    last_D = self._states(job)[-1].astype(np.float32)
-                    output = CaptureOutput(np.array([[last_D]]))
-                case _:
-                    raise AssertionError(job)
-            yield ResultPart([index], [output], time.monotonic())
+        serial, replica = self._serial, len(self._open_calls) % 2
+        self._open_calls.append(jobs)
+        try:
+            await asyncio.sleep(0.02)  # others come meanwhile
+            for index, job in enumerate(jobs):
+                await asyncio.sleep(0)
+                output: Output
+                match job:
+                    case ScoreJob():
+                        cached = self._find_cached(job)
+                        beside = [call for call in self._open_calls if call is not jobs]
+                        moment = Moment(job, jobs, serial, cached, replica, beside)
+                        output = self._score(job, moment)
+                    case GenerateJob():
+                        output = self._generate(job)
+                    case CaptureJob():
+                        last_D = self._states(job)[-1].astype(np.float32)
+                        output = CaptureOutput(np.array([[last_D]]))
+                    case _:
+                        raise AssertionError(job)
+                yield ResultPart([index], [output], time.monotonic())
+        finally:
+            self._open_calls = [call for call in self._open_calls if call is not jobs]
 
 
 def apply_site(site: Site, x_D: np.ndarray) -> np.ndarray:

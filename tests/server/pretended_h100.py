@@ -87,7 +87,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
     "auto": {"runner": "auto"},
     "eager": {"compile": False},
-    "logits in bfloat16": {"logits_dtype": "bfloat16"},
     "adapters": {"adapter_slots": 3},
     **{f"tensor parallel {ranks}": {"tensor_parallel": ranks} for ranks in (2, 8)},
     "pipeline parallel 2": {"pipeline_parallel": 2},
@@ -188,7 +187,6 @@ def describe(config: Any) -> dict[str, Any]:
         "ranks": config.parallel_config.world_size,
         "worker": config.parallel_config.worker_cls,
         "adapters": config.lora_config and config.lora_config.max_loras,
-        "widens_head": config.additional_config["logsteer"]["widens_head"],
     }
 
 

@@ -155,7 +155,6 @@ def output_lists(draw: st.DrawFn) -> list[ScoreOutput]:
                 table,
                 None if table is None else table.astype(np.float32),
                 cached_tokens=n,
-                was_split=n % 2 == 1,
                 trace=trace,
                 readings=readings,
             )

@@ -15,11 +15,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
+from logsteer_server.engines.needs import (
+    CPU_CACHE_BYTES,
+    PROCESS_BYTES,
+    choose_dtype,
+    estimate,
+)
 from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from logsteer_server.models import fit
 from logsteer_server.models.fit import (
     check_loadable,
+    describe_fit,
     fits_beside,
     measure_memory,
     parse_gpus,
@@ -112,8 +118,7 @@ def settings_of(*models: dict[str, Any], **fields: Any) -> Settings:
 class TestNeeds:
     @pytest.mark.parametrize(
         ("dtype", "weights", "item"),
-        [("auto", 100 * 64 * 2 + 10 + 21 * 4, 4), ("float32", (6400 + 21) * 4 + 10, 4),
-         ("bfloat16", (6400 + 21) * 2 + 10, 2)],
+        [("auto", (6400 + 21) * 4 + 10, 4), ("bfloat16", (6400 + 21) * 2 + 10, 2)],
     )  # fmt: skip
     def test_weights_are_counted_in_the_dtype_that_they_run_in(
         self, checkpoint: Path, dtype: str, weights: int, item: int
@@ -122,6 +127,17 @@ class TestNeeds:
         assert needs.weights_bytes == weights
         assert needs.token_bytes == 2 * 3 * 2 * 16 * item
         assert needs.cache_bytes == CPU_CACHE_BYTES
+
+    @pytest.mark.parametrize(
+        ("config", "dtype"),
+        [({"dtype": "float32"}, "float32"), ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+         ({"text_config": {"dtype": "float64"}}, "float64"), ({"dtype": None}, "float32")],
+    )  # fmt: skip
+    def test_a_model_runs_in_what_its_checkpoint_says(
+        self, checkpoint: Path, config: dict[str, Any], dtype: str
+    ) -> None:
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        assert choose_dtype("auto", checkpoint) == dtype
 
     def test_settings_count(self, checkpoint: Path) -> None:
         spec = EngineSpec("m", "vllm", str(checkpoint), memory="256MiB", max_model_len=64)
@@ -135,6 +151,9 @@ class TestNeeds:
             estimate(EngineSpec("m", "vllm", "./nowhere"))
         with pytest.raises(ValueError, match="not on this machine"):
             estimate(EngineSpec("m", "vllm", "nobody/has-this"))
+        with pytest.raises(ValueError, match="cannot be read"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         with pytest.raises(ValueError, match="no weights"):
             estimate(EngineSpec("m", "vllm", str(tmp_path)))
         (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
@@ -207,6 +226,33 @@ class TestCheck:
         assert "error sending request" in told
 
 
+WINDOWS = CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (WINDOWS | {"max_window_layers": 1}, "sliding windows in all layers or none"),
+        (WINDOWS | {"layer_types": ["full_attention", "sliding_attention"]}, "max_window_layers"),
+        (CONFIG | {"model_type": "gpt_neo"}, "vLLM has no GPT-Neo"),
+        (CONFIG | {"torch_dtype": "float64"}, "set dtype: float32; or serve"),
+        (WINDOWS | {"max_window_layers": 3}, None),
+        (WINDOWS | {"max_window_layers": 0}, None),
+        (WINDOWS | {"max_window_layers": 1, "use_sliding_window": False}, None),
+    ],
+)
+def test_what_vllm_does_not_compute_is_said_with_the_way_out(
+    checkpoint: Path, config: dict[str, Any], words: str | None
+) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for engine in ("vllm", "transformer_lens"):
+        told = "\n".join(
+            describe_fit(settings_of({"id": "m", "path": str(checkpoint), "engine": engine}))
+        )
+        assert ("(--engine transformer_lens)" in told) is (words is not None and engine == "vllm")
+        assert engine != "vllm" or (words or "model m: float32") in told
+
+
 def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "models.yaml"
     model = {"id": "m", "path": str(checkpoint), "memory": "64MiB"}
@@ -218,7 +264,7 @@ def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "model m: weights" in done.stdout
+    assert "model m: float32, weights" in done.stdout
 
 
 class TestBeside:

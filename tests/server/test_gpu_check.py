@@ -11,7 +11,6 @@ import pytest
 
 from bench.bars import Bar, find_figure
 from bench.gpu_check import __main__ as gpu_check
-from bench.gpu_check.contract import read_outcomes
 from bench.gpu_check.report import Findings, PartResult, Report, Table, run_command
 
 pytestmark = pytest.mark.full
@@ -91,17 +90,6 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
     os.set_blocking(pipe, True)
     assert os.read(pipe, 9) == b"", "nobody holds the other end"
     os.close(pipe)
-
-
-def test_results_of_pytest_are_counted_and_failures_named(tmp_path: Path) -> None:
-    found = make_findings(tmp_path / "found.json")
-    case = "tests/contract/test_steering.py::"
-    read_outcomes(f"{case}a[b c] PASSED [ 3%]\n{case}d FAILED [ 9%]\n{case}e SKIPPED", found)
-    assert found.tables == [Table("Tests by outcome.", ["PASSED", "FAILED", "SKIPPED"], [[1] * 3])]
-    assert found.failures == [f"FAILED: {case}d"]
-    nothing = make_findings(tmp_path / "found.json")
-    read_outcomes(f"{case}e SKIPPED", nothing)
-    assert "not one test passed" in nothing.failures[0]
 
 
 BARE_IMPORTS = (

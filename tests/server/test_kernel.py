@@ -1,5 +1,5 @@
 """The CUDA kernel, run by Triton's interpreter, against the plain form of the operation; and this
-and the one that reads rows, compiled for GPUs by the ptxas that Triton brings.
+and those of rows, compiled for GPUs by the ptxas that Triton brings.
 """
 
 import pytest
@@ -229,7 +229,10 @@ from triton.runtime.jit import JITFunction
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.tables import SteeringTables
+from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics.cut_kernel import cut_rows
 from logsteer_server.numerics.row_kernel import FusedRows
+from logsteer_server.numerics.sampling import Cuts
 
 CAPABILITY = int(sys.argv[1])
 run, compiled = JITFunction.run, []
@@ -276,6 +279,11 @@ for dtype in (torch.bfloat16, torch.float32):
     logits = torch.zeros(2, 151_936, dtype=dtype)
     FusedRows(logits, torch.zeros(2, dtype=torch.int64))._numbers_4R
 spilled["rows"] = [count_spilled(made) for made in compiled]
+compiled.clear()
+for vocab in (128_256, 50_257):
+    p = torch.zeros(2, vocab)
+    cut_rows(p, Cuts.of([Policy(top_p=0.9)] * 2, vocab, p.dtype, p.device), torch.zeros_like(p))
+spilled["cuts"] = [count_spilled(made) for made in compiled]
 print(json.dumps(spilled))
 '''
 

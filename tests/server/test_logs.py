@@ -101,6 +101,7 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "detokenize": ("/detokenize", {"token_ids": [[5, 6]]}),
     "tokenizer_info": ("/tokenizer_info", None),
     "v1.models": ("/v1/models", None),
+    "v1.model": ("/v1/models/fake", None),
     "v1.completions": ("/v1/completions", {"prompt": TEXT, "max_tokens": 4, "logprobs": 1}),
     "v1.chat.completions": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4}),
     "v1.score": ("/v1/score", {"query": TEXT, "items": [TEXT], "label_token_ids": [5, 6]}),
@@ -207,7 +208,7 @@ def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
     (tokenized,) = [line for line in lines if line["route"] == "/tokenize"]
     assert tokenized["model"] == "fake"
     streamed = [line for line in lines if line["route"] == "/generate"]
-    assert [line["generated_tokens"] for line in streamed] == [4]
+    assert [line["generated_tokens"] for line in streamed].count(4) == 1, "others: the self-test's"
 
 
 def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:

@@ -24,7 +24,8 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
-from logsteer_server.tasks.tool_calls import check_cost, find_plain, find_schema, read_calls
+from logsteer_server.tasks.reply_form import check_forced, check_reply
+from logsteer_server.tasks.tool_calls import find_plain, find_schema, read_calls
 from logsteer_server.tasks.training import list_sides, read_sides
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
@@ -35,6 +36,11 @@ COMPLETION = {"prompt": "Once"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOLS = CHAT | {"tools": [{"type": "function", "function": {"name": "find"}}]}
 FORM = {"response_format": {"type": "json_object"}}
+
+
+PARAMETERS = {
+    "type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "$defs": {"a": {}},
+}  # fmt: skip
 
 
 def named(function: str) -> dict[str, Any]:
@@ -161,21 +167,21 @@ def test_calls_are_found_in_a_reply(
     [
         ({}, None),
         (FORM, {"type": "object"}),
-        ({"tool_choice": named("find")}, {"type": "object", "$defs": {"a": {}}}),
+        ({"tool_choice": named("find")}, PARAMETERS),
         (
             {"tool_choice": "required", "parallel_tool_calls": False},
             {
                 "type": "array",
                 "minItems": 1,
                 "maxItems": 1,
-                "$defs": {"a": {}},
+                "$defs": {"0": PARAMETERS | {"properties": {"b": {"$ref": "#/$defs/0/$defs/a"}}}},
                 "items": {
                     "anyOf": [
                         {
                             "type": "object",
                             "properties": {
                                 "name": {"type": "string", "enum": ["find"]},
-                                "arguments": {"type": "object"},
+                                "arguments": {"$ref": "#/$defs/0"},
                             },
                             "required": ["name", "arguments"],
                             "additionalProperties": False,
@@ -187,10 +193,31 @@ def test_calls_are_found_in_a_reply(
     ],
 )
 def test_the_form_that_a_reply_is_forced_into(fields: Any, wanted: Any) -> None:
-    parameters = {"type": "object", "$defs": {"a": {}}}
-    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
     found = find_schema(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
     assert (found and json.loads(found)) == wanted
+
+
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_each_function_has_its_own_definitions(place: str) -> None:
+    """As in smg-project/smg#1090: the last of two with one name was forced on both functions; and
+    as in vllm-project/vllm#20470: a reference to the root found the list of calls there.
+    """
+
+    def describe(name: str, kind: str) -> dict[str, Any]:
+        inner = {"anyOf": [{"$ref": "#"}, {"$ref": f"#/{place}/A"}]}
+        parameters = {"type": "object", "properties": {"a": inner}, place: {"A": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [describe("one", "integer"), describe("two", "string")]
+    schema = find_schema(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
+    assert schema is not None
+    check_forced(schema, 1, "tool_choice")
+    for name, right, wrong in [("one", 1, "x"), ("two", "x", 1)]:
+        for nested in (right, {"a": right}):
+            check_reply(schema, json.dumps([{"name": name, "arguments": {"a": nested}}]))
+        with refused("unsupported_by_engine"):
+            check_reply(schema, json.dumps([{"name": name, "arguments": {"a": wrong}}]))
 
 
 PATTERN = {"type": "string", "pattern": "^[0-9a-f]{8}-[0-9a-f]{4}$"}
@@ -206,9 +233,9 @@ def require(count: int) -> dict[str, Any]:
         (PATTERN, 9, None),
         (PATTERN, 1024, "unfold to 15360 characters, all samples"),
         ({"type": "string", "pattern": "^(a|b)*a(a|b){2000}$"}, 1, "unfolds to 4005"),
-        ({"patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
-        ({"pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
-        ({"items": [{"pattern": "([a-z]{1,30}){1,30}"}]}, 1, "unfolds to 3600"),
+        ({"type": "object", "patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
+        ({"type": "string", "pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
+        ({"items": {"type": "string", "pattern": "([a-z]{1,30}){1,30}"}}, 1, "unfolds to 3600"),
         (require(256), 1, None),
         (require(257), 1, "257 properties are not required"),
         (require(257) | {"required": ["p1"]}, 1, None),
@@ -221,10 +248,77 @@ def test_a_schema_that_takes_long_to_compile_is_refused(
 ) -> None:
     """xgrammar takes between seconds and hours for each of those that are refused."""
     if reason is None:
-        check_cost(json.dumps(schema), samples, "response_format")
+        check_forced(json.dumps(schema), samples, "response_format")
         return
     with refused("invalid_request", reason, param="response_format"):
-        check_cost(json.dumps(schema), samples, "response_format")
+        check_forced(json.dumps(schema), samples, "response_format")
+
+
+NUMBER = {"type": "integer"}
+A = {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (A | {"if": {"required": ["a"]}, "then": False}, "`if`, which cannot"),
+        ({"anyOf": [A | {"dependentRequired": {"a": ["b"]}}]}, "`dependentRequired`"),
+        (A | {"dependentSchemas": {"a": False}}, "`dependentSchemas`"),
+        ({"not": {}}, "`not`"),
+        ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
+        ({"type": "array", "contains": A}, "`contains`"),
+        ({"$ref": "https://example.com/schema"}, "to nothing in it, 'https"),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": NUMBER}}, "to nothing"),
+        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": NUMBER}}, "`minimum` beside `[$]ref`"),
+        ({"type": "integer", "anyOf": [{"minimum": 3}]}, "`type` beside `anyOf`"),
+        ({"allOf": [NUMBER, {"minimum": 2}]}, "`allOf` of several"),
+        ({"minimum": 3}, "`minimum` without its `type`"),
+        (A | {"required": ["b"]}, "`required` 'b' without"),
+        ({"properties": {"a": {"type": "string", "pattern": "^(?!a)"}}}, r"\(\?! in a pattern"),
+        ({"type": "string", "pattern": '^"$'}, '" in a pattern'),
+        ({"type": "string", "pattern": "a", "maxLength": 2}, "`pattern` beside `maxLength`"),
+        ({"type": "string", "format": "binary"}, "`format` 'binary'"),
+        ({"$ref": "#"}, "leads back to itself"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, NUMBER], "$defs": {"a": {"$ref": "#"}}}, "leads back"),
+        ({"type": "cat"}, "cat"),
+        ({"type": "object", "required": 3}, "no JSON Schema has"),
+        ({"anyOf": []}, "`anyOf` without an entry"),
+        ({"type": "object", "properties": {"next": {"$ref": "#"}}}, None),
+        ({"anyOf": [A, {"type": ["string", "null"], "minLength": 1, "title": "T"}]}, None),
+        ({"type": "array", "items": {"const": 1}, "minItems": 1, "default": []}, None),
+        ({"oneOf": [NUMBER, {"type": "string", "pattern": r"^[a-z]+\.$"}]}, None),
+    ],
+)
+def test_a_schema_is_forced_in_full_or_refused(schema: Any, reason: str | None) -> None:
+    """xgrammar accepts texts that break what is refused, and none that break the others."""
+    if reason is None:
+        check_forced(json.dumps(schema), 1, "response_format")
+        return
+    with refused("invalid_request", reason, param="response_format"):
+        check_forced(json.dumps(schema), 1, "response_format")
+
+
+DEEP = {"oneOf": [{"type": "array", "items": {"$ref": "#"}, name: 9} for name in ("maxItems", "x")]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "reason"),
+    [
+        (A, '{"a":1}', None),
+        (A, '{"a":"b"}', r"\$.a: 'b' is not of type"),
+        (A, '{"a":', "Expecting value"),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "3", "valid under each of"),
+        ({"type": "string", "pattern": "^(a+)+$"}, f'"{"a" * 40}b"', None),
+        ({"patternProperties": {"^(a+)+$": NUMBER}, **A}, f'{{"{"a" * 40}b":1}}', None),
+        (DEEP, "[" * 40 + "]" * 40, "too long"),
+    ],
+)
+def test_a_reply_is_checked_in_bounded_time(schema: Any, text: str, reason: str | None) -> None:
+    if reason is None:
+        check_reply(json.dumps(schema), text)
+        return
+    with refused("unsupported_by_engine", f"does not follow its JSON Schema: .*{reason}"):
+        check_reply(json.dumps(schema), text)
 
 
 def test_calls_are_found_in_time_that_grows_with_the_text() -> None:

@@ -125,10 +125,12 @@ class TestTargets:
     def test_ids_without_a_context_begin_with_bos(self) -> None:
         made = plan({"context_ids": [], "target_ids": [[9]]})
         assert read_text(made.jobs[0]) == ([BOS], [9])
+        alone = TargetOptions(bos="never")
+        made = plan({"context_ids": [], "target_ids": [[9, 10]]}, options=alone)
+        assert read_text(made.jobs[0]) == ([9], [10])
+        assert made.planned[0].finding == "no_context"
         nothing = {"context_ids": [], "target_ids": [[9]]}
-        assert refusal(nothing, options=TargetOptions(bos="never")) == (
-            "boundary_empty", "items[0].context_ids",
-        )  # fmt: skip
+        assert refusal(nothing, options=alone) == ("boundary_empty", "items[0].target_ids[0]")
 
     def test_a_conversation_is_rendered_and_brings_its_own_bos(self) -> None:
         message = Message(role="user", content="Hi")

@@ -24,7 +24,13 @@ from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, St
 from logsteer_server.engines.vllm import stream
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import SteeredTokens, Step
-from logsteer_server.engines.vllm.points import PointProbe, SiteNumbers, find_faults
+from logsteer_server.engines.vllm.points import (
+    PointProbe,
+    SharingProbe,
+    SiteNumbers,
+    find_faults,
+    find_points,
+)
 from logsteer_server.engines.vllm.slots import PLANS_AT_ONCE, SlotPool, SteeringSlots
 from logsteer_server.engines.vllm.stream import (
     Change,
@@ -84,9 +90,51 @@ def gated(b: Any, x: Tensor) -> Tensor:
     return x + b.mlp(b.post_attention_layernorm(x))
 
 
+class AddingNorm(nn.LayerNorm):
+    """A norm that adds to the residual first, as vLLM's do."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        stream = hidden_states + residual
+        return super().forward(stream), stream
+
+
+class AddingBlock(Block):
+    """A block that gives the next one what it has not added yet."""
+
+    def __init__(self) -> None:
+        super().__init__("self_attn mlp", plain)
+        self.input_layernorm, self.post_attention_layernorm = (AddingNorm(WIDTH) for _ in "ab")
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
+        hidden, residual = self.input_layernorm(hidden_states, residual)
+        hidden, residual = self.post_attention_layernorm(self.self_attn(hidden), residual)
+        return self.mlp(hidden), residual
+
+
 USUAL = "input_layernorm self_attn post_attention_layernorm mlp"
 ONCE = "attention and MLP are not added one after the other"
 NOT_ADDED = "what attention and MLP put out is not what the layer adds to the stream"
+
+
+def test_activations_that_share_tensors_are_found() -> None:
+    def group(blocks: list[Any], *inputs: Tensor) -> list[str]:
+        points = {(hook, n): p for n, b in enumerate(blocks) for hook, p in find_points(b).items()}
+        probe, given = SharingProbe(points), inputs
+        with torch.no_grad(), probe.attached():
+            for block in blocks:
+                output = block(*given)
+                given = output if isinstance(output, tuple) else (output,)
+        return [" ".join(f"{hook}{n}" for hook, n in found) for found in probe.list_groups()]
+
+    x_TD, y_TD = torch.randn(2, TOKENS, WIDTH)
+    assert group([AddingBlock() for _ in range(2)], x_TD, y_TD) == [
+        "resid_pre0", "attn_out0 resid_mid0", "mlp_out0 resid_post0 resid_pre1",
+        "attn_out1 resid_mid1", "mlp_out1 resid_post1",
+    ]  # fmt: skip
+    assert group([Block(USUAL, plain) for _ in range(2)], x_TD) == [
+        "resid_pre0", "attn_out0", "resid_mid0", "mlp_out0", "resid_post0 resid_pre1",
+        "attn_out1", "resid_mid1", "mlp_out1", "resid_post1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -129,16 +129,6 @@ def test_what_is_sent_when(rule: str) -> None:
                 queue.clear()
 
 
-def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
-    queue = FairQueue(EngineRoom(4), replicas=2)
-    named = Routing(replica=1)
-    queue.put(EngineCall(make_call(0, 4, 4, 4).jobs, 0, named))
-    assert queue.dequeue().keys() == {1}, "also more than it has room for"
-    queue.replicas[1].is_open = False
-    queue.put(EngineCall(make_call(10, 4).jobs, 10, named))
-    assert queue.dequeue().keys() == {0}
-
-
 def test_jobs_that_an_engine_died_with_are_sent_one_at_a_time_and_others_pass_them() -> None:
     queue = FairQueue(EngineRoom(100), replicas=2)
     died = [Job(np.full(4, n, np.int32)) for n in range(5)]

@@ -275,6 +275,7 @@ VARIED_JOBS = {
     "policy": replace(JOB, policy=Policy(temperature=0.5)),
     "double": replace(JOB, double=True),
     "reads_end": replace(JOB, reads_end=True),
+    "step_tokens": replace(JOB, step_tokens=16),
     "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
     "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
     "cache_namespace": replace(JOB, cache_namespace="ann"),

@@ -1,6 +1,7 @@
 """Columns of logit rows against float64, what is held at once, and the kernel that reads rows."""
 
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import Policy
@@ -20,8 +23,10 @@ from logsteer_server.numerics.rows import (
     RowFiles,
     Rows,
     RowSpec,
+    read_rows,
     unpack,
 )
+from logsteer_server.numerics.sampling import Cuts
 from tests.probes import run_script
 
 R, V, D = 37, 1009, 16
@@ -189,7 +194,7 @@ def read(spec: RowSpec, rows_at_once: int, files: RowFiles | None = None) -> tor
         return hidden_rD @ head_VD.T
 
     rows = HiddenRows.of(hidden_RD, targets_R)
-    bounds = RowBounds(rows_at_once * 4 * V, 2 * spec.bytes_per_logit * V)
+    bounds = RowBounds(rows_at_once * 4 * V, 2 * spec.bytes_per_logit(CPU) * V)
     values = read_hidden(rows, project, V, spec, bounds, files)
     assert max(sizes) <= rows_at_once
     return values
@@ -241,14 +246,19 @@ def test_rows_that_are_not_finite_are_told_apart(size: int, columns: tuple[str, 
     assert not values_RW[[0, 4, 5]].isnan().any()
 
 
-def test_a_peaked_row_over_a_large_vocabulary_keeps_its_small_terms() -> None:
+@pytest.mark.parametrize("vocab", [49_152, 2**18])
+def test_a_peaked_row_keeps_its_small_terms(vocab: int) -> None:
     torch.manual_seed(0)
-    logits_RV = 4 * torch.randn(6, 2**18)
+    logits_RV = 4 * torch.randn(6, vocab)
     rows = Rows(logits_RV, logits_RV.argmax(-1))
     exact_RV = logits_RV.double().log_softmax(-1)
-    assert (rows.log_probs_RV - exact_RV).abs().mean() < 2e-6
-    wanted_R = -(exact_RV.exp() * exact_RV).sum(-1)
-    assert (COLUMNS["entropy"](rows) - wanted_R).abs().max() < 1e-5
+    assert (rows.log_probs_RV - exact_RV).abs().mean() < 1e-6
+    exact_R = exact_RV.amax(-1)
+    assert (COLUMNS["logprob"](rows) - exact_R).abs().max() < 2e-6
+    assert (COLUMNS["log_q"](rows) - exact_R).abs().max() < 2e-6
+    entropy_R = -(exact_RV.exp() * exact_RV).sum(-1)
+    assert (COLUMNS["entropy"](rows) - entropy_R).abs().max() < 1e-5
+    assert (COLUMNS["rb_entropy"](rows) - entropy_R).abs().max() < 1e-5
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -272,8 +282,45 @@ def test_a_bound_holds_whatever_the_machine() -> None:
         assert small.rows_per_product(1000, PLAIN, device) == 10
         assert small.rows_per_product(1000, RowSpec(double=True), device) == 5
         assert small.rows_per_pass(1000, PLAIN, device) == 3
-        assert small.rows_per_pass(1000, SHAPED, device) == 1
+        assert small.rows_per_pass(1000, SHAPED, device) == (2 if device is CUDA else 1)
         assert small.rows_per_product(10**6, PLAIN, device) == 1
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
+        for storage in (x.untyped_storage() for x in tree_leaves(found) if _is_tensor(x)):
+            if storage._cdata not in self.held.keys() | given:
+                self.held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage._cdata)
+        self.most = max(self.most, sum(self.held.values()))
+        return found
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def test_policy_columns_on_a_gpu_take_the_bytes_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel takes p and makes nothing."""
+    size, policy = 40_000, Policy(0.8, top_p=0.9)
+    monkeypatch.setattr(Cuts, "apply", lambda _, z_RV: z_RV.softmax(-1)[:, 0])
+    logits_RV, targets_R = torch.randn(3, size), torch.zeros(3, dtype=torch.int64)
+    reference_RV, spec = logits_RV.log_softmax(-1), RowSpec(tuple(COLUMNS), 20, policy, EOS_IDS)
+    with _Peak() as peak:
+        read_rows(Rows(logits_RV, targets_R, reference_RV, policy, EOS_IDS), spec)
+    assert 0.7 < peak.most / logits_RV.numel() / spec.bytes_per_logit(CUDA) < 1.001
+    assert spec.bytes_per_logit(CPU) == 3 * spec.bytes_per_logit(CUDA)
 
 
 def test_a_cpu_reads_columns_of_what_its_cache_holds() -> None:

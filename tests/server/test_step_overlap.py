@@ -15,7 +15,6 @@ class Scheduler:
 
     def __init__(self, calls: list[str], steps: list[str]) -> None:
         self._calls, self._steps = calls, deque(steps)
-        self.running: list[Any] = []
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._steps)
@@ -119,12 +118,3 @@ def test_a_step_that_cannot_be_launched_fails_in_its_turn() -> None:
     assert queue.end() == ["grammar of a"]
     with pytest.raises(MemoryError, match="broken"):
         queue.end()
-
-
-def test_parts_of_a_prompt_are_seen_in_each_step_that_is_scheduled() -> None:
-    part = SimpleNamespace(request_id="long", num_computed_tokens=3, num_prompt_tokens=9)
-    scheduler = Scheduler([], ["a", "b"])
-    scheduler.running = [part]
-    queue = StepQueue(scheduler, Executor([]), 2)
-    queue.begin()
-    assert queue.split_ids == {"long"}

@@ -46,7 +46,7 @@ class CaptureRank:
         self.jobs: dict[str, tuple[CaptureJob, range]] = {}
 
     def begin(self, name: str, job: CaptureJob) -> None:
-        rows = self.pool.take(job.num_rows * len(job.layers))
+        rows = self.pool.take(len(job.places) * len(job.layers))
         self.jobs[name] = job, rows
         self.steering.begin(name, describe_capture(job, rows), 0)
 
@@ -68,12 +68,11 @@ class CaptureRank:
         self.steering.end(name)
         found = self.steering.tables.captures.take(rows)
         self.pool.release(rows)
-        return found.reshape(len(job.layers), job.num_rows, WIDTH)
+        return found.reshape(len(job.layers), len(job.places), WIDTH)
 
 
 def expect(name: str, job: CaptureJob) -> np.ndarray:
-    read = np.array([[stream(name, layer, t) for t in job.places] for layer in job.layers])
-    return read.sum(1, keepdims=True) if job.read == "mean" else read
+    return np.array([[stream(name, layer, t) for t in job.places] for layer in job.layers])
 
 
 def make_job(read: CaptureRead, where: Positions = WHERE[0], length: int = 10) -> CaptureJob:
@@ -198,7 +197,7 @@ def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None
     assert plan(9, capture_rows=18)[0].num_rows == 9
     with refused("payload_too_large", r"items\[0\]: 18 activations .* capture_bytes"):
         plan(9, capture_rows=17)
-    assert plan(9, CaptureSite("resid_post", [2, 0], "mean"), capture_rows=17)
+    assert plan(9, CaptureSite("resid_post", [2, 0], "last"), capture_rows=17)
     some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
     assert plan(9, some, capture_rows=8)[0].layers == (0, 1, 2, 3)
 

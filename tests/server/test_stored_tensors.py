@@ -19,6 +19,8 @@ from logsteer.schemas import (
     Recommendation,
     Steering,
     SteeringCondition,
+    VectorAbout,
+    VectorCard,
 )
 from logsteer.schemas.steering import Steer, parse_layers
 from logsteer_server.contract.engine import EngineInfo
@@ -38,7 +40,7 @@ from logsteer_server.interventions.probes import (
     resolve_probes,
     show_readings,
 )
-from logsteer_server.interventions.references import resolve_override
+from logsteer_server.interventions.references import find_fitting, resolve_override
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores import vectors as vectors_module
 from logsteer_server.stores.formats.tensor_file import (
@@ -316,9 +318,9 @@ def test_vectors_of_one_layer_are_one_offset() -> None:
 class OneTrained:
     """A store whose only vector has two layers, and what its training recommends, if anything."""
 
-    def __init__(self, advice: Recommendation | None) -> None:
+    def __init__(self, advice: Recommendation | None, weights_digest: str | None = None) -> None:
         vectors = LayerVectors({1: np.ones(24, np.float32), 3: np.ones(24, np.float32)})
-        self._stored = StoredVectors("mood", vectors.sha256, vectors, advice)
+        self._stored = StoredVectors("mood", vectors.sha256, vectors, advice, weights_digest)
 
     def find(self, name: str) -> StoredVectors:
         return self._stored
@@ -329,7 +331,7 @@ class OneTrained:
         return self._stored
 
 
-ADVICE = Recommendation(layer=3, scales=[0.5, 1.5], relative_norms=[0.2, 0.5], reason="")
+ADVICE = Recommendation(layer=3, scale=1.5, relative_norm=0.5, recommended_by="effect", reason="")
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,10 @@ ADVICE = Recommendation(layer=3, scales=[0.5, 1.5], relative_norms=[0.2, 0.5], r
         (Steer("mood", unit="residual_norm"), ADVICE, 1.0, [3]),
         ({"vectors": ["mood"], "positions": "prompt"}, ADVICE, 1.5, [3]),
         ({"vectors": [{"name": "mood"}]}, ADVICE, 1.0, [1, 3]),
+        ("mood@1:all", ADVICE, 1.0, [0, 1, 2, 3]),
+        ("mood:0.5@3:all", None, 0.5, [0, 1, 2, 3]),
+        (Steer("mood", 2.0, from_layer=1), ADVICE, 2.0, [0, 1, 2, 3]),
+        ({"vectors": [{"name": "mood", "from_layer": 3, "layers": [0]}]}, ADVICE, 1.0, [0]),
     ],
 )
 def test_what_is_left_out_is_what_training_recommends(
@@ -354,6 +360,46 @@ def test_what_is_left_out_is_what_training_recommends(
     found = resolve_steering(Steering.model_validate(given), OneTrained(advice), INFO)
     assert [used.scale for used in found.vectors] == [scale]
     assert [site.layer for site in found.plan.sites] == layers
+
+
+def test_a_direction_for_every_layer_is_ablated_and_one_of_the_vector_s() -> None:
+    found = resolve_steering(Steering.model_validate("mood:0.5@3:all"), OneTrained(None), INFO)
+    (op,) = {(op.per_component, op.direction.tobytes()) for s in found.plan.sites for op in s.ops}
+    assert op[0] == 0.5
+    with refused("invalid_vector", r"has layers \[1, 3\], not from_layer 2"):
+        resolve_steering(Steering.model_validate("mood@2:all"), OneTrained(None), INFO)
+    with pytest.raises(ValueError, match=":all takes one layer"):
+        Steering.model_validate("mood@1-3:all")
+
+
+@pytest.mark.parametrize(
+    ("digest", "changes", "fits", "is_other"),
+    [
+        ("none", {}, True, False),
+        ("another", {}, True, True),
+        (None, {}, True, False),
+        (None, {"width": 8}, False, False),
+        (None, {"layers": [1, 9]}, False, False),
+        (None, {"layers": [9]}, True, False),
+        (None, {"hook": "attn_out"}, False, False),
+        (None, {"hook": "resid_pre"}, True, False),
+    ],
+)
+def test_vectors_that_fit_a_model(
+    digest: str | None, changes: dict[str, Any], fits: bool, is_other: bool
+) -> None:
+    about = VectorAbout(source="training", weights_digest=digest)
+    card = VectorCard(name="v", sha256="", hook="resid_post", layers=[1, 3], width=24, norms={},
+                      bytes=0, created="", about=about)  # fmt: skip
+    found = find_fitting([card.model_copy(update=changes)], INFO)
+    assert [one.other_weights for one in found] == [is_other] * fits
+
+
+def test_a_receipt_marks_a_vector_of_other_weights() -> None:
+    for digest, is_other in ((INFO.weights_digest, False), ("another", True), (None, False)):
+        source = OneTrained(None, digest)
+        (used,) = resolve_steering(Steering.model_validate("mood"), source, INFO).vectors
+        assert used.other_weights == is_other
 
 
 def test_a_sweep_counts_a_scale_left_out_as_1() -> None:

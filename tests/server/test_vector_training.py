@@ -13,7 +13,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
-from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
+from logsteer.schemas import LayerQuality, Recommendation, TrainMethod, TrainRequest
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.objects import Objects
@@ -22,7 +22,6 @@ from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks import training
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.training import (
-    TrainedVectors,
     check_parts,
     combine_layer,
     find_similar,
@@ -34,15 +33,16 @@ from logsteer_server.tasks.training import (
 from logsteer_server.tasks.vector_methods import (
     Double,
     FoundDirection,
+    TrainedVectors,
     WithinCovariance,
     compare_layers,
     describe_validation,
     find_direction,
     find_principal_direction,
     hold_out,
-    judge_direction,
+    judge_layer,
     plan_folds,
-    recommend,
+    recommend_by_separation,
 )
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
@@ -77,7 +77,8 @@ def train(
     job = CaptureJob(np.array([1], dtype=np.int32), LAYERS)
     both = [row for pair in zip(positive, negative, strict=True) for row in pair]
     outputs = [CaptureOutput(row_LD[:, None]) for row_LD in both]
-    return train_vectors([job] * len(both), outputs, method, whiten)
+    folds_N = plan_folds(range(len(positive)))
+    return train_vectors([job] * len(both), outputs, folds_N, method, whiten)
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -129,7 +130,6 @@ def test_a_layer_where_nothing_differs_is_zero_and_of_no_quality() -> None:
         assert not trained.vectors.layers[5].any()
         assert 5 not in trained.vectors.readouts
         assert trained.quality[5].auc == 0.5
-        assert trained.quality[5].explained_variance == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -362,24 +362,37 @@ def test_a_dimension_that_never_varies_does_no_harm(method: TrainMethod) -> None
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 10, 11, 40])
 def test_each_pair_is_held_out_once(num_pairs: int) -> None:
-    held = [list(range(num_pairs))[fold] for fold in plan_folds(num_pairs)]
-    assert sorted(pair for fold in held for pair in fold) == list(range(num_pairs))
-    assert len(held) == (num_pairs if num_pairs <= 10 else 5)
-    assert describe_validation(num_pairs, {}).folds == len(held)
+    folds_N = plan_folds(range(num_pairs))
+    assert folds_N is not None and len(folds_N) == num_pairs
+    assert set(folds_N) == set(range(num_pairs if num_pairs <= 10 else 5))
+    assert describe_validation(folds_N, num_pairs).folds == len(set(folds_N))
+
+
+def test_pairs_of_the_same_texts_are_held_out_together() -> None:
+    folds_N = plan_folds(["glad", "gay", "glad", "merry", "gay"])
+    assert folds_N is not None and folds_N.tolist() == [0, 1, 0, 2, 1]
+    assert plan_folds(["glad"] * 4) is None
+    assert "same two continuations in all 4" in (describe_validation(None, 4).reason or "")
+
+
+def judge(positive_ND: Double, negative_ND: Double, method: TrainMethod) -> LayerQuality:
+    folds_N = plan_folds(range(len(positive_ND)))
+    if folds_N is None:
+        return judge_layer(positive_ND, negative_ND, None)
+    return judge_layer(
+        positive_ND, negative_ND, hold_out(positive_ND, negative_ND, folds_N, method, False)
+    )
 
 
 def test_quality_is_what_it_says() -> None:
     positive_ND, negative_ND = np.array([[3.0], [1.0]]), np.array([[0.0], [2.0]])
-    direction = find_direction(positive_ND, negative_ND, "mean_difference", False)
-    quality = judge_direction(direction, positive_ND, negative_ND, "mean_difference", False)
     # Of the second pair the direction is -1 and the middle -1.5: the first has -1.5, 1.5 of that.
     # Of the first pair they are 1 and 1.5: the second has -0.5 and 0.5.
-    held = hold_out(positive_ND, negative_ND, "mean_difference", False)
+    held = hold_out(positive_ND, negative_ND, np.array([0, 1]), "mean_difference", False)
     assert (held.positive_N.tolist(), held.negative_N.tolist()) == ([-1.5, -0.5], [1.5, 0.5])
+    assert held.vectors_FD.tolist() == [[-1], [3]]
+    quality = judge(positive_ND, negative_ND, "mean_difference")
     assert (quality.accuracy, quality.auc, quality.pair_accuracy) == (0, 0, 0)
-    assert quality.explained_variance == pytest.approx(1)
-    assert quality.effect_size == pytest.approx(-4)
-    assert quality.matching_scale == pytest.approx(1)
     assert quality.activation_norm == pytest.approx(1.5)
 
 
@@ -389,59 +402,42 @@ def test_what_was_learnt_by_heart_counts_for_nothing(method: TrainMethod) -> Non
     positive_ND, negative_ND = np.random.default_rng(3).standard_normal((2, 60, 400))
     direction = find_direction(positive_ND, negative_ND, method, False)
     inside = (positive_ND @ direction.vector_D > negative_ND @ direction.vector_D).mean()
-    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
+    quality = judge(positive_ND, negative_ND, method)
     assert inside > 0.7 or method == "pca"  # noise is longest where it is, not where sides differ
     assert quality.auc is not None and 0.3 < quality.auc < 0.7
     apart_ND, _ = draw_texts(60, 400, apart=12.0)
-    found = judge_direction(direction, apart_ND, negative_ND, method, False)
+    found = judge(apart_ND, negative_ND, method)
     assert found.auc is not None and found.auc > 0.9
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_one_pair_has_no_quality_but_a_scale(method: TrainMethod) -> None:
-    positive_ND, negative_ND = draw_texts(1, 12)
-    direction = find_direction(positive_ND, negative_ND, method, False)
-    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
-    assert quality.model_dump(exclude={"matching_scale", "activation_norm"}) == dict.fromkeys(
-        ("accuracy", "auc", "pair_accuracy", "explained_variance", "effect_size")
-    )
-    moved_D = negative_ND[0] + (quality.matching_scale or 0) * direction.vector_D
-    assert moved_D @ direction.vector_D == pytest.approx(positive_ND[0] @ direction.vector_D)
-    validation = describe_validation(1, {})
-    assert validation.folds is None
-    assert "give more" in (validation.reason or "")
-    assert recommend(LayerVectors({1: direction.vector_D}), {1: quality}) is None
+def test_one_pair_has_no_quality() -> None:
+    quality = judge(*draw_texts(1, 12), "mean_difference")
+    assert (quality.accuracy, quality.auc, quality.pair_accuracy) == (None, None, None)
+    assert quality.activation_norm is not None and quality.activation_norm > 0
+    assert "one pair" in (describe_validation(None, 1).reason or "")
 
 
-def quality(auc: float, effect: float | None, scale: float, norm: float = 10.0) -> LayerQuality:
-    return LayerQuality(auc=auc, effect_size=effect, matching_scale=scale, activation_norm=norm)
+def separate(**aucs: float | None) -> Recommendation | str:
+    """What is recommended of layers l0, l1, ... of eleven, of vectors and activations of norm 2."""
+    vectors = LayerVectors({int(name[1:]): np.array([2.0, 0]) for name in aucs})
+    quality = {int(name[1:]): LayerQuality(auc=a, activation_norm=40.0) for name, a in aucs.items()}
+    return recommend_by_separation(TrainedVectors(vectors, quality, {}), 11)
 
 
-def test_the_layer_and_the_scales_to_try() -> None:
-    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0]), 5: np.zeros(2)})
-    found = recommend(vectors, {1: quality(1, 3, 1), 2: quality(1, 9, 2), 5: quality(1, 99, 0)})
-    # Half an activation of 10 is 5 times the vector of norm 1.
-    assert (found.layer, found.scales, found.relative_norms) == (2, [2, 5], [0.2, 0.5])
-    assert "layer 2" in found.reason and "AUC 1" in found.reason
-    found = recommend(vectors, {1: quality(0.9, 1, 9), 2: quality(0.8, 5, 1)})
-    assert (found.layer, found.scales, found.relative_norms) == (1, [1.25, 2.5], [0.25, 0.5])
-    found = recommend(vectors, {1: quality(0.9, 1, -0.01)})
-    assert (found.scales, found.relative_norms) == ([0.5, 2.5], [0.1, 0.5])
+def test_without_effects_a_layer_of_the_middle_and_a_small_scale() -> None:
+    found = separate(l0=1.0, l4=0.8, l8=0.9, l10=1.0)
+    assert isinstance(found, Recommendation)
+    assert (found.layer, found.scale, found.relative_norm) == (8, 2.0, 0.1)
+    assert found.recommended_by == "separation" and found.gain is None
+    assert "was not measured" in found.reason and "AUC 0.9" in found.reason
+    only = separate(l9=0.9, l10=0.8)
+    assert isinstance(only, Recommendation) and only.layer == 9
 
 
-@pytest.mark.parametrize(("auc", "is_recommended"), [(0.48, False), (0.6, False), (0.61, True)])
-def test_what_may_be_chance_is_not_recommended(auc: float, is_recommended: bool) -> None:
-    judged = {1: quality(auc, 3, 1), 2: quality(0.3, 9, 1)}
-    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0])})
-    found, caution = recommend(vectors, judged), describe_validation(8, judged).caution
-    assert (found is not None, caution is None) == (is_recommended, is_recommended)
-    assert is_recommended or f"best AUC {auc:.2f}" in (caution or "")
-
-
-def test_a_layer_without_spread_is_the_best_where_it_tells_texts_apart() -> None:
-    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0])})
-    found = recommend(vectors, {1: quality(1, 9, 1), 2: quality(1, None, 1)})
-    assert found is not None and (found.layer, "effect size" in found.reason) == (2, False)
+def test_what_may_be_chance_is_not_recommended() -> None:
+    assert "best AUC 0.60" in str(separate(l4=0.6, l5=0.3))
+    assert isinstance(separate(l4=0.61), Recommendation)
+    assert "nothing was held out" in str(separate(l4=None))
 
 
 def test_cosines_between_layers() -> None:

@@ -141,7 +141,7 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
 
     def read(text: str) -> np.ndarray:
         ids = np.array(codec.encode_ids([text])[0], dtype=np.int32)
-        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16)[:, 0].astype(float)
+        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16).mean(1, dtype=float)
 
     expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
     vectors = parse_content(client.vectors.download("happy"))
@@ -152,9 +152,10 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
     assert (about.model, about.weights_digest, about.pairs) == ("fake", "none", 4)
     assert about.quality is not None and about.quality.keys() == {"0", "2"}
     assert about.validation is not None and about.validation.folds == 4
-    assert about.recommendation is not None and about.recommendation.layer in (0, 2)
-    texts = [text for pair in PAIRS for text in pair.values()]
-    assert answer.usage.prompt_tokens == sum(map(len, codec.encode_ids(texts)))
+    # The fake engine scores alike, steered or not.
+    assert about.recommendation is None
+    assert "raises the preference" in (about.validation.caution or "")
+    assert answer.usage.generated_tokens > 0
     assert answer.provenance.engine == "fake"
     assert client.vectors.get("happy") == answer.vector
 

@@ -58,13 +58,11 @@ ON_AN_H100 = {
     "v2": False, "async": False, "batch": [8192, 1024], "chunked": True, "compiles": "VLLM_COMPILE",
     "graphs": "FULL_AND_PIECEWISE", "largest_graph": 512, "prefixes": True,
     "dtype": "torch.bfloat16", "executor": "uni", "ranks": 1, "worker": WORKER, "adapters": None,
-    "widens_head": True,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
     "auto": {"v2": True, "async": True},
     "eager": {"compiles": "NONE", "graphs": "NONE", "largest_graph": 0},
-    "logits in bfloat16": {"widens_head": False},
     "adapters": {"adapters": 3},
     "tensor parallel 2": {"executor": "mp", "ranks": 2},
     "tensor parallel 8": {"executor": "mp", "ranks": 8},

@@ -122,6 +122,12 @@ def write_examples(examples: str) -> dict[str, Any]:
     return {"epilog": f"examples:{examples}", "formatter_class": formatter}
 
 
+def read_server(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a client: where the server is, key, patience, model."""
+    names = ("base_url", "api_key", "timeout", "model")
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
     """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -246,7 +252,8 @@ def _add_steering_options(parser: argparse.ArgumentParser, required: bool) -> No
         dest="vectors",
         metavar="NAME[:SCALE][@LAYERS]",
         help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; what is left out "
-        "is what its training recommends; repeatable",
+        "is what its training recommends; refusal@14:all ablates layer 14's direction at every "
+        "layer; repeatable",
     )
     either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
     group.add_argument(

@@ -4,12 +4,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 
 import logsteer
-from logsteer.cli.arguments import Command, begin_commands, reading, write_examples
+from logsteer.cli.arguments import (
+    Command,
+    begin_commands,
+    read_server,
+    reading,
+    write_examples,
+)
 from logsteer.cli.generation import add_chat, add_generate, add_steer, add_sweep
 from logsteer.cli.models import add_model_commands, add_selftest
 from logsteer.cli.output import check_output
@@ -67,12 +72,10 @@ def run(argv: Sequence[str], *, transport: httpx.BaseTransport | None = None) ->
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
     """
     arguments = build_parser().parse_args(argv)
-    names = {"base_url", "api_key", "timeout", "model"}
-    settings: Any = {name: value for name, value in vars(arguments).items() if name in names}
     command: Command = arguments.command
     try:
         check_output(arguments)
-        with Client(transport=transport, **settings) as client:
+        with Client(transport=transport, **read_server(arguments)) as client:
             command(client, arguments)
         sys.stdout.flush()
     except LogsteerError as error:

@@ -1,20 +1,26 @@
 """The commands about models: models ..., and selftest."""
 
 import argparse
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from logsteer._endpoints import SelftestEvent
-from logsteer.cli.arguments import AddCommand, add_options, begin_commands, given
+from logsteer.async_client import AsyncClient
+from logsteer.cli.arguments import (
+    AddCommand,
+    add_options,
+    begin_commands,
+    read_server,
+)
 from logsteer.cli.output import draw_answer, draw_checks, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, ModelList, SelftestAnswer, SelftestCheck
+from logsteer.selftest import run_selftest
 
 _WAIT_S = 300.0
 _CHANGES = {
@@ -82,27 +88,23 @@ def _reload(client: Client, arguments: argparse.Namespace) -> None:
         raise LogsteerError("; ".join(f"{name}: {why}" for name, why in answer.failed.items()))
 
 
-_AGAINST = {"against": "ID"}
-
-
 def add_selftest(add: AddCommand) -> None:
     """Add `logsteer selftest`."""
     parser = add(
         "selftest", _selftest, "measure on a model what the service promises",
         """
-  logsteer selftest demo
-  logsteer selftest demo --format csv
+  logsteer selftest http://127.0.0.1:8000
+  logsteer selftest https://gpu-host --model demo --against demo-tlens --format csv
 """, answer=SelftestAnswer,
     )  # fmt: skip
-    parser.add_argument("tested", metavar="MODEL")
-    add_options(parser, "selftest", _AGAINST)
+    text = "the server's address, in place of --base-url"
+    parser.add_argument("base_url", nargs="?", metavar="URL", default=argparse.SUPPRESS, help=text)
+    add_options(parser, "selftest", {"against": "ID"})
 
 
-def _selftest(client: Client, arguments: argparse.Namespace) -> None:
+def _selftest(_client: Client, arguments: argparse.Namespace) -> None:
     """Print the table; raise LogsteerError, which is exit status 1, where a check has failed."""
-    options: Mapping[str, Any] = given(arguments, *_AGAINST)
-    with closing(client.selftest_events(arguments.tested, **options)) as events:
-        answer = _watch(events)
+    answer = asyncio.run(_watch(arguments))
     model = answer.provenance
     note = (
         f"Differences in nats a token; noise floor {answer.checks[0].noise_floor:.1e}. "
@@ -115,14 +117,18 @@ def _selftest(client: Client, arguments: argparse.Namespace) -> None:
         raise LogsteerError(f"{answer.model} failed its self-test: {', '.join(failed)}")
 
 
-def _watch(events: Generator[SelftestEvent, None, None]) -> SelftestAnswer:
+async def _watch(arguments: argparse.Namespace) -> SelftestAnswer:
     """Return the answer; on a terminal the table grows on stderr, cleared at the end."""
     checks: list[SelftestCheck] = []
     console = Console(stderr=True)
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        for event in events:
-            if isinstance(event, SelftestCheck) and console.is_terminal:
-                checks.append(event)
-                live.update(draw_checks(checks), refresh=True)
+        async with (
+            AsyncClient(**read_server(arguments)) as client,
+            aclosing(run_selftest(client, against=arguments.against)) as events,
+        ):
+            async for event in events:
+                if isinstance(event, SelftestCheck) and console.is_terminal:
+                    checks.append(event)
+                    live.update(draw_checks(checks), refresh=True)
     assert isinstance(event, SelftestAnswer), "a stream ends with its result"
     return event

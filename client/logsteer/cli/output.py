@@ -153,7 +153,7 @@ _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 _STORED = ("created", "sha256")
 _SCORED = ("target", "logprob", "prob", "perplexity", "num_tokens", "choice_prob", "best")
 _SPACES = ("logprob_with_space", "logprob_without_space", "logprob_any_space")
-_LAYER = ("layer", "norm", "auc", "effect_size", "accuracy", "pair_accuracy", "matching_scale")
+_LAYER = ("layer", "norm", "auc", "accuracy", "pair_accuracy", "scale", "gain", "harm")
 _COLUMNS: Mapping[type, tuple[str, ...]] = {
     ModelList: ("id", "engine", "state", "replicas", "context_length", "vocab_size", "detail"),
     VectorList: ("name", "hook", "layers", "source", "method", *_STORED),
@@ -228,6 +228,8 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
                 f"{', so it is not compared with the others' if result.flags else ''}; "
                 "--boundary separate keeps them apart"
             )
+        if target.boundary == "no_context":
+            yield Text(f"{target.target!r}: nothing precedes its first token, which is not scored")
         if target.top is not None:
             yield Text(f"most probable at each token of {target.target!r}")
             yield draw_rows([

@@ -179,7 +179,7 @@ _PAIR = '{"positive": "…", "negative": "…"}'
 _PAIRS = f"a line a pair: {_PAIR}; or a JSON list of these; - is standard input"
 _SIDES = ("positive", "negative")
 _TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None,
-             "overwrite": None}  # fmt: skip
+             "max_harm": "X", "harm_texts": "TEXT", "overwrite": None}  # fmt: skip
 
 
 def _add_vector_commands(add: AddCommand) -> None:
@@ -237,7 +237,7 @@ def _add_evaluate(add: AddCommand) -> None:
         "--scales",
         type=parse_scales,
         metavar="X,X,…",
-        help="default: up to those recommended, and their opposites",
+        help="default: about the one recommended, and their opposites",
     )
     parser.add_argument(
         "--layers", type=parse_layers, metavar="N,N-N,…", help="default: the one recommended"

@@ -49,8 +49,8 @@ class ActivationsOfItem:
     With an autoencoder there are no layers: `feature_ids` and `feature_activations` [T, K] are the
     strongest features of each token, -1 and 0 where no further one is active.
 
-    A mean has one row and no positions. `truncated_tokens` were dropped before `token_ids`;
-    `flags` says where a number is not finite.
+    A mean has one row and no positions; `sinks` are by layer the tokens that it leaves out.
+    `truncated_tokens` were dropped before `token_ids`; `flags` says where a number is not finite.
     """
 
     layers: "Mapping[int, Floats]"
@@ -58,6 +58,7 @@ class ActivationsOfItem:
     positions: "Ids | None"
     truncated_tokens: int
     flags: list[str]
+    sinks: dict[int, list[int]]
     feature_ids: "Ids | None" = None
     feature_activations: "Floats | None" = None
 
@@ -128,6 +129,7 @@ class Activations(OpenedSequence[ActivationsOfItem]):
             None if self._positions is None else self._positions[rows],
             self._items[index]["truncated_tokens"],
             self._items[index]["flags"],
+            {int(layer): places for layer, places in self._items[index]["sinks"].items()},
             None if self.feature_ids is None else self.feature_ids[rows],
             None if self.feature_activations is None else self.feature_activations[rows],
         )

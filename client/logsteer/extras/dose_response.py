@@ -117,12 +117,11 @@ def _cut_conversations(
 
 
 def _choose_scales(card: VectorCard) -> Sequence[float]:
-    """Return scales to evaluate a vector at: five up to those recommended, and their opposites."""
+    """Return scales to evaluate a vector at: about the one recommended, and their opposites."""
     advice = card.about.recommendation
     if advice is None:
         return PLAIN_SCALES
-    first, last = advice.scales
-    upward = [first / 2, first, (first * last) ** 0.5, last, 2 * last]
+    upward = [share * advice.scale for share in (0.25, 0.5, 1, 2, 4)]
     return [*(-scale for scale in upward), *upward]
 
 

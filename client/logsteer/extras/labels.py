@@ -103,8 +103,7 @@ def describe_card(card: VectorCard) -> Iterator[tuple[str, str]]:
         if validation.caution:
             yield f"nothing is recommended: {validation.caution}", "yellow"
     if advice := card.about.recommendation:
-        first, last = advice.scales
-        yield f"try {card.name}:{first:.3g}@{advice.layer} to {card.name}:{last:.3g}", "bold"
+        yield f"{card.name} is {card.name}:{advice.scale:.3g}@{advice.layer}", "bold"
         yield advice.reason, ""
     for layer, one in (card.readouts or {}).items():
         sign = "-" if one.bias < 0 else "+"

@@ -210,7 +210,7 @@ def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
             card = client.vectors.get(vector.name)
             advice = card.about.recommendation
             vector.sha256, vector.name = card.sha256, None
-            vector.scale = vector.choose_scale(advice.scales if advice else ())
+            vector.scale = vector.choose_scale(advice.scale if advice else None)
             if vector.layers == RECOMMENDED:
                 vector.layers = None if advice is None else [advice.layer]
     return steering.model_dump(mode="json", exclude_none=True)

@@ -14,6 +14,7 @@ from logsteer.schemas.common import (
     OneForm,
     Reply,
     Request,
+    SpecialTokens,
     Tabled,
     TokenId,
     name_refusal,
@@ -200,6 +201,7 @@ class TokenizeRequest(ChatFields, OneForm):
         default=None, min_length=1, description="Texts to cut into tokens."
     )
     bos: BosPolicy = "auto"
+    special_tokens: SpecialTokens = "parse"
     prompt: str | None = None
     add_special_tokens: bool = Field(
         default=True, description="For `prompt`: as bos auto or never."

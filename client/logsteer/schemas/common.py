@@ -38,6 +38,7 @@ def check_hook(name: str) -> str:
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
 BosPolicy = Literal["auto", "always", "never"]
+SpecialTokens = Literal["parse", "text"]
 OverflowPolicy = Literal["error", "truncate_left"]
 OnError = Literal["fail", "report"]
 Column = Literal[
@@ -182,6 +183,12 @@ class SequenceOptions(Request):
         default="auto",
         description="Beginning-of-sequence token: as the tokenizer does, always, or never. "
         "It is never added twice.",
+    )
+    special_tokens: SpecialTokens = Field(
+        default="parse",
+        description="Control text in the request's strings, such as `<|im_end|>`: `parse`: control "
+        "tokens, as the tokenizer reads it; `text`: plain text. What a chat template writes is "
+        "control tokens in either case.",
     )
     on_overflow: OverflowPolicy = Field(
         default="error",
@@ -383,8 +390,8 @@ class Provenance(Reply):
     engine: EngineKind
     engine_version: str
     model_path: str = Field(
-        description="The model's id on the hub, or the last name of its directory; which weights "
-        "they are says weights_digest."
+        description="The model's id on the hub, the last name of its directory, or that of a GGUF "
+        "file, whose weights were dequantised; which weights they are says weights_digest."
     )
     weights_digest: str
     dtype: str

@@ -11,6 +11,7 @@ from logsteer.schemas.common import (
     Aggregate,
     Answer,
     Columns,
+    Count,
     Float,
     ItemOptions,
     ItemResult,
@@ -26,7 +27,11 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 
 Boundary = Literal["joint", "separate"]
-BoundaryFinding = Literal["exact", "merged"]
+BoundaryFinding = Literal["exact", "merged", "no_context"]
+BOUNDARY = (
+    "`merged` where the context's own tokens are not a prefix of the joint tokens; `no_context` "
+    "where neither context nor BOS precedes the target: its first token is read, not scored."
+)
 SpacePolicy = Literal["as_given", "both", "best"]
 
 
@@ -83,6 +88,12 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
     )
+    step_tokens: Count | None = Field(
+        default=None,
+        description="Tokens of a sequence that a step of the engine may read: longer ones are read "
+        "in several steps, more slowly, with the same scores up to rounding. Null: as many as the "
+        "engine has room for.",
+    )
     vocabulary: bool = Field(
         default=False,
         description="Also give the log-probability of every token of the vocabulary at each scored "
@@ -134,9 +145,7 @@ class TargetScore(RowColumns, Tabled):
     num_tokens: int
     num_bytes: int = Field(description="UTF-8 bytes of the text that was scored.")
     is_greedy: bool | None = Field(default=None, description="Every rank is 1; null without ranks.")
-    boundary: BoundaryFinding = Field(
-        description="`merged` where the context's own tokens are not a prefix of the joint tokens."
-    )
+    boundary: BoundaryFinding = Field(description=BOUNDARY)
     truncated_tokens: int = 0
     flags: list[str] = Field(default_factory=list)
 

@@ -20,6 +20,7 @@ from logsteer.schemas.common import (
     ProbeReadings,
     Reply,
     Request,
+    SpecialTokens,
     TokenId,
     name_refusal,
 )
@@ -75,6 +76,7 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 
     model: str | None = None
+    special_tokens: SpecialTokens = "parse"
 
     @model_validator(mode="before")
     @classmethod

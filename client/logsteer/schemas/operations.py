@@ -57,7 +57,14 @@ class ModelCard(Reply):
     )
     lacks: dict[str, str] | None = Field(
         default=None,
-        description="Why steering, overrides, adapters or gradients are refused, by their names.",
+        description="Why steering, overrides, adapters, gradients or step_tokens are refused, by "
+        "their names.",
+    )
+    rounding: Float | None = Field(
+        default=None,
+        description="Of a model in half precision: the most that a token's log-probability was off "
+        "float32's, in nats, on a text of about 100 tokens at the start; null: in float32, or not "
+        "measured, because the weights are quantised or too many.",
     )
     provenance: Provenance | None = None
     restarts: int = Field(default=0, description="Of all its replicas.")

@@ -35,7 +35,7 @@ from logsteer.schemas.interventions import (
     ParameterFields,
     UsedOverride,
 )
-from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
+from logsteer.schemas.logprob import BOUNDARY, Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.steering import (
     HOOK,
     HookName,
@@ -129,7 +129,7 @@ class TargetGradient(Reply):
     logprobs: list[Float]
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
     num_context: int = Field(description="Tokens before the target.")
-    boundary: BoundaryFinding
+    boundary: BoundaryFinding = Field(description=BOUNDARY)
     truncated_tokens: int = 0
     positions: list[int] | None = Field(
         default=None, description="Of the input tokens that the rows of `gradients` belong to."
@@ -217,7 +217,8 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
     )
     read: ActivationRead = Field(
         default="each",
-        description="Each of those tokens' activation, the last one's, or their mean.",
+        description="Each of those tokens' activation, the last one's, or their mean, which leaves "
+        "out BOS where positions is all, and attention sinks.",
     )
 
     sae: VectorName | None = Field(
@@ -271,6 +272,11 @@ class ItemActivations(Reply):
         default=None,
         description="By layer: a row for each position, or one row; a number a dimension.",
     )
+    sinks: ByLayer[list[int]] = Field(
+        default_factory=ByLayer[list[int]],
+        description="By layer the positions that a mean leaves out: attention sinks, whose norm is "
+        "more than 3 times the median of the tokens'.",
+    )
     features: TokenFeatures | None = Field(default=None, description="In place of activations.")
     flags: list[str] = Field(default_factory=list)
 
@@ -309,7 +315,7 @@ class LensRequest(RowOptions, ItemOptions, InterventionFields, ChatFields, Named
     items: list[str | LogprobItem] = Field(
         min_length=1,
         description="Contexts and the targets scored after each. A string is a text that is scored "
-        "whole, as the target after an empty context.",
+        "whole, as the target after an empty context: without BOS, from its second token.",
     )
     layers: Layers | None = Field(
         default=None, description="Layers whose resid_post is read; null: all."
@@ -340,7 +346,7 @@ class LensTarget(Plotted):
         "negative where white space of the context was moved to the target. Null for ids.",
     )
     layers: ByLayer[LensRows]
-    boundary: BoundaryFinding
+    boundary: BoundaryFinding = Field(description=BOUNDARY)
     truncated_tokens: int = 0
     flags: list[str] = Field(default_factory=list)
 
@@ -432,10 +438,7 @@ class PatchResult(Tabled):
     positions: list[int] = Field(description="Of the tokens that are patched.")
     tokens: list[str] = Field(description="Their text, as the patched run has them.")
     matrix: list[list[Float]] = Field(description="By set of layers, by position.")
-    boundary: BoundaryFinding = Field(
-        description="`merged` where the context's own tokens are not a prefix of the joint tokens, "
-        "of any target of either run."
-    )
+    boundary: BoundaryFinding = Field(description=f"Of any target of either run: {BOUNDARY}")
     truncated_tokens: int = Field(
         default=0,
         description="Leftmost tokens that were dropped to fit, of the context that lost more; "

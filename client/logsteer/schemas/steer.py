@@ -34,7 +34,7 @@ from logsteer.schemas.interventions import (
     AppliedParameters,
     ParameterFields,
 )
-from logsteer.schemas.logprob import Boundary, LogprobItem
+from logsteer.schemas.logprob import BOUNDARY, Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.openai import FinishReason
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 
@@ -244,6 +244,7 @@ class SweptTarget(Reply):
 
     logprob: Float
     change: Float
+    boundary: BoundaryFinding = Field(default="exact", description=BOUNDARY)
     truncated_tokens: int = Field(
         default=0, description="Leftmost tokens of the context that were dropped to fit."
     )

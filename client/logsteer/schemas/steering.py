@@ -58,7 +58,7 @@ Recommended = Literal["recommended"]
 RECOMMENDED: Recommended = "recommended"
 
 _FEATURE = re.compile(r"(?!shared/[0-9]+$)(?P<sae>.+)/(?P<feature>[0-9]{1,9})")
-_VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
+_VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+)(?P<all>:all)?)?")
 
 
 MAX_LAYER = 9999
@@ -81,11 +81,15 @@ def parse_vector(text: str) -> dict[str, Any]:
     """Return the fields of a vector written as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7.
 
     res8/123:4 is feature 123 of the sparse autoencoder res8. A scale or layers that are left out
-    are "recommended". Raises ValueError for another form.
+    are "recommended". refusal@14:all ablates the direction of layer 14 at every layer; a scale is
+    then the share that is removed, 1 where it is left out. Raises ValueError for another form.
     """
     found = _VECTOR.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} has not the form NAME[:SCALE][@LAYERS], as in mood:4@3")
+        raise ValueError(
+            f"{text!r} has not the form NAME[:SCALE][@LAYERS], as in mood:4@3, or "
+            "NAME[:SCALE]@LAYER:all, as in refusal@14:all"
+        )
     scale: float | Recommended = RECOMMENDED
     if found["scale"] is not None:
         try:
@@ -96,7 +100,12 @@ def parse_vector(text: str) -> dict[str, Any]:
     named: dict[str, Any] = {"name": found["name"]}
     if feature := _FEATURE.fullmatch(found["name"]):
         named = {"sae": feature["sae"], "feature": int(feature["feature"])}
-    return {**named, "scale": scale, "layers": layers}
+    if not found["all"]:
+        return {**named, "scale": scale, "layers": layers}
+    if len(layers) != 1:
+        raise ValueError(f"{text!r}: :all takes one layer's direction, as in refusal@14:all")
+    share = 1.0 if scale == RECOMMENDED else scale
+    return {**named, "op": "ablate", "scale": share, "from_layer": layers[0]}
 
 
 def _read_scale(data: Any) -> float | Recommended:
@@ -173,6 +182,11 @@ class VectorReference(OneForm):
         description="Layers to use it at; null: the vector's own. A vector of a single layer may "
         "be used at any layer. `recommended`: the layer that its training recommends; its own "
         "where nothing is recommended.",
+    )
+    from_layer: Index | None = Field(
+        default=None,
+        description="The vector's layer whose direction is used at all of `layers`, which is then "
+        "every layer of the model where it is null or `recommended`.",
     )
     hook: HookName | None = Field(
         default=None,
@@ -293,8 +307,8 @@ class SteeringVector(VectorReference):
         PlainValidator(_read_scale, json_schema_input_type=Finite | Recommended),
     ] = Field(
         default=1.0,
-        description="`recommended`: for op add and unit raw the larger of the scales that its "
-        "training recommends; 1 elsewhere, where nothing is recommended, and in a sweep. The "
+        description="`recommended`: for op add and unit raw the scale that its training "
+        "recommends; 1 elsewhere, where nothing is recommended, and in a sweep. The "
         "receipt says which it was.",
     )
     unit: Unit = "raw"
@@ -328,12 +342,12 @@ class SteeringVector(VectorReference):
             raise ValueError(f"op rotate turns by at most 180 degrees, got scale {self.scale}")
         return self
 
-    def choose_scale(self, advised: Sequence[float]) -> float:
-        """Return the scale to use; `advised` are what the vector's training recommends."""
+    def choose_scale(self, advised: float | None) -> float:
+        """Return the scale to use; `advised` is what the vector's training recommends."""
         if not isinstance(self.scale, str):
             return self.scale
         is_plain = self.op == "add" and self.unit == "raw"
-        return advised[-1] if advised and is_plain else 1.0
+        return advised if advised is not None and is_plain else 1.0
 
 
 class Steer(SteeringVector):
@@ -356,7 +370,8 @@ class Steering(Request):
     """Vectors, applied in the order given, to the activations of some of a sequence's tokens.
 
     As a string, "mood:4@3" is a vector's name, scale and layer; what is left out is what training
-    recommends. Several vectors are a list of strings.
+    recommends. "refusal@14:all" ablates the direction of layer 14 at every layer, as Arditi et al.
+    do (2024, arXiv 2406.11717). Several vectors are a list of strings.
     """
 
     vectors: list[SteeringVector] = Field(min_length=1, max_length=64)
@@ -379,7 +394,7 @@ class Steering(Request):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return the schema of the object, or a string, or a list of strings."""
-        text = {"type": "string", "examples": ["mood", "mood:4@3"]}
+        text = {"type": "string", "examples": ["mood", "mood:4@3", "mood@3:all"]}
         return {"anyOf": [handler(schema), text, {"type": "array", "items": text}]}
 
 
@@ -404,6 +419,9 @@ class UsedVector(Reply):
     name: str | None
     sha256: str
     scale: float
+    other_weights: bool = Field(
+        default=False, description="Whether it was trained on other weights than this model's."
+    )
     tokens: int | None = Field(
         default=None, description="Tokens at its positions, counted as `tokens_steered` is."
     )

@@ -21,6 +21,7 @@ from logsteer.schemas.common import (
     Plotted,
     Reply,
     Request,
+    SpecialTokens,
     Tabled,
     name_refusal,
 )
@@ -41,7 +42,7 @@ OVERWRITE = (
 class LayerQuality(Reply):
     """How well a method tells texts apart at one layer, by their projections on its vector.
 
-    All but the last two are held out: each pair's texts are projected on the vector that the other
+    The first three are held out: each pair's texts are projected on the vector that the other
     folds' pairs give, from the middle between their two means. null where nothing could be.
     """
 
@@ -57,25 +58,22 @@ class LayerQuality(Reply):
         default=None,
         description="Share of pairs whose positive text projects higher than their negative one.",
     )
-    explained_variance: Float = Field(
-        default=None,
-        description="Share of the squared length of the pairs' differences along the vector.",
-    )
-    effect_size: Float = Field(
-        default=None,
-        description="Difference of the two means of projections by their standard deviation "
-        "(Cohen's d); null where it has no value.",
-    )
-    matching_scale: Float = Field(
-        default=None,
-        description="Scale at which adding the vector moves the mean of the negative texts to that "
-        "of the positive ones, along it.",
-    )
     activation_norm: Float = Field(
         default=None,
-        description="Mean norm of the texts' activations: what |scale v| compares to; with read "
-        "mean that of their means over tokens, which are shorter than a token's own.",
+        description="Mean norm of the texts' activations; with read mean that of their means over "
+        "tokens, which are shorter than a token's own.",
     )
+    left_out: int | None = Field(
+        default=None,
+        description="With read mean: attention sinks of all texts, which it leaves out.",
+    )
+    scale: Float = Field(
+        default=None,
+        description="Of those tried at this layer, the one with the largest gain whose harm is at "
+        "most max_harm; null where none was tried, or none is.",
+    )
+    gain: Float = Field(default=None, description="At that scale: see `Recommendation.gain`.")
+    harm: Float = Field(default=None, description="At that scale: see `Recommendation.harm`.")
 
 
 class Validation(Reply):
@@ -83,24 +81,47 @@ class Validation(Reply):
 
     folds: int | None = Field(
         default=None,
-        description="Each held out in turn, both texts of a pair in one; as many as pairs for few.",
+        description="Each held out in turn, with all pairs of the same continuations in one; as "
+        "many as there are such texts for few.",
     )
     reason: str | None = Field(default=None, description="Why nothing was held out.")
     caution: str | None = Field(
         default=None,
-        description="Why nothing is recommended: held-out texts are separated no better than "
-        "chance would, by an AUC of at most 0.6.",
+        description="Why nothing is recommended: no setting that was tried raises the preference "
+        "within max_harm; or held-out texts are separated no better than chance would, by an AUC "
+        "of at most 0.6.",
     )
+
+
+RecommendedBy = Literal["effect", "separation"]
 
 
 class Recommendation(Reply):
-    """Where to begin with a trained vector."""
+    """The layer and the scale that a trained vector's name alone stands for."""
 
-    layer: int = Field(description="The one that tells held-out texts apart best.")
-    scales: list[float] = Field(
-        description="From and to; with a minus in front for the opposite. Unit raw."
+    layer: int
+    scale: float = Field(description="With a minus in front for the opposite. Unit raw.")
+    relative_norm: float = Field(
+        description="|scale v| by `LayerQuality.activation_norm` of the layer."
     )
-    relative_norms: list[float] = Field(description="|scale v| / |activation| at the two.")
+    recommended_by: RecommendedBy = Field(
+        description="`effect`: what the vector does to pairs whose texts begin alike. "
+        "`separation`, where none do: the layer between 30 and 80 % of the depth that tells "
+        "held-out texts apart best, at a small scale; try it before you trust it."
+    )
+    gain: Float = Field(
+        default=None,
+        description="Mean over pairs of the change of log P(positive continuation) - log "
+        "P(negative continuation) under steering, in nats, each by the vector of the folds without "
+        "the pair, where pairs are held out.",
+    )
+    harm: Float = Field(
+        default=None,
+        description="Relative growth of perplexity: exp(KL(unsteered || steered) per token) - 1 on "
+        "the unsteered model's own continuations of the pairs' beginnings; or of perplexity on "
+        "harm_texts, where that is larger.",
+    )
+    pairs: int | None = Field(default=None, description="Pairs that gain was measured on.")
     reason: str
 
 
@@ -159,6 +180,11 @@ class VectorCard(Plotted):
     )
     bytes: int
     created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
+    other_weights: bool = Field(
+        default=False,
+        description="In a list for a model: whether it was trained on other weights than the "
+        "model's, so that its directions may mean nothing there.",
+    )
     about: VectorAbout
 
 
@@ -229,13 +255,28 @@ class TrainRequest(ChatFields):
     )
     read: TrainRead = Field(
         default="last",
-        description="Activation after a text's last token, or their mean; `answer`: after the last "
-        "token that the assistant says in a conversation's last turn, before what the "
-        "template closes the turn with, as contrastive activation addition reads it.",
+        description="Activation after a text's last token, or their mean over tokens without BOS "
+        "and attention sinks (tokens whose norm at that layer is more than 3 times the median of "
+        "the text's); `answer`: after the last token that the assistant says in a conversation's "
+        "last turn, before what the template closes the turn with, as contrastive activation "
+        "addition reads it.",
     )
     layers: Layers | None = Field(default=None, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
+    max_harm: float = Field(
+        default=0.1,
+        gt=0,
+        le=10,
+        description="How much the recommended scale may raise perplexity: 0.1 is a tenth.",
+    )
+    harm_texts: list[str] = Field(
+        default=[],
+        max_length=64,
+        description="Further texts whose perplexity is not to grow by more, the first 64 tokens "
+        "of each.",
+    )
+    special_tokens: SpecialTokens = "parse"
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")
@@ -356,6 +397,15 @@ class SaeList(Tabled):
 
 class DeletedSae(DeletedName):
     """The name that is gone, and the content that it pointed to."""
+
+
+class FitQuery(Query):
+    """The model that a list is for."""
+
+    model: str | None = Field(
+        default=None,
+        description="Id of a resident model: list what fits it alone. Left out: everything.",
+    )
 
 
 class ModelQuery(Query):

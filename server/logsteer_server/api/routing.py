@@ -42,6 +42,10 @@ SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
 """Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
 
 
+TESTER = "selftest_caller"
+"""In a request's state, the caller of a self-test whose request this is: it was let in as that."""
+
+
 class LimitedRequest(Request):
     """A request whose body is read up to the limit, and parsed as its route's schema."""
 
@@ -181,6 +185,11 @@ class KeyedRoute(APIRoute):
         """Answer a request. Errors: APIError `unauthorized`, `forbidden`, `rate_limited`."""
         if self._needed is None:
             await super().handle(scope, receive, send)
+            return
+        if TESTER in scope["state"]:
+            caller = scope["state"]["caller"] = scope["state"][TESTER]
+            find_record(scope).key = caller.namespace or ""
+            await self.answer(scope, receive, send)
             return
         keys: KeyRing = scope["app"].state.keys
         record = find_record(scope)

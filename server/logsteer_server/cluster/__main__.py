@@ -4,24 +4,22 @@ SIGINT and SIGTERM end it; POST /admin/reload has the configuration read again.
 """
 
 import argparse
-import logging
+import ctypes
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from logsteer_server.engines.lifetime import ScratchDirectory, sweep
-from logsteer_server.serving import suggest_calls
-from logsteer_server.settings import ConfigurationError, load_settings
+from logsteer_server.engines.lifetime import PR_SET_PDEATHSIG, ScratchDirectory, sweep
+from logsteer_server.settings import ConfigurationError
 
-HOST = "127.0.0.1"
+# Paths of sockets below it may have 107 characters, which a longer $TMPDIR would take.
 PARENT = Path("/tmp")  # noqa: S108 - the directory below it is made by mkdtemp
-"""Paths of sockets below it may have 107 characters, which a longer $TMPDIR would take."""
-NODE_CPUS = 64
-"""Logical ones of a node: the configuration says what runs here, not the number of cores."""
-STORE_BYTES = 80 * 2**20
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,89 +27,92 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     # A replica that hangs cannot end by itself.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Few cores start many processes at once.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
+NODE = ["-m", "ray.scripts.scripts", "start", "--block", "--min-worker-port=0"]
+NODE += ["--max-worker-port=0", "--object-store-memory=80000000"]
+NODE += ["--dashboard-agent-listen-port=0"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; return the exit status: 2 for an unusable configuration."""
-    parser = argparse.ArgumentParser(
-        prog="python -m logsteer_server.cluster",
-        description="Serve a configuration with Ray Serve, on a Ray of its own on this machine.",
-    )
-    parser.add_argument(
-        "--config", type=Path, required=True, help="YAML file that lists the models"
-    )
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
-    parser.add_argument("--nodes", type=int, default=1, help="logical nodes (default 1)")
+    """Serve until interrupted; return the exit status.
+
+    0 after a signal, 1 where Ray has ended, 2 for an unusable configuration.
+    """
+    parser = argparse.ArgumentParser(prog="python -m logsteer_server.cluster", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with the models")
+    parser.add_argument("--nodes", type=int, default=0, help="nodes beside a head without models")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sweep(PARENT)
     try:
-        sweep(PARENT)
         with ScratchDirectory(PARENT) as directory:
             # Whoever has the token may run code: it is new, and never leaves this user's processes.
-            token = secrets.token_hex(32)
-            os.environ |= ENVIRONMENT | {"RAY_TMPDIR": str(directory), "RAY_AUTH_TOKEN": token}
+            os.environ |= ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
             os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
-            for name in ("host", "port"):
-                if (value := getattr(arguments, name)) is not None:
-                    os.environ[f"LOGSTEER_{name.upper()}"] = str(value)
-            _serve(arguments, directory)
+            _serve(arguments.config.resolve(), arguments.nodes, directory)
     except KeyboardInterrupt:
         return 0
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    print("error: Ray has ended", file=sys.stderr)
+    return 1
 
 
-def _serve(arguments: argparse.Namespace, directory: Path) -> None:
-    """Have Ray run at the loopback address with the service, and end it with what it runs."""
-    # Ray reads the environment that was set above when it is imported.
-    import ray
-    from ray import serve
-    from ray.cluster_utils import Cluster
-    from ray.serve.exceptions import RayServeException
+def _serve(config: Path, num_nodes: int, directory: Path) -> None:
+    """Start Ray and the service on it, wait for Ray's end or an interrupt, and end all of it."""
+    from logsteer_server.cluster.application import read_document
 
-    from logsteer_server.cluster.application import SERVE_LOG, ClusterArguments, build, deploy
-    from logsteer_server.cluster.ingress import SERVICE
+    settings, _ = read_document(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused = listener.getsockname()[1]  # in place of a fixed one
+    # One node alone keeps to the loopback address; several have addresses of their own.
+    first = min(num_nodes, 1)
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = str(first)
+    address_file = directory / f"{first}/ray_current_cluster"
+    processes = []
 
-    application = build(ClusterArguments(config=arguments.config.resolve()))
-    settings = load_settings(arguments.config)
-    # The kernel kills Ray's processes with this one: `shutdown_at_exit` asks it to.
-    cluster = Cluster(shutdown_at_exit=True)
+    def start_node(number: int, *options: str, cpus: int = 64) -> None:
+        # CPUs are logical: the configuration says what runs here.
+        own = (f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{1 + number}")
+        processes.append(_start(*NODE, *own, f"--temp-dir={directory}/{number}", *options))
+
     try:
-        for _ in range(arguments.nodes):
-            cluster.add_node(
-                num_cpus=NODE_CPUS,
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                node_ip_address=HOST,
-            )
-        # `init` puts this process' address in the place of the loopback's: here it is that one.
-        ray._private.worker._global_node = cluster.head_node
-        ray.init(address=cluster.address, logging_level=logging.WARNING, log_to_driver=True)
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        # Ray has put its own handler there.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
-        serve.start(proxy_location="Disabled", logging_config=SERVE_LOG)
-        deploy(application)
+        head = ("--head", "--port=0", "--include-dashboard=false")
+        start_node(first, *head, f"--ray-client-server-port={unused}", cpus=0 if num_nodes else 64)
+        while not (address_file.exists() and (address := address_file.read_text())):
+            if processes[0].poll() is not None:
+                return
+            time.sleep(0.1)
+        for number in range(num_nodes):
+            start_node(first + 1 + number, f"--address={address}")
+        run = f"from logsteer_server.cluster.application import run; run({str(config)!r})"
+        processes.append(_start("-c", run, RAY_ADDRESS=address))
         url = f"http://{settings.host}:{settings.port}"
-        name = settings.models[0].id if len(settings.models) > 1 else None
-        needs_key = settings.api_key is not None or settings.key_file is not None
         print(f"logsteer on Ray comes up at {url}; GET /models says how far.")
-        print(suggest_calls(url, name, needs_key), flush=True)
-        signal.pause()
+        print(f"Ray's logs are in {directory}/{first}/session_latest/logs.", flush=True)
+        processes[-2].wait()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if ray.is_initialized():
-            # `serve.shutdown` would wait for a call that ends by its callee's death.
-            with suppress(RayServeException):
-                serve.delete(SERVICE)
-            ray.shutdown()
-        cluster.shutdown()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        deadline = time.monotonic() + settings.drain_s + 30
+        for process in reversed(processes):
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, deadline - time.monotonic()))
+            process.kill()
+
+
+def _start(*command: str, **environment: str) -> "subprocess.Popen[bytes]":
+    """Start Python out of a terminal's reach; the kernel ends it with this process."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | environment,
+        start_new_session=True,
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
 
 
 if __name__ == "__main__":

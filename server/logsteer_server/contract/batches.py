@@ -151,6 +151,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             like.policy,
             like.double,
             like.reads_end,
+            like.step_tokens,
             plan=like.plan,
             override=like.override,
             adapter=like.adapter,
@@ -200,6 +201,7 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
                 j.policy,
                 j.double,
                 j.reads_end,
+                j.step_tokens,
                 j.cache_namespace,
             ),
             *(id(j.plan), id(j.override), id(j.adapter)),
@@ -268,7 +270,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
     columns: dict[str, npt.NDArray[Any]]
     row_starts: Starts
     cached_tokens: npt.NDArray[np.int32]
-    was_split: npt.NDArray[np.bool_]
     top_ids: Ids | None = None
     top_logprobs: Scores | None = None
     traces: Sequence[SteeringTrace | None] | None = None
@@ -290,7 +291,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             },
             find_starts([len(next(iter(output.columns.values()))) for output in outputs]),
             np.array([output.cached_tokens for output in outputs], dtype=np.int32),
-            np.array([output.was_split for output in outputs]),
             np.concatenate([o.top_ids for o in outputs]) if has_top else None,
             np.concatenate([o.top_logprobs for o in outputs]) if has_top else None,
             traces if any(trace is not None for trace in traces) else None,
@@ -312,7 +312,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             },
             find_starts(np.concatenate([np.diff(part.row_starts) for part in parts])),
             np.concatenate([part.cached_tokens for part in parts]),
-            np.concatenate([part.was_split for part in parts]),
             np.concatenate([p.top_ids for p in parts]) if has_top else None,
             np.concatenate([p.top_logprobs for p in parts]) if has_top else None,
             _join_optional([(len(part), part.traces) for part in parts]),
@@ -330,7 +329,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             None if self.top_ids is None else self.top_ids[rows],
             None if self.top_logprobs is None else self.top_logprobs[rows],
             cached_tokens=int(self.cached_tokens[index]),
-            was_split=bool(self.was_split[index]),
             trace=self.traces[index] if self.traces else None,
             readings=self.readings[index] if self.readings else None,
         )
@@ -344,7 +342,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             {name: pick(values) for name, values in self.columns.items()},
             find_starts(np.diff(self.row_starts)[indices]),
             self.cached_tokens[indices],
-            self.was_split[indices],
             None if self.top_ids is None else pick(self.top_ids),
             None if self.top_logprobs is None else pick(self.top_logprobs),
             [self.traces[n] for n in chosen] if self.traces else None,

@@ -28,7 +28,6 @@ class EngineSpec:
     engine: str
     path: str
     dtype: str = "auto"
-    logits_dtype: str = "auto"
     tf32: bool = False
     devices: str | tuple[int, ...] = "auto"
     tensor_parallel: int = 1
@@ -192,14 +191,15 @@ class EngineInfo:
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it does not have: what to do instead, as an error's detail."""
+    rounding: float | None = None
+    """Of a model in half precision: the most that a token's log-probability was off float32's on
+    the text of the start's check, in nats; None where that was not measured."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
     """What else its numbers may change with: versions of libraries, and the device."""
     device: str = "cpu"
     """The name of what it computes on."""
-    step_tokens: int | None = None
-    """Tokens that a step reads at most, so that texts are split between steps; None: never."""
     room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
     """None where the model has no INT8 layers, and on GPUs."""
@@ -224,7 +224,7 @@ class EngineInfo:
         return self._check_capture(job) if isinstance(job, CaptureJob) else None
 
     def _check_capture(self, job: CaptureJob) -> JobFailure | None:
-        rows = job.num_rows * len(job.layers)
+        rows = len(job.places) * len(job.layers)
         if self.capture_rows is None or rows <= self.capture_rows:
             return None
         detail = (

@@ -64,20 +64,19 @@ class Routing:
 
     Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
     ones pass. Results and prefixes are shared within a `cache_namespace` alone. `request_id` is
-    what the log calls the request. `replica` runs them while it takes jobs; otherwise, and with
-    None, whichever the queue chooses.
+    what the log calls the request.
     """
 
     tenant: str = ""
     priority: Priority = "interactive"
     cache_namespace: str = ""
     request_id: str = ""
-    replica: int | None = None
 
 
-Feature = Literal["steering", "override", "gradient", "adapter", "structure"]
+Feature = Literal["steering", "override", "gradient", "adapter", "structure", "step_tokens"]
 """Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`."""
+`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`; a `ScoreJob` with
+`step_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +166,11 @@ def find_features(job: Job) -> tuple[Feature, ...]:
 class Output:
     """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
     so are `readings`, where the plan keeps any.
-
-    `was_split` says of a score job that its tokens were read in more than one step.
     """
 
     failed: ClassVar[Literal[False]] = False
     _: KW_ONLY
     cached_tokens: int = 0
-    was_split: bool = False
     trace: SteeringTrace | None = None
     readings: Readings | None = None
 
@@ -229,6 +225,8 @@ class ScoreJob(Job):
 
     With `reads_end` the model reads the text's last token, too, so that probes do. The last entry
     of `targets` then stands for no token, and its row is nobody's.
+
+    With `step_tokens` a step of the engine reads at most so many of the job's tokens.
     """
 
     targets: Ids
@@ -240,6 +238,13 @@ class ScoreJob(Job):
     policy: Policy = Policy()
     double: bool = False
     reads_end: bool = False
+    step_tokens: int | None = None
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What the job needs of an engine."""
+        needed = find_features(self)
+        return needed if self.step_tokens is None else (*needed, "step_tokens")
 
     @property
     def prompt_len(self) -> int:
@@ -285,7 +290,7 @@ class ScoreJob(Job):
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
         named = (self.cache_namespace,) if self.cache_namespace else ()
-        changes = (override, adapter, self.reads_end, *named)
+        changes = (override, adapter, self.reads_end, self.step_tokens, *named)
         return repr((self.columns, astuple(self.policy), self.double, *changes)).encode()
 
     def digest(
@@ -496,7 +501,8 @@ CaptureRead = Literal["each", "last", "mean"]
 class CaptureJob(Job):
     """A sequence of tokens whose activations are wanted, at `hook` of each of `layers`.
 
-    Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them. An
+    Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them but
+    for attention sinks (`numerics.sinks`). An
     activation is what leaves its hook, steering included; for that the prompt is the first
     `num_prompt` tokens, or the whole sequence.
     """
@@ -535,10 +541,11 @@ class CaptureJob(Job):
 class CaptureOutput(Output):
     """Activations [L, T, D], float32, in the order of the job's layers and of its tokens.
 
-    T is the job's `num_rows`.
+    T is the job's `num_rows`. `sinks` has by layer the tokens that a mean leaves out.
     """
 
     activations_LTD: Scores
+    sinks: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def activations_LD(self) -> Scores:

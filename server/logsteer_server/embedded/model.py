@@ -39,7 +39,7 @@ from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import COLUMNS, NEUTRAL, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
-from logsteer_server.numerics.sampling import ShapedRows, is_greedy, shape_rows
+from logsteer_server.numerics.sampling import ShapedRows, is_greedy, log_softmax, shape_rows
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
@@ -83,7 +83,7 @@ class _GraphRows(Rows):
     @cached_property
     def sampling_entropy_R(self) -> Tensor:
         """-sum q log q per row, in nats."""
-        return _find_entropy(self.shaped.logits_RV.log_softmax(-1))
+        return _find_entropy(log_softmax(self.shaped.logits_RV))
 
 
 def _find_entropy(log_p_RV: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class DifferentiableRows:
         Errors: ValueError for a greedy policy, which has no derivative.
         """
         _check_derivative(policy)
-        return self._read(policy).shaped.logits_RV.log_softmax(-1)
+        return log_softmax(self._read(policy).shaped.logits_RV)
 
     def _read(self, policy: Policy) -> _GraphRows:
         if policy not in self._rows:

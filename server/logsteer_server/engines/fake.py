@@ -14,7 +14,6 @@ from logsteer.schemas import Column
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
-    CaptureOutput,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
@@ -29,6 +28,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Readings
+from logsteer_server.numerics.sinks import finish_capture
 
 FAKE_COLUMNS = get_args(Column)
 HANG_S = 3600.0
@@ -39,6 +39,7 @@ LACKS: dict[Feature, str] = {
     "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
     "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
     "structure": f"the engine fake forces no form on a reply; {ELSEWHERE}",
+    "step_tokens": f"the engine fake reads every text in one step; {ELSEWHERE}",
 }
 
 
@@ -58,15 +59,13 @@ def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
 
     They are fixed by layer, hook and the sum of the tokens read so far.
 
-    T is the job's `num_rows`.
+    T are the tokens that the job reads.
     """
     read_T = job.tokens.astype(np.float64).cumsum()[job.places]
     layers_L11 = np.array(job.layers, dtype=np.float64)[:, None, None]
     dims_D = np.arange(1, width + 1, dtype=np.float64)
     phase = sum(job.hook.encode())
     waves_LTD = np.sin(read_T[:, None] * dims_D + 7.0 * layers_L11 + phase)
-    if job.read == "mean":
-        waves_LTD = waves_LTD.mean(1, keepdims=True)
     activations_LTD: np.ndarray = waves_LTD.astype(np.float32)
     return activations_LTD
 
@@ -271,7 +270,7 @@ class FakeEngine:
         return self._answers[type(job)](job)
 
     def _capture(self, job: CaptureJob) -> list[JobResult]:
-        return [CaptureOutput(fake_activations(job, self._info.hidden_size))]
+        return [finish_capture(job, fake_activations(job, self._info.hidden_size))]
 
     def take_load(self) -> None:
         """Return nothing: what generates ends with the step that it begins in."""

@@ -127,6 +127,26 @@ def read_memory() -> tuple[DeviceMemory, ...]:
     return tuple(found)
 
 
+def measure_memory() -> tuple[int, int]:
+    """Return the bytes of memory that this process may have in all, and those that are free.
+
+    The limits of control groups count (version 2, and the root of a container). 0 where unknown.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    parts = (line.partition(":") for line in lines)
+    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
+    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # there is none: `max`
+        return total, free
+    return (limit, min(free, limit - used)) if limit < total else (total, free)
+
+
 def _read_cpu() -> list[str]:
     """Return the first processor's name and instruction sets, as Linux tells them."""
     try:

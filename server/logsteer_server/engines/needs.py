@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.gguf import find_converted, is_gguf, read_header
+from logsteer_server.engines.vllm.arguments import check_checkpoint
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -37,12 +39,14 @@ MAX_HEADER_BYTES = 100 * 2**20
 class ModelNeeds:
     """Bytes that one replica needs, and what they give.
 
-    `token_bytes`: keys and values of one token; 0 where the configuration does not tell.
+    `dtype`: what the model runs in. `token_bytes`: keys and values of one token; 0 where the
+    configuration does not tell.
     """
 
     weights_bytes: int
     cache_bytes: int
     process_bytes: int
+    dtype: str = "float32"
     token_bytes: int = 0
 
     @property
@@ -62,8 +66,11 @@ def parse_bytes(size: str) -> int:
 def find_checkpoint(path: str) -> Path:
     """Return a checkpoint's directory, given by its path or a hub id that was downloaded.
 
-    Errors: ValueError where it is not on this machine.
+    That of a GGUF file is there once it was loaded. Errors: ValueError where the model is not on
+    this machine.
     """
+    if is_gguf(path):
+        return find_converted(Path(path))
     if Path(path).is_dir():
         return Path(path)
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
@@ -77,26 +84,57 @@ def find_checkpoint(path: str) -> Path:
 
 
 def estimate(spec: EngineSpec) -> ModelNeeds:
-    """Return what one replica of a model needs. Errors: ValueError where its files do not tell."""
+    """Return what one replica of a model needs.
+
+    Errors: ValueError where its files do not tell, or name what its engine does not compute.
+    """
     process = PROCESS_BYTES[spec.engine]
     directory = find_checkpoint(spec.path)
     if spec.engine == "fake":
         return ModelNeeds(0, 0, process)
-    weights = _count_weights(directory, spec.dtype)
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{directory}/config.json cannot be read") from error
-    text = config.get("text_config", config)
+    if is_gguf(spec.path) and not directory.is_dir():
+        header = read_header(spec.path)
+        config, dtype = header.config, "float32" if spec.dtype == "auto" else spec.dtype
+        weights = header.num_parameters * DTYPE_BYTES[dtype]
+    else:
+        config, dtype = read_config(directory), choose_dtype(spec.dtype, directory)
+        weights = estimate_weights(directory, dtype)
     cache = 0
     if spec.engine == "vllm":
+        check_checkpoint(config, dtype)
         is_size = isinstance(spec.memory, str)
         cache = parse_bytes(str(spec.memory)) if is_size else CPU_CACHE_BYTES
-    return ModelNeeds(weights, cache, process, _measure_token(text, config, spec.dtype))
+    return ModelNeeds(weights, cache, process, dtype, _measure_token(config, dtype))
 
 
-def _measure_token(text: dict[str, Any], config: dict[str, Any], dtype: str) -> int:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's configuration. Errors: ValueError where it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory}/config.json cannot be read") from error
+    return found
+
+
+def choose_dtype(wanted: str, directory: Path) -> str:
+    """Return the dtype that a model is served in; `auto` means the checkpoint's.
+
+    That is what its configuration says, float32 where it says nothing. Errors: ValueError where the
+    configuration cannot be read.
+    """
+    if wanted != "auto":
+        return wanted
+    config = read_config(directory)
+    for part in (config, config.get("text_config", {})):
+        named = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
+        if named in DTYPE_BYTES:
+            return named
+    return "float32"
+
+
+def _measure_token(config: dict[str, Any], dtype: str) -> int:
     """Return the bytes of a token's keys and values; 0 where the configuration has other names."""
+    text = config.get("text_config", config)
     heads = text.get("num_attention_heads") or text.get("n_head")
     layers = text.get("num_hidden_layers") or text.get("n_layer")
     width = text.get("hidden_size") or text.get("n_embd")
@@ -104,12 +142,10 @@ def _measure_token(text: dict[str, Any], config: dict[str, Any], dtype: str) -> 
         return 0
     kept = text.get("num_key_value_heads") or heads
     size = text.get("head_dim") or width // heads
-    if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return int(2 * layers * kept * size * DTYPE_BYTES.get(dtype, 2))
+    return int(2 * layers * kept * size * DTYPE_BYTES[dtype])
 
 
-def _count_weights(directory: Path, dtype: str) -> int:
+def estimate_weights(directory: Path, dtype: str) -> int:
     """Return the bytes of a checkpoint's weights in the dtype that they are run in."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -117,11 +153,15 @@ def _count_weights(directory: Path, dtype: str) -> int:
         if not others:
             raise ValueError(f"{directory} has no weights")
         return sum(file.stat().st_size for file in others)
-    return sum(size for file in files for size in _measure_tensors(file, dtype))
+    return sum(
+        numbers * (DTYPE_BYTES[dtype] if kind in FLOATS else ITEM_BYTES.get(kind, 1))
+        for file in files
+        for kind, numbers in _list_tensors(file)
+    )
 
 
-def _measure_tensors(file: Path, dtype: str) -> Iterator[int]:
-    """Yield the bytes of each tensor of a file, whose header alone is read."""
+def _list_tensors(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield dtype and size in numbers of each tensor of a file, whose header alone is read."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= MAX_HEADER_BYTES:
@@ -130,8 +170,4 @@ def _measure_tensors(file: Path, dtype: str) -> Iterator[int]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        kind = entry["dtype"]
-        size = ITEM_BYTES.get(kind, 1)
-        if kind in FLOATS and dtype != "auto":
-            size = DTYPE_BYTES[dtype]
-        yield math.prod(entry["shape"]) * size
+        yield entry["dtype"], math.prod(entry["shape"])

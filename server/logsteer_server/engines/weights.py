@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from logsteer_server.engines.gguf import convert, is_gguf
 from logsteer_server.imports import load_tokenizer
 
 WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -19,12 +20,15 @@ def check_path(path: str) -> None:
         raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
 
 
-def locate_model(path: str) -> Path | str:
-    """Return the directory of a checkpoint, given by its path or by a hub id.
+def locate_model(path: str) -> Path:
+    """Return the directory of a checkpoint, given by its path, a GGUF file or a hub id.
 
-    A hub id that the hub's cache lacks is downloaded. Errors: ValueError as `check_path`.
+    A hub id that the hub's cache lacks is downloaded, and a GGUF file is dequantised into the
+    user's cache. Errors: ValueError as `check_path` and `gguf.convert`.
     """
     check_path(path)
+    if is_gguf(path):
+        return convert(Path(path))
     if Path(path).exists():
         return Path(path)
     from huggingface_hub import snapshot_download

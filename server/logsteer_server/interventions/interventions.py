@@ -124,6 +124,7 @@ class Receipt:
                 "name": used.name,
                 "sha256": used.sha256,
                 "scale": used.scale,
+                "other_weights": used.other_weights,
                 "tokens": sum(self._steered[part] for part in used.parts),
                 "passed": None if used.condition is None else self._passed[used.condition],
             }

@@ -5,14 +5,14 @@ A vector is referred to by name, by SHA-256 or by its numbers.
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import AdapterCard, OverrideCard, ParameterOverride
+from logsteer.schemas import AdapterCard, OverrideCard, ParameterOverride, VectorCard
 from logsteer.schemas.steering import RECOMMENDED, ProbedVector, VectorReference
 from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.jobs import Feature
@@ -141,7 +141,7 @@ def place_vectors(
     Errors: APIError `invalid_vector`, `unsupported_by_engine`; `param` names the field.
     """
     hook = given.hook or stored.vectors.hook
-    for layer, own in _choose_layers(given, stored, param).items():
+    for layer, own in _choose_layers(given, stored, info, param).items():
         vector_D = stored.vectors.layers[own]
         if layer >= info.num_layers:
             detail = f"is used at layer {layer}, the model's are 0 to {info.num_layers - 1}"
@@ -156,9 +156,17 @@ def place_vectors(
         yield own, (layer, hook), vector_D
 
 
-def _choose_layers(given: VectorReference, stored: StoredVectors, param: str) -> dict[int, int]:
+def _choose_layers(
+    given: VectorReference, stored: StoredVectors, info: EngineInfo, param: str
+) -> dict[int, int]:
     """Return, for each layer of the model that is asked for, the vector's own."""
     own = list(stored.vectors.layers)
+    if given.from_layer is not None:
+        if given.from_layer not in own:
+            detail = f"has layers {own}, not from_layer {given.from_layer}; name one of its own"
+            raise refuse_vector(stored, detail, param)
+        layers = given.layers if isinstance(given.layers, list) else range(info.num_layers)
+        return dict.fromkeys(layers, given.from_layer)
     if given.layers == RECOMMENDED and stored.recommendation is not None:
         own = [stored.recommendation.layer]
     if given.layers is None or given.layers == RECOMMENDED:
@@ -169,6 +177,21 @@ def _choose_layers(given: VectorReference, stored: StoredVectors, param: str) ->
         detail = f"has layers {sorted(own)}, not {missing}; name some of its own"
         raise refuse_vector(stored, detail, param)
     return {layer: layer for layer in given.layers}
+
+
+def find_fitting(cards: Iterable[VectorCard], info: EngineInfo) -> list[VectorCard]:
+    """Return the cards of vectors that a model can be steered by, marked where it is not the one
+    that they were trained on.
+    """
+    found = []
+    for card in cards:
+        width = info.hook_widths.get(card.hook, info.hidden_size)
+        has_layers = len(card.layers) == 1 or card.layers[-1] < info.num_layers
+        has_hook = card.hook in info.hooks or _has_other_name(card.hook, card.layers[0], info)
+        if card.width == width and has_layers and has_hook:
+            is_other = card.about.weights_digest not in (None, info.weights_digest)
+            found.append(card.model_copy(update={"other_weights": is_other}))
+    return found
 
 
 def _has_other_name(hook: str, layer: int, info: EngineInfo) -> bool:

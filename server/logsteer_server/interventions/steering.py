@@ -174,6 +174,7 @@ class UsedSteering:
     scale: float
     condition: int | None
     parts: tuple[int, ...] = (0,)
+    other_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +214,9 @@ def resolve_steering(
             probes.append(probe)
             conditions.append(condition)
         advice = stored.recommendation
-        scale = use.choose_scale(advice.scales if advice else ())
-        used.append(UsedSteering(stored.name, stored.sha256, scale, number, own))
+        scale = use.choose_scale(advice.scale if advice else None)
+        is_other = stored.weights_digest not in (None, info.weights_digest)
+        used.append(UsedSteering(stored.name, stored.sha256, scale, number, own, is_other))
         for _, (layer, hook), vector_D in place_vectors(use, stored, info, PARAM):
             if number is not None:
                 _check_order(probes[number], layer, hook)

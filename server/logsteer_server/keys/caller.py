@@ -1,14 +1,14 @@
-"""Who calls: what a key may do, and how much of it is left, with tokens counted by `limits`.
+"""Callers: the scopes of a key, and its limits, with tokens counted by the package `limits`.
 
-Tokens are counted in windows of a minute, an hour and a day, each of which begins with the first
-tokens after the one before it. A request may begin while none of the three is full, and is charged
-in full, what it generates as that comes. With 600 tokens a minute:
+Tokens are counted in windows of a minute, an hour and a day; a window starts with the first tokens
+after the previous one. A request may start while none of the three is full. It is charged in full,
+generated tokens as they arrive. With 600 tokens a minute:
 
     at  0 s   a request of 900 begins    minute 900 of 600, hour 900 of 36,000, day 900 of 864,000
     at 15 s   the next is refused        Retry-After: 45
     at 60 s   it begins                  the hour still has the 900
 
-So a large request costs the rest of its minute, and many of them the rest of the hour or day.
+A large request uses up its minute, and many of them use up the hour or day.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 1.0
-"""When to come back where all requests of a key are at work; nobody knows when one ends."""
+"""Retry-After at the concurrency limit; the end of a running request is unknown."""
 GRACE_S = 0.05
-"""What a request beyond its key's limit waits: who has just read an answer's end may be back before
-the server has counted that request as done."""
+"""How long a request waits at the concurrency limit: a client may send the next request before the
+server has counted the previous one as done."""
 REDIS_TIMEOUT_S = 0.5
 REDIS_AWAY_S = 5.0
-"""After a call without an answer, Redis is left alone for so long: requests do not wait for it."""
+"""How long Redis is not called after a failure, so that requests do not wait for it."""
 
 
 class KeyLimits(BaseModel):
-    """What one key may have at once; null: whatever the server's own bounds leave."""
+    """Limits of one key; null: the server's own limits apply."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class KeyLimits(BaseModel):
 
 
 class TokenCounts:
-    """The tokens that keys have had: in memory, or in Redis, where several servers share them.
+    """Tokens used by each key, in memory, or in Redis if several servers share them.
 
     While Redis does not answer, requests are served uncounted, and the log says so.
     Errors: ConfigurationError for a URL that cannot be used.
@@ -89,7 +89,7 @@ class TokenCounts:
             await self._storage.bridge.storage.aclose()  # type: ignore[attr-defined]
 
     async def measure_wait(self, key: str, rate: int) -> float:
-        """Return in how many seconds a key of so many tokens a minute may begin; 0: now."""
+        """Return the seconds until a key with this rate may start a request; 0: now."""
 
         async def measure() -> float:
             wait_s = 0.0
@@ -102,7 +102,7 @@ class TokenCounts:
         return await self._ask(measure, 0.0)
 
     async def charge(self, key: str, rate: int, num_tokens: int) -> None:
-        """Count tokens of a key, more than its limit where they were used."""
+        """Count used tokens of a key, even beyond its limit."""
 
         async def charge() -> None:
             for window in _list_windows(rate):
@@ -132,7 +132,7 @@ def _list_windows(
 
 
 class Allowance:
-    """How much one key may still do, and has at work on this server."""
+    """The limits of one key, and its running requests on this server."""
 
     def __init__(
         self, key: str = "", limits: KeyLimits | None = None, counts: TokenCounts | None = None
@@ -143,7 +143,7 @@ class Allowance:
         self._at_work = 0
 
     async def begin(self) -> None:
-        """Count a request as at work, until `end`. Errors: APIError `rate_limited` at the limit."""
+        """Count a request as running, until `end`. Errors: APIError `rate_limited` at the limit."""
         limit = self.limits.concurrency
         if limit is not None and self._at_work >= limit:
             await asyncio.sleep(GRACE_S)
@@ -177,7 +177,7 @@ class Allowance:
             raise api_error("rate_limited", detail, retry_after=math.ceil(wait_s))
 
     async def charge(self, num_tokens: int) -> None:
-        """Count tokens that engines were given, or have generated."""
+        """Count tokens that engines read or generated."""
         rate = self.limits.tokens_per_minute
         if self._counts is not None and rate is not None:
             await self._counts.charge(self._key, rate, num_tokens)
@@ -185,19 +185,21 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Who sent a request, and where its work waits; one object a request.
+    """The caller of one request, and the routing of its work.
 
-    `namespace` is the name under which its vectors, overrides and adapters are its own; None where
-    there are no keys, and all of them are everybody's.
+    `namespace` holds the caller's own vectors, overrides and adapters; None without keys, when all
+    callers share one.
     """
 
     scopes: frozenset[KeyScope] = frozenset(SCOPES)
     namespace: str | None = None
     routing: Routing = field(default_factory=Routing)
     allowance: Allowance = field(default_factory=Allowance)
+    passes_gate: bool = False
+    """Whether models answer before they pass their self-test; true for the test's own requests."""
 
     def require(self, scope: KeyScope) -> None:
-        """Refuse what the key may not do. Errors: APIError `forbidden`, with the scope."""
+        """Require a scope of the key. Errors: APIError `forbidden`, which names the scope."""
         if scope not in self.scopes:
             has = ", ".join(sorted(self.scopes, key=SCOPES.index))
             detail = f"This takes a key with the scope {scope}; this one has {has}."

@@ -20,13 +20,13 @@ from logsteer_server.keys.keyring import (
 from logsteer_server.settings import ConfigurationError
 
 CONCURRENCY = 64
-"""Requests at once of a key that is given no other limit: more than one client sends."""
+"""Default concurrency of a key: more than a single client sends."""
 STORED_BYTES = 8 * 2**30
-"""Bytes of a kind that a key without a limit may store: one override of the largest size."""
+"""Default storage of a key for each kind: one override of the largest size."""
 
 
 def main(argv: list[str]) -> int:
-    """Run one command; return the exit status (2: it could not be done)."""
+    """Run one command; return the exit status, 2 for a failure."""
     arguments = _parse(argv)
     try:
         status: int = arguments.run(arguments)
@@ -89,7 +89,7 @@ def _read_scopes(text: str) -> tuple[KeyScope, ...]:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    """Add a key. Errors: ConfigurationError for a name that is taken or a limit that is none."""
+    """Add a key. Errors: ConfigurationError if the name exists or a limit is invalid."""
     names = KeyLimits.model_fields
     with change_keys(arguments.file) as keys:
         if any(key.name.casefold() == arguments.name.casefold() for key in keys):
@@ -116,7 +116,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _describe(key: KeyEntry) -> str:
-    """Write a key as one line."""
+    """Format a key as one line."""
     limits = [f"{name}={n}" for name, n in key.limits.model_dump(exclude_none=True).items()]
     return "  ".join(
         [key.name, f"ls_{key.id}_…", ",".join(key.scopes), key.priority, *limits, key.created]
@@ -138,7 +138,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def _locate(keys: list[KeyEntry], arguments: argparse.Namespace) -> int:
-    """Return the index of the key that is named. Errors: ConfigurationError."""
+    """Return the index of a key by name. Errors: ConfigurationError."""
     names = [key.name for key in keys]
     if arguments.name not in names:
         raise ConfigurationError(f"{arguments.file} has no key {arguments.name}")

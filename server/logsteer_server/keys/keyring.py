@@ -1,12 +1,12 @@
-"""The keys in force: from a bearer token to who calls, with the file read anew when it changes.
+"""The keyring: map a bearer token to its caller, and reload the key file when it changes.
 
-An entry a key has the hash of its secret; the file is read, and rewritten, whole.
+The file has one entry for each key, with the hash of its secret, and is rewritten as a whole:
 
     {"keys": [{"name": "ann", "id": "3f9c52d01b7e", "sha256": "…", "scopes": ["score", "steer"],
                "limits": {"concurrency": 8}, "created": "…"}]}
 
-A token is `ls_<id>_<secret>`. The secret is nowhere but in the token. It is 256 random bits, which
-nobody guesses however fast the hash is: a slow one, as passwords take, would protect nothing more.
+A token is `ls_<id>_<secret>`. Only the token contains the secret, 256 random bits. These cannot be
+guessed however fast the hash is, so a slow hash, as for passwords, would add nothing.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 WRONG_KEY = "This server does not know the key: it is mistyped, or was removed."
 UNAUTHORIZED = "This server needs a key: send the header Authorization: Bearer <key>."
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-"""A key's name is a directory's, too."""
+"""A key's name is also the name of its directory."""
 TOKEN = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -56,7 +56,7 @@ class KeyEntry(BaseModel):
     created: str = ""
 
     def verify(self, secret: str) -> bool:
-        """Return whether this is the key's secret, in the same time whatever it is."""
+        """Compare a secret with the key's, in constant time."""
         return hmac.compare_digest(_hash(secret), self.sha256)
 
 
@@ -65,7 +65,7 @@ def _hash(secret: str) -> str:
 
 
 class KeyFile(BaseModel):
-    """What a key file says."""
+    """The content of a key file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,7 +84,7 @@ class KeyFile(BaseModel):
 def make_key(
     name: str, scopes: tuple[KeyScope, ...], limits: KeyLimits, priority: Priority
 ) -> tuple[KeyEntry, str]:
-    """Make a key; return its entry, and its token, which is not kept. Errors: ValidationError."""
+    """Create a key; return its entry and its token, not stored. Errors: ValidationError."""
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     entry = KeyEntry(
         name=name,
@@ -99,7 +99,7 @@ def make_key(
 
 
 def replace_secret(key: KeyEntry) -> tuple[KeyEntry, str]:
-    """Return a key with another secret and all else as it was, and its token, which is not kept."""
+    """Replace the secret of a key; return the key, and its token, which is not stored."""
     secret = secrets.token_urlsafe(32)
     entry = key.model_copy(update={"sha256": _hash(secret), "created": _now()})
     return entry, f"ls_{key.id}_{secret}"
@@ -110,10 +110,10 @@ def _now() -> str:
 
 
 def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
-    """Return the keys of a file, and what the file was when they were read.
+    """Return the keys of a file, and the file's identity at that time.
 
-    Errors: ConfigurationError for one that cannot be read, is not a key file, or that anybody may
-    write to. No secret is in the message.
+    Errors: ConfigurationError if it cannot be read, is not a key file, or is writable by anybody.
+    The message contains no secret.
     """
     try:
         with path.open("rb") as file:
@@ -136,9 +136,9 @@ def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
 
 @contextmanager
 def change_keys(path: Path) -> Iterator[list[KeyEntry]]:
-    """Give the keys of a file, to be changed in place, and write them, mode 0600, in one rename.
+    """Yield the keys of a file for changes in place, then write them, mode 0600, in one rename.
 
-    Two commands that change one file take turns. Errors: OSError; as `read_keys`.
+    A lock serializes commands on the same file. Errors: OSError; as `read_keys`.
     """
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -159,23 +159,22 @@ def change_keys(path: Path) -> Iterator[list[KeyEntry]]:
 
 
 def locate_keys(settings: Settings) -> Path | None:
-    """Return the key file that the settings name, if any."""
+    """Return the configured key file, if any."""
     given = settings.key_file
     return None if given is None else settings.directory / given.expanduser()
 
 
 def check_key_file(settings: Settings) -> None:
-    """Make sure that the file of keys can be used. Errors: ConfigurationError."""
+    """Check that the key file can be used. Errors: ConfigurationError."""
     if (path := locate_keys(settings)) is not None:
         read_keys(path)
 
 
 class KeyRing:
-    """Whoever may call: everybody, who has the one `api_key`, or the keys of a file.
+    """Authenticate callers: everybody, by the single `api_key`, or by the keys of a file.
 
-    It is used from one event loop. Each request compares the file's times with those of the last
-    reading, so a key that is revoked or replaced is refused from then on.
-    Errors of the first reading: ConfigurationError.
+    Use it from one event loop. Each request compares the file's times with those of the last read,
+    so a revoked or replaced key is refused at once. Errors of the first read: ConfigurationError.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -183,7 +182,7 @@ class KeyRing:
         self._shares_caches = settings.share_caches
         self._path = locate_keys(settings)
         self.needs_key = self._api_key is not None or self._path is not None
-        """Whether callers must show a key."""
+        """Whether callers need a key."""
         self._counts = TokenCounts(settings.limits_url)
         self._everybody = Allowance()
         self._keys: dict[str, KeyEntry] = {}
@@ -193,15 +192,15 @@ class KeyRing:
             self._load(self._path)
 
     async def close(self) -> None:
-        """Close what counts tokens."""
+        """Close the token counts."""
         await self._counts.close()
 
     def identify(
         self, authorization: str, priority: Priority = "interactive", request_id: str = ""
     ) -> Requester:
-        """Return who sent a request with this header. Errors: APIError `unauthorized`.
+        """Return the caller of a request with this header. Errors: APIError `unauthorized`.
 
-        `priority` is what the request asks for: it may lower its key's, not raise it.
+        `priority` is the requested one; it may lower the key's, not raise it.
         """
         token = _read_bearer(authorization) if self.needs_key else ""
         if self.needs_key and not token:
@@ -225,7 +224,7 @@ class KeyRing:
         return Requester(frozenset(key.scopes), key.name, routing, self._allowances[key.id])
 
     def _reload_if_changed(self, path: Path) -> None:
-        """Read the file again where it has changed; what cannot be read changes nothing."""
+        """Reload the file if it has changed; keep the old keys if it cannot be read."""
         try:
             version = _read_version(path.stat())
         except OSError as error:
@@ -245,7 +244,7 @@ class KeyRing:
             log.error("%s: the keys stay as they were", error)
 
     def _load(self, path: Path) -> None:
-        """Put the keys of the file into force; what a key has at work stays counted.
+        """Apply the keys of the file; running requests of a key stay counted.
 
         Errors: ConfigurationError.
         """
@@ -272,7 +271,7 @@ def check_metrics_key(key: str | None, authorization: str) -> None:
 
 
 def _read_bearer(authorization: str) -> str:
-    """Return the token of a header; empty where it has none."""
+    """Return the token of a header; empty without one."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -282,5 +281,5 @@ def _read_version(found: os.stat_result) -> tuple[int, ...]:
 
 
 def name_cache(key: str) -> str:
-    """Return what a key's cached results and prefixes are marked with: the same at every start."""
+    """Return the cache namespace of a key, the same after each restart."""
     return hashlib.sha256(b"logsteer-salt:" + key.encode()).hexdigest()

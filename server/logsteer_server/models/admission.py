@@ -1,7 +1,7 @@
 """Admission: budgets of accepted, unfinished work: a model's in tokens, the process's in bytes.
 
-A run takes a reservation before it plans, so that overload is answered before anything is computed,
-and lets it cover its jobs as it comes to know them. For a budget of 100 tokens:
+A run enters with an empty reservation before it plans, so that overload is refused before anything
+is computed. It extends the reservation as its jobs become known. For a budget of 100 tokens:
 
     a = admission.enter()     # 0 of 100 taken
     a.cover(60)               # 60 of 100
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from logsteer.errors import APIError, api_error
 
 KEY_SHARE = 0.5
-"""Of a model's budget of tokens for one key: two that fill it both get work done."""
+"""Share of a model's token budget that one key may use, so that others keep the rest."""
 UNKNOWN_WAIT_S = 5.0
-"""What to wait where no speed has been measured yet."""
+"""Retry-After before any speed has been measured."""
 NEW_SHARE = 0.2
-"""Share of the newest run in the speed that is remembered."""
+"""Weight of the newest run in the moving average of the speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What a budget counts, in the words of its refusals, and the setting that bounds it."""
+    """The unit of a budget as its refusals word it, and the setting that bounds it."""
 
     noun: str
     setting: str
@@ -38,29 +38,29 @@ BYTES = Quantity("bytes of memory", "max_pending_bytes")
 
 
 class Admission:
-    """What has been accepted and not finished, at most `limit` of a quantity.
+    """A budget of accepted, unfinished work, at most `limit`.
 
-    Where tenants share it, each has at most `share` of it, so that none keeps all others out.
+    Each tenant may use at most `share` of it, so that none locks out the others.
     """
 
     def __init__(self, limit: int, quantity: Quantity = TOKENS, share: float = 1.0) -> None:
         self.limit = limit
         self.pending = 0
         self.num_open = 0
-        """Reservations that have not ended: runs that are at work."""
+        """Open reservations: running requests."""
         self.by_tenant: Counter[str] = Counter()
         self.share = share
         self.quantity = quantity
         self._per_s = 0.0
 
     def enter(self, tenant: str = "") -> "Reservation":
-        """Begin a reservation of nothing. Errors: APIError `overloaded` where no room is left."""
+        """Open an empty reservation. Errors: APIError `overloaded` if no room is left."""
         if self.pending >= self.limit:
             raise self.refuse(1)
         return Reservation(self, tenant)
 
     def refuse(self, added: int) -> APIError:
-        """Return the error for work that would add so much to what is taken."""
+        """Return the error for work that adds more than fits."""
         wait = self.pending / self._per_s if self._per_s else UNKNOWN_WAIT_S
         detail = (
             f"{self.pending} {self.quantity.noun} are taken and this request adds {added}; "
@@ -69,14 +69,14 @@ class Admission:
         return api_error("overloaded", detail, retry_after=max(1.0, round(wait)))
 
     def record_speed(self, amount: int, seconds: float) -> None:
-        """Remember how fast work was done; refused callers are told to wait accordingly."""
+        """Record the speed of finished work; Retry-After of refusals follows from it."""
         rate = amount / max(1e-3, seconds)
         old = self._per_s or rate
         self._per_s = (1 - NEW_SHARE) * old + NEW_SHARE * rate
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """Room for one run, until it is released or its block is left."""
+    """The reservation of one run, until `release` or the end of its block."""
 
     def __init__(self, admission: Admission, tenant: str = "") -> None:
         self._admission = admission
@@ -86,7 +86,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         admission.num_open += 1
 
     def cover(self, amount: int) -> None:
-        """Hold at least this much.
+        """Raise the reservation to at least this much.
 
         Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
         the work would not fit even alone.
@@ -111,11 +111,11 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._amount = amount
 
     def add(self, amount: int) -> None:
-        """Hold this much more. Errors: as `cover`."""
+        """Raise the reservation by this much. Errors: as `cover`."""
         self.cover(self._amount + amount)
 
     def release(self, *_: object) -> None:
-        """Give the room back; a second time does nothing."""
+        """Release the reservation; a second call does nothing."""
         admission, tenant = self._admission, self._tenant
         admission.pending -= self._amount
         admission.by_tenant[tenant] -= self._amount

@@ -1,10 +1,10 @@
-"""Results of earlier score jobs: the same work is answered again without the engine.
+"""The result cache: equal score jobs are answered without the engine.
 
     key     the scope (what computes) and the SHA-256 of the job (what is computed)
     value   the job's columns and alternatives, row by row, and their dtype
 
-One thread has them, so there is no lock, and what one call keeps is found by the next: the thread
-works in the order in which it was asked.
+One thread owns the cache and serves requests in order: no lock is needed, and a result that one
+call stores is visible to the next.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ from logsteer_server.settings import ModelSettings
 log = logging.getLogger(__name__)
 
 ENTRY_BYTES = 444
-"""What an entry takes in memory beyond its value: its key, object headers, places in three dicts.
+"""Memory of an entry beyond its value: key, object headers, slots in three dictionaries.
 
-Measured with tracemalloc at 338 to 444, by how full the dictionaries are.
+Measured with tracemalloc: 338 to 444, by the load of the dictionaries.
 """
 
 SCOPE_BYTES = 16
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 KNOWN_DTYPES = 64
-"""Of rows, which equal entries share: a server is asked for few kinds of columns at a time."""
+"""Row dtypes to keep: requests use few sets of columns at a time."""
 
 FOUND_AT_ONCE = 1024
-"""Jobs of a call that are looked up before others have a turn."""
+"""Jobs looked up before other calls get a turn."""
 
 
 def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
-    """Return what every key of a model begins with: all facts about it that may change its numbers.
+    """Return the prefix of a model's keys: a digest of all facts that may change its numbers.
 
-    Settings that cannot are named here, so that a new one counts until somebody knows better.
+    Settings that cannot are excluded here by name, so that a new setting counts by default.
     """
     engine = asdict(info)
     for name in ("tokenizer_path", "columns", "lacks", "hook_widths", "capture_rows", "room"):
@@ -60,12 +60,12 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
 
 
 def make_keys(scope: bytes, jobs: Sequence[Job]) -> list[bytes | None]:
-    """Return the key of each job's result; None for a job whose result is used once."""
+    """Return the key of each job's result; None if the result is not to be stored."""
     return [None if own is None else scope + own for own in make_fingerprints(jobs)]
 
 
 Packed = tuple[np.dtype[np.void], bytes, bytes]
-"""An output: what a row consists of, its rows, and its trace, empty where it has none."""
+"""A packed output: the fields of a row, its rows, and its trace, empty without one."""
 
 
 def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
@@ -87,7 +87,7 @@ def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
 
 @lru_cache(KNOWN_DTYPES)
 def _make_dtype(*columns: tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]:
-    """Return the dtype of rows with these fields; the same object for equal ones."""
+    """Return the dtype of rows with these fields, one object for equal arguments."""
     return np.dtype(list(columns))
 
 
@@ -100,7 +100,7 @@ def _pack_trace(trace: SteeringTrace | None) -> bytes:
 
 
 def unpack_output(packed: Packed) -> ScoreOutput:
-    """Unpack what `pack_outputs` packed. No token of it was read again."""
+    """Unpack the result of `pack_outputs`, with no cached tokens."""
     dtype, data, packed_trace = packed
     rows, trace = np.frombuffer(data, dtype), None
     if packed_trace:
@@ -113,15 +113,15 @@ def unpack_output(packed: Packed) -> ScoreOutput:
 
 
 MissingJob = tuple[bytes | int, list[int]]
-"""A job to compute: the key that its output is kept under, or a number where it is not, and all
-indices at which the call has it."""
+"""A job to compute: the key to store its output under, or a number if it is not stored, and all
+its indices in the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the cache knows of a call's jobs, by their indices; `by_key`: those that it does not.
+    """The cached outputs of a call, by job index; `by_key`: the jobs to compute.
 
-    A job without a key stands there under its index.
+    A job without a key is listed under its index.
     """
 
     hits: list[tuple[int, ScoreOutput]] = field(default_factory=list)
@@ -134,11 +134,11 @@ class Findings:
 
 
 Computed = tuple[Sequence[MissingJob], Sequence[Output]]
-"""Jobs that were missing, and what came of each."""
+"""Jobs that were missing, and their outputs."""
 
 
 class ResultCache:
-    """Results by key, in at most `max_bytes` of memory."""
+    """A least-recently-used cache of results, in at most `max_bytes` of memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._values: LRUCache[bytes, Packed] = LRUCache(max_bytes, getsizeof=_measure)
@@ -147,18 +147,18 @@ class ResultCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever kept."""
+        """Whether the cache stores anything."""
         return self._open and self._values.maxsize > 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the results in it take."""
+        """Memory of the stored results."""
         return int(self._values.currsize)
 
     async def find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
-        """Return outputs of the jobs that are known, and the others, equal ones together.
+        """Return the outputs of cached jobs, and the missing jobs without repetitions.
 
-        A long call is looked up in parts, so that others have their turns between them.
+        A long call is looked up in parts, so that other calls get turns in between.
         """
         loop, found = asyncio.get_running_loop(), Findings()
         for first in range(0, len(jobs), FOUND_AT_ONCE):
@@ -167,7 +167,7 @@ class ResultCache:
         return found
 
     def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> None:
-        """Add what is known of some of the jobs to `found`."""
+        """Look up some of the jobs and add their outputs to `found`."""
         own = jobs[part.start : part.stop]
         for index, key in zip(part, make_keys(scope, own), strict=True):
             if key is not None and (value := self._values.get(key)) is not None:
@@ -176,9 +176,9 @@ class ResultCache:
                 found.by_key.setdefault(index if key is None else key, []).append(index)
 
     def keep(self, computed: Sequence[Computed]) -> None:
-        """Keep results; returns at once, and a `find` that begins later finds them.
+        """Store results in the background; every later `find` sees them.
 
-        One that has a NaN is not kept: it says more of the machine or the text than of the model.
+        Results with NaN are not stored: they depend on the machine or the text more than the model.
         """
         if self.is_on:
             self._thread.submit(self._keep, computed).add_done_callback(_report)
@@ -190,7 +190,7 @@ class ResultCache:
                     self._values[key] = value
 
     def close(self) -> None:
-        """Keep no more, and end the thread. Blocks."""
+        """Stop storing and end the thread. Blocks."""
         self._open = False
         self._thread.shutdown()
 
@@ -198,7 +198,7 @@ class ResultCache:
 def _pack(
     missing: Sequence[MissingJob], outputs: Sequence[Output]
 ) -> Iterator[tuple[bytes, Packed]]:
-    """Yield keys and values of what is kept: all but results with a NaN."""
+    """Yield keys and values to store: all results without NaN."""
     if isinstance(outputs, ScoreOutputs):
         packed, finite = pack_outputs(outputs), find_finite(outputs)
         for (key, _), value, is_number in zip(missing, packed, finite, strict=True):

@@ -1,18 +1,17 @@
-"""Changes of what is resident, while other models answer: load, unload, drain, replace, remove.
+"""Changes of resident models while others answer: load, unload, drain, replace, remove.
 
-No request is lost over a change. What is at work is answered first, for as long as `model_drain_s`;
-who comes meanwhile is either answered by the model that takes the place, or told `model_loading`
-with a time to come back at. What can be known of other settings is checked before anything ends
-(`check_loadable`). A model of other settings is started beside the one that it replaces where there
-is room for both, and takes its place when it answers:
+No request is lost in a change. Running requests finish first, within `model_drain_s`. A request
+that arrives meanwhile is answered by the replacement, or refused as `model_loading` with a
+Retry-After. New settings are checked before anything ends (`check_loadable`). A replacement loads
+beside the old model if there is room for both, and takes over when it is ready:
 
     old   answers  answers  answers its last requests  ends
     new            loads    answers
 
-Without that room the old one ends first. If the new one fails, the old one is kept, or comes back.
+Without that room the old model ends first. If the new one fails, the old one stays or is restored.
 
-Each model has one lock, and each change one task that holds it. The last wish wins: a change that
-leads to it continues; any other is given up where it waits, and the next one has the lock then:
+Each model has a lock, which the task of a change holds. The latest request wins: a change with the
+same aim continues; any other is cancelled where it waits, and the next one gets the lock:
 
     reload 1   a: B loads beside A ......... given up, B ends
     reload 2                                                 a: C loads beside A ... answers, A ends
@@ -35,27 +34,27 @@ from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 log = logging.getLogger(__name__)
 
 QUIET_S = 1.0
-"""A replaced model has ended its work when none was there for so long: a request that has found
-it may be on its way."""
+"""How long a replaced model must be idle before it ends: a request that has looked it up may
+still arrive."""
 POLL_S = 0.02
 RELOAD_RETRY_S = 5.0
 COMES_UP: tuple[ModelState, ...] = ("loading", "testing", "restarting")
 WAITS: tuple[ModelState, str] = ("loading", "an earlier change of it has to end first")
-"""What is said of a model that has not been started yet."""
+"""The detail of a model that has not been started."""
 
 
 class ChangeError(Exception):
-    """A change that could not be made; the message says why."""
+    """A change failed; the message says why."""
 
 
 class SupersededError(ChangeError):
-    """A change that was given up for a later one of the same model."""
+    """A change was cancelled for a later one of the same model."""
 
 
 def compare_models(old: Mapping[str, object], new: Mapping[str, object]) -> ReloadAnswer:
-    """Return which models are added, removed, replaced and left alone: by id, what each is.
+    """Return the models that are added, removed, replaced and unchanged, by id.
 
-    Changes keep up `pending` and `failed` of an answer: see `ModelChange.report_to`.
+    Changes update `pending` and `failed` of the answer: see `ModelChange.report_to`.
     """
     return ReloadAnswer(
         added=[name for name in new if name not in old],
@@ -69,15 +68,14 @@ def compare_models(old: Mapping[str, object], new: Mapping[str, object]) -> Relo
 
 
 def is_same_engine(old: ModelSettings, new: ModelSettings) -> bool:
-    """Return whether settings differ at most in whether the model is required."""
+    """Return whether settings are equal, `required` aside."""
     return old.model_copy(update={"required": new.required}) == new
 
 
 class ModelChange:
-    """A change of one model. `aim` is what its settings are to be, None where it goes.
+    """A change of one model to the settings `aim`; None removes it.
 
-    `only_waits`: all is done, and it waits for the model to answer; who gives it up leaves the
-    model as it is.
+    `only_waits`: only the wait for the model is left; cancelling leaves the model as it is.
     """
 
     def __init__(self, model_id: str, aim: ModelSettings | None) -> None:
@@ -91,7 +89,7 @@ class ModelChange:
     async def run(
         self, lock: asyncio.Lock, work: Callable[["ModelChange"], Awaitable[None]]
     ) -> None:
-        """Do the work once the model's lock is free; have reports say how it ended."""
+        """Do the work once the model's lock is free; record the outcome in the reports."""
         why = None
         try:
             async with lock:
@@ -110,17 +108,17 @@ class ModelChange:
                 report.failed[self.model_id] = why
 
     def report_to(self, report: ReloadAnswer) -> None:
-        """Have a report say how this ends."""
+        """Record the outcome in a report."""
         self._reports.append(report)
         report.pending.append(self.model_id)
 
     def check(self) -> None:
-        """Continue only if it was not given up. Errors: SupersededError."""
+        """Raise SupersededError if the change was cancelled."""
         if self.is_given_up:
             raise SupersededError("a later change of this model took its place")
 
     async def wait_for_answer(self, model: ResidentModel) -> None:
-        """Wait until a model answers, with each replica that loads. Errors: ChangeError."""
+        """Wait until a model and all its loading replicas are ready. Errors: ChangeError."""
         while model.status[0] in COMES_UP or any(
             replica.state == "loading" for replica in model.handle.read()
         ):
@@ -132,9 +130,9 @@ class ModelChange:
 
 
 class ModelChanges:
-    """Makes changes, each in a task of its own that goes on when nobody waits for it any more.
+    """Make changes, each in a task of its own that continues without a waiting caller.
 
-    `reread` reads the configuration again. Errors of it: ConfigurationError.
+    `reread` reads the configuration again. It raises ConfigurationError.
     """
 
     def __init__(
@@ -146,12 +144,12 @@ class ModelChanges:
         self._latest: dict[str, ModelChange] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._reading = asyncio.Lock()
-        """Of two configurations, the one that was read last counts."""
+        """Orders reads of the configuration: the latest counts."""
         self._spares: dict[str, ResidentModel] = {}
-        """Models that have ended for one that has not answered yet, and come back if it fails."""
+        """Models that ended for a replacement that is not ready, to be restored if it fails."""
 
     def close(self) -> None:
-        """Give up all changes: the server ends."""
+        """Cancel all changes at shutdown."""
         for change in self._latest.values():
             change.task.cancel()
 
@@ -161,7 +159,7 @@ class ModelChanges:
         aim: ModelSettings | None,
         work: Callable[[ModelChange], Awaitable[None]],
     ) -> ModelChange:
-        """Begin a change of a model; give up the one that is at work."""
+        """Start a change of a model; cancel the running one."""
         if (earlier := self._find(model_id)) is not None:
             earlier.is_given_up = True
         change = self._latest[model_id] = ModelChange(model_id, aim)
@@ -169,19 +167,19 @@ class ModelChanges:
         return change
 
     def _find(self, model_id: str) -> ModelChange | None:
-        """Return the change of a model that is at work, if there is one."""
+        """Return the running change of a model, if any."""
         change = self._latest.get(model_id)
         return None if change is None or change.task.done() else change
 
     async def drain(self, model: ResidentModel, wait_s: float) -> None:
-        """Refuse a model new requests, and wait until those at work are answered."""
+        """Refuse new requests to a model, and wait until running ones are answered."""
         self._check_free(model)
         if model.status[0] != "unloaded":
             model.closed = ("draining", "it was drained: load it to have it answer again")
             await wait_until(lambda: not model.num_running, wait_s)
 
     async def unload(self, model: ResidentModel, wait_s: float) -> None:
-        """Drain a model, and end its engine then."""
+        """Drain a model, then end its engine."""
         self._check_free(model)
         if model.status[0] == "unloaded":
             return
@@ -196,9 +194,9 @@ class ModelChanges:
         await wait_for_ends([self._begin(model.id, model.settings, work)], wait_s)
 
     async def _end_work(self, model: ResidentModel, change: ModelChange | None = None) -> None:
-        """Wait until a model's requests are answered, or their time is over.
+        """Wait until a model's requests are answered, or the timeout.
 
-        Errors: SupersededError where `change` is given up.
+        Errors: SupersededError if `change` is cancelled.
         """
 
         def has_ended() -> bool:
@@ -213,7 +211,7 @@ class ModelChanges:
             )
 
     async def load(self, model: ResidentModel, wait_s: float) -> None:
-        """Have a model answer again: with a new engine where it has none, or one that failed."""
+        """Reopen a model; start a new engine if it has none or a failed one."""
         if (change := self._find(model.id)) is not None:
             if model.status[0] != "draining":
                 self._check_free(model)
@@ -237,9 +235,9 @@ class ModelChanges:
             raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
     async def reload(self, wait_s: float = 0.0) -> ReloadAnswer:
-        """Read the configuration again and change what is other in it.
+        """Read the configuration again and apply the differences.
 
-        Errors: APIError `invalid_request` where it cannot be used; nothing is changed then.
+        Errors: APIError `invalid_request` if it is invalid; then nothing changes.
         """
         async with self._reading:
             try:
@@ -271,10 +269,10 @@ class ModelChanges:
         return [change for name in self._latest if (change := self._find(name)) is not None]
 
     def _begin_all(self, models: Iterable[ModelSettings]) -> ReloadAnswer:
-        """Begin the changes that lead to these models; report them and all that are at work.
+        """Start the changes that lead to these models; report them and all running ones.
 
-        A model that is being changed counts as what it becomes. Where one differs only in whether
-        it is required, nothing is begun.
+        A model with a running change counts as its aim. A difference in `required` alone starts
+        nothing.
         """
         wanted = {model.id: model for model in models}
         working = {change.model_id: change for change in self._at_work}
@@ -294,13 +292,13 @@ class ModelChanges:
         return report
 
     def _place(self, settings: ModelSettings) -> ResidentModel:
-        """Have requests find a model, which is not started yet."""
+        """Register a model that is not started yet."""
         model = self._models.by_id[settings.id] = self._models.make(settings)
         model.closed = WAITS
         return model
 
     async def _reach(self, change: ModelChange) -> None:
-        """Bring a model from whatever it is to the aim of a change. Errors: ChangeError."""
+        """Bring a model to the aim of a change. Errors: ChangeError."""
         aim, model = change.aim, self._models.by_id[change.model_id]
         if aim is None:
             self._spares.pop(model.id, None)
@@ -343,7 +341,7 @@ class ModelChanges:
             raise ChangeError(str(error)) from error
 
     async def _replace_beside(self, old: ResidentModel, change: ModelChange) -> None:
-        """Put a model in the place of one that answers meanwhile. Errors: ChangeError."""
+        """Replace a model that answers meanwhile. Errors: ChangeError."""
         assert change.aim is not None
         new = self._models.make(change.aim)
         old.note = "its replacement loads"
@@ -360,7 +358,7 @@ class ModelChanges:
         await self._retire(old)
 
     async def _end_first(self, old: ResidentModel, change: ModelChange) -> None:
-        """End a model to make room for another. Errors: SupersededError; it goes on then."""
+        """End a model to make room for another. Errors: SupersededError; the model continues."""
         closed, old.closed = old.closed, ("draining", "it is being replaced")
         try:
             await self._end_work(old, change)
@@ -373,7 +371,7 @@ class ModelChanges:
             self._spares[old.id] = old
 
     async def _see_answer(self, model: ResidentModel, change: ModelChange) -> None:
-        """Wait until a model answers; what it has replaced comes back if it fails.
+        """Wait until a model answers; restore the one that it replaced if it fails.
 
         Errors: ChangeError.
         """
@@ -393,7 +391,7 @@ class ModelChanges:
         self._spares.pop(model.id, None)
 
     async def _retire(self, model: ResidentModel) -> None:
-        """End a model that requests no longer find, once it has answered those that did."""
+        """End an unregistered model once it has answered its requests."""
         idle_since = time.monotonic()
         deadline = idle_since + self._settings.model_drain_s
         while (now := time.monotonic()) < deadline:
@@ -408,7 +406,7 @@ class ModelChanges:
 
 
 async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether something became so in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline = time.monotonic() + limit_s
     while not (found := is_so()) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
@@ -416,13 +414,13 @@ async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
 
 
 async def wait_for_ends(changes: Iterable[ModelChange], limit_s: float) -> None:
-    """Wait for the end of changes, which go on afterwards, for so long; at least one step."""
+    """Wait for changes up to a timeout, at least one step; they continue afterwards."""
     await asyncio.sleep(0)
     if limit_s and (tasks := [change.task for change in changes]):
         await asyncio.wait(tasks, timeout=limit_s)
 
 
 def refuse_configuration(error: ConfigurationError) -> APIError:
-    """Return the error for a reload of what is no valid configuration."""
+    """Return the error for a reload with an invalid configuration."""
     detail = f"The configuration cannot be used, and nothing was changed: {error}"
     return api_error("invalid_request", detail)

@@ -1,25 +1,27 @@
-"""Whether a model fits on this machine: at a start, or beside or in place of another one."""
+"""Check whether a model fits on this machine, alone, or beside or in place of another one."""
 
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from logsteer_server.engines.gguf import describe_gguf, is_gguf
+from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 
 SPARE = 0.1
-"""Share of the free memory that is left alone."""
+"""Share of the free memory to keep free."""
 SERVER_BYTES = 350 * 2**20
-"""Memory of the HTTP process beside `cache_bytes` and `max_pending_bytes`: the benchmark's row
-`http_memory` has it under load."""
+"""Memory of the HTTP process beyond `cache_bytes` and `max_pending_bytes`, measured under load: row
+`http_memory` of the benchmark."""
 
 GPU_TIMEOUT_S = 10.0
 
 
 def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> bool:
-    """Return whether the new one may be started while the old one runs, as `reload_beside` says."""
+    """Return whether the new model may start while the old one runs, by `reload_beside`."""
     if settings.reload_beside != "auto":
         return settings.reload_beside == "always"
     if wanted.engine != "fake" and wanted.devices != "cpu":
@@ -36,10 +38,10 @@ def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -
 
 
 def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> None:
-    """Make sure of what can be known of a model before the one that it replaces has ended: that
-    path, configuration and tokenizer can be read, and that the machine has the memory.
+    """Check a model before the one that it replaces ends: its path, configuration and tokenizer can
+    be read, and the machine has enough memory.
 
-    Of a hub id that is not on this machine only the configuration is fetched. Errors: ValueError.
+    For a hub id that is not on this machine, only the configuration is fetched. Errors: ValueError.
     """
     path = wanted.to_spec(settings.directory).path
     try:
@@ -49,7 +51,7 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
             raise
         _fetch_config(path)
         return
-    if wanted.engine != "fake":
+    if wanted.engine != "fake" and directory.is_dir():
         try:
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
@@ -62,9 +64,9 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
 
 
 def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> ModelNeeds:
-    """Return what a replica of a model needs, where this machine has it for all of them.
+    """Return the memory that a replica of a model needs, if this machine has it for all replicas.
 
-    `freed` bytes of memory come to what is free now. Errors: ValueError.
+    `freed` bytes are added to the free memory. Errors: ValueError.
     """
     spec = model.to_spec(settings.directory)
     needs = estimate(spec)
@@ -93,7 +95,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
     """Yield a line for what each model needs, and a warning for what this machine lacks."""
     total = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
     for model in settings.models:
+        path = model.to_spec(settings.directory).path
         try:
+            if is_gguf(path):
+                yield f"model {model.id}: {describe_gguf(Path(path))}"
             needs = check_fit(model, settings)
         except ValueError as error:
             yield f"warning: model {model.id}: {error}"
@@ -101,9 +106,10 @@ def describe_fit(settings: Settings) -> Iterator[str]:
         on_gpus = bool(list_usable_gpus(model))
         total += model.replicas * (needs.process_bytes if on_gpus else needs.num_bytes)
         times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
+        weights = f"weights {_write(needs.weights_bytes)}"
         cache = "" if on_gpus else f"cache {_write(needs.cache_bytes)}, "
         yield (
-            f"model {model.id}: {times}weights {_write(needs.weights_bytes)}, {cache}"
+            f"model {model.id}: {needs.dtype}, {times}{weights}, {cache}"
             f"{needs.token_bytes} bytes of cache a token"
         )
     free = measure_memory()[1]
@@ -120,7 +126,7 @@ def _count_bytes(model: ModelSettings, settings: Settings) -> int:
 
 
 def _fetch_config(hub_id: str) -> None:
-    """Make sure that the hub has a model. Errors: ValueError."""
+    """Check that the hub has a model. Errors: ValueError."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -130,8 +136,8 @@ def _fetch_config(hub_id: str) -> None:
 
 
 def list_gpus() -> dict[int, int]:
-    """Return the bytes of memory of each GPU that nvidia-smi names, by the GPU's number; none
-    where it is missing or fails.
+    """Return the memory of each GPU in bytes, by GPU number, from nvidia-smi; empty if that is
+    missing or fails.
     """
     command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -144,29 +150,9 @@ def list_gpus() -> dict[int, int]:
 
 
 def parse_gpus(text: str) -> dict[int, int]:
-    """Return `list_gpus` of nvidia-smi's lines, which are in MiB; what is no such line is left out.
+    """Parse nvidia-smi's lines, in MiB; skip other lines.
 
     Of `0, 143771` it is {0: 143771 * 2**20}.
     """
     lines = re.findall(r"^(\d+), (\d+)$", text, re.MULTILINE)
     return {int(index): int(size) * 2**20 for index, size in lines}
-
-
-def measure_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may have in all, and those that are free.
-
-    The limits of control groups count (version 2, and the root of a container). 0 where unknown.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    parts = (line.partition(":") for line in lines)
-    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
-    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # there is none: `max`
-        return total, free
-    return (limit, min(free, limit - used)) if limit < total else (total, free)

@@ -1,4 +1,4 @@
-"""A resident model: an engine, its tokenizer, the budget of work it takes on, known results."""
+"""A resident model: its engine, tokenizer, work budget and cached results."""
 
 import asyncio
 import logging
@@ -36,9 +36,9 @@ from logsteer_server.text.windows import Windowing
 log = logging.getLogger(__name__)
 
 CLOSED_RETRY_S = 5.0
-"""When to come back to a model that is drained, replaced or unloaded."""
+"""Retry-After for a model that is drained, replaced or unloaded."""
 STORED_AT_ONCE = 1024
-"""Results that wait together for the cache, so that a long call does not hold all of its own."""
+"""Results stored in the cache at a time, so that a long call does not hold all of them."""
 
 
 def name_model(path: str) -> str:
@@ -48,11 +48,11 @@ def name_model(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PreparedJobs:
-    """Jobs as far as they are known: results of earlier ones, and those to compute.
+    """The jobs of a call after the cache lookup: cached results, and jobs to compute.
 
-    `num_tokens`: positions of the context that those are expected to use. `missing` says where each
-    of them belongs; None where the cache was not asked. `num_known`: those that the engine will not
-    see, known ones and repetitions within the call.
+    `num_tokens`: expected context positions of the jobs to compute. `missing`: where each of these
+    belongs; None without a lookup. `num_known`: jobs that skip the engine, cached ones and
+    repetitions within the call.
     """
 
     jobs: Sequence[Job]
@@ -63,7 +63,7 @@ class PreparedJobs:
 
 
 def _repeat(entries: Sequence[MissingJob], part: OutputPart) -> Iterator[OutputPart]:
-    """Yield outputs of jobs that were missing, for every index at which the call has them."""
+    """Yield the outputs of missing jobs, at every index of the call that has them."""
     yield part._replace(indices=[indices[0] for _, indices in entries])
     for n, (_, indices) in enumerate(entries):
         if others := indices[1:]:
@@ -92,29 +92,29 @@ class ResidentModel:
         self._codec: TextCodec | None = None
         self._fault: str | None = None
         self._described: tuple[tuple[object, ...], Provenance] | None = None
-        """What the latest provenance is of, and itself: most requests ask for the same."""
+        """Arguments and value of the latest provenance, which most requests share."""
         self._scope: tuple[EngineInfo, ModelSettings, bytes] | None = None
-        """The same of what the keys of results begin with."""
+        """Arguments and value of the latest key prefix of results."""
         self.gate: tuple[ModelState, str] | None = None
-        """State and detail of a model that does not answer although its engine is ready."""
+        """State and detail of a model that its self-test keeps from answering."""
         self.closed: tuple[ModelState, str] | None = None
-        """State and detail of a model that takes no requests because somebody said so."""
+        """State and detail of a model that is drained or unloaded."""
         self.note = ""
-        """What is to be known of it beside its state."""
+        """A remark added to the detail."""
         self._num_checks = 0
 
     @property
     def num_running(self) -> int:
-        """Requests that are at work."""
+        """Running requests."""
         return self.admission.num_open + self._num_checks
 
     def restart_with(self, handle: EngineHandle) -> None:
-        """Have another engine, which is not ready yet, in place of the one that was closed."""
+        """Replace the closed engine with another, which is not ready yet."""
         self.handle = handle
         self.closed = self.gate = self._fault = self._codec = None
 
     async def load_codec(self) -> None:
-        """Load the tokenizer when the engine is ready; the model's state says if that fails."""
+        """Load the tokenizer when the engine is ready; a failure shows in the model's state."""
         await asyncio.to_thread(import_tokenizers)
         await self.handle.ready.wait()
         assert self.handle.info is not None
@@ -126,7 +126,7 @@ class ResidentModel:
 
     @property
     def status(self) -> tuple[ModelState, str]:
-        """State and detail: the engine's; once that is ready, the tokenizer's and the gate's."""
+        """State and detail: the engine's, then the tokenizer's, then the gate's."""
         if self.closed is not None:
             return self.closed
         if self._fault is not None:
@@ -142,9 +142,9 @@ class ResidentModel:
         return self.status[0] == "ready"
 
     def require(self, *, through_gate: bool = False) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine; `through_gate`: whatever the gate says.
+        """Return tokenizer and engine; `through_gate` ignores the gate.
 
-        Errors: APIError where the model does not answer now.
+        Errors: APIError if the model does not answer now.
         """
         if self.closed is not None:
             detail = f"Model {self.id} takes no requests: {self.closed[1]}. Try again later."
@@ -167,7 +167,7 @@ class ResidentModel:
     async def prepare(
         self, jobs: Sequence[Job], cache: bool, routing: Routing | None = None
     ) -> PreparedJobs:
-        """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
+        """Look jobs up in the result cache, if `cache` allows it; merge equal jobs."""
         jobs = pack_jobs(jobs)
         if routing is not None and routing.cache_namespace:
             jobs = change_all(jobs, partial(replace, cache_namespace=routing.cache_namespace))
@@ -182,7 +182,7 @@ class ResidentModel:
         return PreparedJobs(unknown, sum_expected(unknown), found.hits, missing, num_known)
 
     def _find_scope(self) -> bytes:
-        """Return `digest_scope` of what answers now. Errors: APIError where nothing does."""
+        """Return `digest_scope` of the running engine. Errors: APIError if none is ready."""
         info, settings, known = self.handle.check_ready(), self.settings, self._scope
         if known is None or known[0] is not info or known[1] is not settings:
             known = self._scope = info, settings, digest_scope(info, settings)
@@ -191,11 +191,11 @@ class ResidentModel:
     async def run(
         self, prepared: PreparedJobs, routing: Routing | None = None
     ) -> AsyncGenerator[OutputPart, None]:
-        """Yield indices and outputs of jobs as they end, piece by piece where they stream.
+        """Yield indices and outputs of jobs as they end, in pieces if they stream.
 
-        The jobs wait for the engine in `routing`, with which they were prepared.
-        Known results come first; what is computed is kept for later. Leaving the loop early
-        cancels the rest. Errors: as `EngineHandle.run`.
+        `routing` is the one that the jobs were prepared with. Cached results come first; new ones
+        are stored in the cache. Leaving the loop early cancels the rest. Errors: as
+        `EngineHandle.run`.
         """
         if prepared.hits:
             yield OutputPart([n for n, _ in prepared.hits], [output for _, output in prepared.hits])
@@ -223,7 +223,7 @@ class ResidentModel:
                 self._results.keep(computed)
 
     async def check(self, job: Job) -> Output:
-        """Run one job that reads no tokens. Errors: APIError where it fails."""
+        """Run one job that reads no tokens. Errors: APIError if it fails."""
         self._num_checks += 1
         try:
             (output,) = [output async for part in self.handle.run([job]) for output in part.results]
@@ -232,13 +232,13 @@ class ResidentModel:
         return cast(Output, output)
 
     def read(self) -> ModelReading:
-        """Return what the model is at right now."""
+        """Take a reading of the model, for metrics."""
         admission = self.admission
         engines = self.handle.observe()
         return ModelReading(self.id, admission.pending, admission.limit, self.is_ready, engines)
 
     def describe(self) -> ModelCard:
-        """Describe the model as `GET /models` shows it."""
+        """Return the model's card."""
         info, codec = self.handle.info, self._codec
         state, detail = self.status
         known: dict[str, Any] = {}
@@ -252,6 +252,7 @@ class ResidentModel:
                 "has_chat_template": codec.has_chat_template,
                 "columns": list(info.columns),
                 "lacks": {str(feature): reason for feature, reason in info.lacks.items()},
+                "rounding": info.rounding,
                 "provenance": self.provenance(),
             }
         return ModelCard(
@@ -271,8 +272,8 @@ class ResidentModel:
         precision: Precision = "float32",
         cast: Cast | None = None,
     ) -> Provenance:
-        """Say what computes this model's numbers, how a text was cut where one was, and what an
-        override had the model computed in.
+        """Return what computes this model's numbers, with the windows of a text and the dtype of an
+        override, if any.
         """
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None

@@ -1,4 +1,4 @@
-"""The models of the configuration, by id: started, found, ended."""
+"""The configured models, by id: start, lookup, shutdown."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -16,15 +16,15 @@ from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import JobContents
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
-"""Finds out whether a model may answer, and lifts or labels its gate."""
+"""Tests a model, and opens its gate or sets the reason."""
 
 MakeHandle = Callable[[ModelSettings], EngineHandle]
-"""Makes the handle of a model's engine, which is not started yet."""
+"""Creates the handle of a model's engine, without starting it."""
 RETRY_AFTER_S = 5.0
 
 
 def make_handles(settings: Settings, contents: JobContents) -> MakeHandle:
-    """Return what makes the handles of engines as these settings have them watched."""
+    """Return a factory of engine handles with these settings' supervision."""
     limits = SupervisionLimits(
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         max_step_s=settings.max_step_s,
@@ -36,7 +36,7 @@ def make_handles(settings: Settings, contents: JobContents) -> MakeHandle:
 
 
 def choose_model(asked: str | None, ids: Collection[str], default: str | None) -> str:
-    """Return the id of the model that a request means.
+    """Return the id of the model that a request names, or the default.
 
     Errors: APIError `unknown_model`, or `invalid_request` where it names none of several.
     """
@@ -51,9 +51,9 @@ def choose_model(asked: str | None, ids: Collection[str], default: str | None) -
 
 
 class ScratchSpace:
-    """Bytes of files that requests have at once, of at most `max_bytes`; one alone may have more.
+    """A budget of temporary files, `max_bytes` for all requests; a single request may exceed it.
 
-    They are what one model leaves on disk for another.
+    The files hold one model's log-probabilities for another.
 
         space = ScratchSpace(100)
         with space.take(60):        60 of 100
@@ -66,7 +66,7 @@ class ScratchSpace:
 
     @contextmanager
     def take(self, num_bytes: int) -> Iterator[None]:
-        """Have room while the block runs. Errors: APIError `overloaded` where others have it."""
+        """Reserve room while the block runs. Errors: APIError `overloaded` if others use it."""
         if self.taken_bytes and self.taken_bytes + num_bytes > self.max_bytes:
             detail = (
                 f"Other requests have {self.taken_bytes} bytes of log-probabilities on disk and "
@@ -82,7 +82,7 @@ class ScratchSpace:
 
 
 class ModelRegistry:
-    """Every configured model, by id; their engines' handles are what `make_handle` makes."""
+    """Every configured model, by id; `make_handle` creates the handles of their engines."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class ModelRegistry:
         self._prove: Prove | None = None
         self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
         self._running: set[ResidentModel] = set()
-        """Models with an engine: those that requests find, and those that come or go."""
+        """Models with an engine: registered ones, and those being added or removed."""
         self._has_started = False
 
     def make(self, model: ModelSettings) -> ResidentModel:
-        """Return a model of these settings, which is not started and not found yet."""
+        """Create a model with these settings, neither started nor registered."""
         settings = self._settings
         return ResidentModel(
             model,
@@ -116,13 +116,13 @@ class ModelRegistry:
         )
 
     def start(self, prove: Prove | None = None) -> None:
-        """Start every engine; returns at once. With `prove`, no model answers before that."""
+        """Start every engine in the background. With `prove`, models answer once they pass."""
         self._prove = prove
         for model in self.by_id.values():
             self.start_one(model)
 
     def start_one(self, model: ResidentModel) -> None:
-        """Start a model's engine; returns at once."""
+        """Start a model's engine in the background."""
         if self._prove is not None:
             model.gate = ("testing", "its self-test has not ended")
         model.handle.start()
@@ -133,7 +133,7 @@ class ModelRegistry:
         self._loading[model].add_done_callback(lambda _: self._loading.pop(model, None))
 
     def restart(self, model: ResidentModel) -> None:
-        """Start a new engine for a model whose own has been closed."""
+        """Start a new engine for a model whose engine was closed."""
         model.restart_with(self._make_handle(model.settings))
         self.start_one(model)
 
@@ -145,35 +145,35 @@ class ModelRegistry:
         self._running.discard(model)
 
     def sort(self, ids: Sequence[str]) -> None:
-        """Have models listed in the order of these ids, others behind them."""
+        """Sort models by these ids, others last."""
         places = {model_id: place for place, model_id in enumerate(ids)}
         order = sorted(self.by_id, key=lambda model_id: places.get(model_id, len(places)))
         self.by_id = {model_id: self.by_id[model_id] for model_id in order}
 
     @property
     def required(self) -> list[ResidentModel]:
-        """The models without which the server is not ready."""
+        """The models that readiness requires."""
         return [model for model in self.by_id.values() if model.settings.required]
 
     @property
     def default(self) -> ResidentModel | None:
-        """The model of requests that name none: the only one, or the one that is set as default."""
+        """The model of requests without a model: the only one, or the configured default."""
         models = list(self.by_id.values())
         meant = models if len(models) == 1 else [one for one in models if one.settings.default]
         return meant[0] if meant else None
 
     @property
     def has_started(self) -> bool:
-        """Whether every required model has answered once, all at one time."""
+        """Whether all required models have been ready at the same time once."""
         self._has_started = self._has_started or all(model.is_ready for model in self.required)
         return self._has_started
 
     def find_given_up(self) -> ResidentModel | None:
-        """Return a required model whose engine is not started any more, if there is one."""
+        """Return a required model whose engine is not restarted any more, if any."""
         return next((model for model in self.required if model.handle.given_up), None)
 
     def stop(self) -> None:
-        """Answer everyone who waits for an engine that the server is shutting down."""
+        """Fail all waiting calls because the server is shutting down."""
         for model in self._running:
             model.handle.stop()
 
@@ -184,7 +184,7 @@ class ModelRegistry:
         await asyncio.gather(*(model.handle.close() for model in self._running))
 
     def find(self, model_id: str | None) -> ResidentModel:
-        """Return the model of that id, or the default for None. Errors: as `choose_model`."""
+        """Look up a model by id, None for the default. Errors: as `choose_model`."""
         default = None if self.default is None else self.default.id
         return self.by_id[choose_model(model_id, self.by_id, default)]
 

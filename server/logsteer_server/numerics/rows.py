@@ -61,9 +61,6 @@ class RowFiles:
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
 
-LONG_ROW = 2**16
-"""Tokens of a vocabulary above which a CPU adds a row up with more care."""
-
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
 
@@ -110,32 +107,19 @@ class Rows:
         """The logits in the dtype that they are read in."""
         return self._given_RV.double() if self._double else self._given_RV.float()
 
-    @property
-    def _is_long(self) -> bool:
-        """Whether rows are added up with care, which takes twice as long as `log_softmax`.
-
-        On CPUs that adds up a row term by term, and a long peaked one loses its small terms: 1.6e-5
-        nats at 262,144 tokens.
-        """
-        return self._given_RV.device.type == "cpu" and self.size > LONG_ROW
-
     @cached_property
     def _log_sums_R1(self) -> Tensor:
-        """log sum exp z, per row."""
+        """log sum exp z, per row: see `log_softmax`."""
         return self.logits_RV.logsumexp(-1, keepdim=True)
 
     @cached_property
     def log_probs_RV(self) -> Tensor:
         """log p of every token, per row."""
-        if self._is_long:
-            return self.logits_RV - self._log_sums_R1
-        return self.logits_RV.log_softmax(-1)
+        return self.logits_RV - self._log_sums_R1
 
     def log_probs_at(self, ids_RK: Tensor) -> Tensor:
         """Return log p of K tokens of each row [R, K], in nats."""
-        if self._is_long:
-            return self.logits_RV.gather(-1, ids_RK) - self._log_sums_R1
-        return self.log_probs_RV.gather(-1, ids_RK)
+        return self.logits_RV.gather(-1, ids_RK) - self._log_sums_R1
 
     @property
     def larger_R(self) -> Tensor:
@@ -158,11 +142,8 @@ class Rows:
 
         Without this ranks and sums over such a row look like any others.
         """
-        # At no further pass over the row where one was made: any log-probability tells.
-        if "_log_sums_R1" in vars(self):
+        if "_log_sums_R1" in vars(self):  # no further pass over the row
             return self._log_sums_R1[:, 0].isfinite()
-        if "log_probs_RV" in vars(self):
-            return ~self.log_probs_RV[:, 0].isnan()
         return self.logits_RV.amax(-1).isfinite()
 
     @property
@@ -329,6 +310,8 @@ BYTES_PER_LOGIT = 16
 """Peak bytes per logit while columns are read: logits in float32 and up to three temporaries."""
 BYTES_PER_SHAPED_LOGIT = 72
 """Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
+BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
+"""Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,10 +349,11 @@ class RowSpec:
         """Whether a column depends on the sampling policy."""
         return not POLICY_COLUMNS.keys().isdisjoint(self.columns)
 
-    @property
-    def bytes_per_logit(self) -> int:
-        """Peak bytes while it is done."""
+    def bytes_per_logit(self, device: torch.device) -> int:
+        """Return the peak bytes while it is done on a device."""
         size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
+        if self.looks_at_policy and device.type == "cuda" and not self.double:
+            size = BYTES_PER_CUT_LOGIT
         return 2 * size if self.double else size
 
 

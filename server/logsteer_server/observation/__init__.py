@@ -1,1 +1,1 @@
-"""What the server tells of itself: metrics, logs, traces, and what each of them means."""
+"""Metrics, logs and traces of the server."""

@@ -1,7 +1,7 @@
-"""Log lines: as text or as JSON, of this process and of engines; requests, and what was changed.
+"""Logs of this process and of engines, as text or JSON; the access log and the audit log.
 
-A line of JSON is one object with the fields that `docs/operating.md` lists. No line has a prompt, a
-vector's numbers or a key: what is logged of a request is what `RequestRecord` has.
+A JSON line is one object with the fields listed in `docs/operating.md`. No line contains a prompt,
+a vector's numbers or a key: the fields of a request are those of `RequestRecord`.
 """
 
 import logging
@@ -25,30 +25,30 @@ LogFormat = Literal["text", "json"]
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 ACCESS = "logsteer.access"
-"""The logger of requests: a line each, where asked for."""
+"""The logger of the access log, one line for each request."""
 AUDIT = "logsteer.audit"
-"""The logger of what keys with the scopes write and admin did, or were refused."""
+"""The logger of the audit log: requests with the scopes write and admin."""
 FIELDS = "fields"
-"""The attribute of a log record that has further fields."""
+"""The attribute of a log record with additional fields."""
 SHOWN = 10
 WINDOW_S = 10.0
 REMEMBERED = 1024
-"""Of one message so many lines are shown in WINDOW_S; so many messages are told apart."""
+"""Lines of one message in WINDOW_S; messages that are tracked."""
 
 CURRENT_REQUEST: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request that is at work where a line is logged; empty where none is."""
+"""The id of the current request; empty outside of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStyle:
-    """How lines are written, and from which level on."""
+    """The format of log lines, and the lowest level."""
 
     format: LogFormat = "text"
     level: str = "info"
 
 
 class JsonFormatter(logging.Formatter):
-    """Write a log record as one line of JSON."""
+    """Format a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, without its end."""
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Write a log record as text, with its further fields as `name=value` after the message."""
+    """Format a log record as text, with additional fields as `name=value` after the message."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -82,10 +82,10 @@ class TextFormatter(logging.Formatter):
 
 
 class RepeatFilter(logging.Filter):
-    """Let the first SHOWN records of one message through in WINDOW_S seconds.
+    """Limit each message to SHOWN records in WINDOW_S seconds.
 
-    Records are of one message where they have the same logger and the same text before its
-    arguments. The first one after the window says how many were left out.
+    Records have the same message if they have the same logger and format string. The first record
+    after the window states how many were dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -109,8 +109,8 @@ class RepeatFilter(logging.Filter):
 
 
 class PrivateFileHandler(WatchedFileHandler):
-    """Writes to a file that its owner alone may read where this makes it; an existing one keeps
-    its mode. The file is opened anew where it was moved away, as logrotate does.
+    """Write to a file, created with mode 0600; an existing file keeps its mode. Reopen the file
+    after it was renamed, as logrotate does.
     """
 
     def _open(self) -> TextIOWrapper:
@@ -119,10 +119,10 @@ class PrivateFileHandler(WatchedFileHandler):
 
 
 def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = None) -> None:
-    """Configure all logs of this process: standard error in a style, a few lines of each message.
+    """Configure all logs of this process: standard error in a style, with repeats limited.
 
-    `files` has loggers of which every line is written, ACCESS and AUDIT: to a file, or to standard
-    error where it is None. ACCESS is silent where it is not among them.
+    `files`: ACCESS and AUDIT, whose every line is written, to a file, or to standard error for
+    None. ACCESS is off if it is not listed.
     Errors: OSError for a file that cannot be written to.
     """
     formatter = JsonFormatter if style.format == "json" else TextFormatter
@@ -154,16 +154,16 @@ def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = No
 
 
 def configure_engine_logs(style: LogStyle) -> None:
-    """Have an engine's process log in a style: its own warnings and errors, or all for debug.
+    """Configure the logs of an engine's process: warnings and errors, or everything for debug.
 
-    Lines of lower levels are those of libraries there.
+    Lower levels there come from libraries.
     """
     is_as_asked = style.level in ("debug", "error")
     configure_logs(style if is_as_asked else LogStyle(style.format, "warning"))
 
 
 def restyle_libraries(style: LogStyle) -> None:
-    """Have the handlers that libraries have made write lines of a style, too."""
+    """Apply a style to the handlers of libraries."""
     if style.format == "json":
         for found in list(logging.root.manager.loggerDict.values()):
             for handler in getattr(found, "handlers", ()):

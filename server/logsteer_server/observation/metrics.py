@@ -1,8 +1,7 @@
-"""What `/metrics` exposes: what this process counts, and what is read from elsewhere at a scrape.
+"""The metrics of `/metrics`: counters of this process, and values read at each scrape.
 
-Each metric is defined once: counters as prometheus_client's own objects in a registry of the
-application, values that live elsewhere as rows of the tables below. The documentation page is
-written from both.
+Each metric is defined once: counters as objects of prometheus_client in the application's registry,
+values read at a scrape as rows of the tables below. The documentation page is generated from both.
 """
 
 import os
@@ -40,16 +39,16 @@ from logsteer_server.contract.engine import TIME_BOUNDS_S, EngineReading, StepCo
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_FAMILY = 64
-"""Processes that are read for one engine: its own and those of its ranks."""
+"""Processes measured for one engine: its own and its ranks'."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One engine process, as the HTTP process sees it.
+    """The status of one engine process.
 
-    `replica` tells the engines of a model apart. `pid` is None while no process runs,
-    `heartbeat_age_s` until the first heartbeat has come. `queued`: jobs that wait here for room in
-    the engine. `steps` are those of the process that runs now.
+    `replica` identifies an engine of a model. `pid` is None while no process runs,
+    `heartbeat_age_s` until the first heartbeat. `queued`: jobs waiting in this process. `steps` are
+    those of the current process.
     """
 
     replica: str
@@ -63,7 +62,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelReading:
-    """What a model is at right now; `pending_limit` is what `pending_tokens` may come to."""
+    """The current reading of a model; `pending_limit` bounds `pending_tokens`."""
 
     model: str
     pending_tokens: int
@@ -74,10 +73,10 @@ class ModelReading:
 
 @dataclass(frozen=True, slots=True)
 class DiskReading:
-    """What lies on disk; None where it was not read yet, or there is none.
+    """Disk usage; None before the first reading, or without a store.
 
-    `held`: kind -> owner, `shared` or `keys` -> bytes of contents; `limit_bytes` is that of each
-    kind's shared store.
+    `held`: kind -> owner (`shared` or `keys`) -> bytes; `limit_bytes`: limit of each kind's
+    shared store.
     """
 
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -88,17 +87,14 @@ class DiskReading:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """Processor seconds, and bytes that are resident: those of a family may share some."""
+    """Processor seconds and resident bytes; a family's may include shared pages."""
 
     cpu_s: float
     resident_bytes: int
 
 
 def read_family(pid: int) -> ProcessReading | None:
-    """Return what a process and those that it has started take; None where there is none.
-
-    Elsewhere than on Linux nothing tells.
-    """
+    """Measure a process and its children; None if it does not exist, and outside of Linux."""
     members = map(_read_process, _list_family(pid))
     found = [reading for reading in members if reading is not None]
     if not found:
@@ -109,7 +105,7 @@ def read_family(pid: int) -> ProcessReading | None:
 
 
 def _list_family(pid: int) -> Iterator[int]:
-    """Yield a process and those below it, as far as their first threads have started them."""
+    """Yield a process and its descendants that main threads started."""
     waiting = [pid]
     for _ in range(MAX_FAMILY):
         if not waiting:
@@ -133,9 +129,9 @@ def _read_process(pid: int) -> ProcessReading | None:
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "logsteer_"
 MAX_KEYS = 100
-"""Keys with series of their own: a key file may have thousands, and each has five series."""
+"""Keys with their own series, of which each has five; a key file may have thousands of keys."""
 OTHER_KEYS = "other"
-"""The label of keys that have no series of their own."""
+"""The label of keys without their own series."""
 MODEL = ("model",)
 ENGINE = ("model", "replica")
 DEVICE = ("model", "replica", "device")
@@ -146,9 +142,9 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class LiveMetric:
-    """A metric whose value is read at a scrape, from whatever object `read` takes.
+    """A metric whose value `read` returns at a scrape.
 
-    `read` returns None where there is no such value; the sample is then absent rather than 0.
+    None means no value: the sample is then absent rather than 0.
     """
 
     family: type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -255,9 +251,9 @@ class ModelMetrics:
 
 @dataclass(slots=True, eq=False)
 class TokenTimes:
-    """When the tokens of one streamed call came, for the two times that its reader feels.
+    """Token times of one streamed call: time to first token, and time between tokens.
 
-    `accepted`: when the call was accepted, in the clock of `record`.
+    `accepted`: when the call was accepted, on the clock of `record`.
     """
 
     metrics: ModelMetrics
@@ -265,7 +261,7 @@ class TokenTimes:
     _latest: dict[int, float] = field(default_factory=dict)
 
     def record(self, number: int, tokens: int, now: float) -> None:
-        """Record that so many tokens of one of the call's sequences have come."""
+        """Record new tokens of one of the call's sequences."""
         latest = self._latest
         before = latest.get(number)
         if before is not None:
@@ -277,10 +273,10 @@ class TokenTimes:
 
 
 class Metrics:
-    """All metrics of one application, in a registry of its own.
+    """All metrics of one application, in its own registry.
 
-    `read_models` and `read_disk` are called at each scrape. `labels` has the names of the labels of
-    each metric, for its documentation.
+    `read_models` and `read_disk` are called at each scrape. `labels`: label names by metric, for
+    the documentation.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
@@ -321,8 +317,8 @@ class Metrics:
         )
 
     def _define_requests(self) -> tuple[Any, Any]:
-        """Return what finds counter and histogram of a path and status, and the errors of a path
-        and code. Finding a child by its labels takes longer than counting with it.
+        """Return cached lookups: counter and histogram by path and status, errors by path and code.
+        A child's lookup by labels takes longer than counting with it.
         """
         requests = self._counter(
             "requests", ("path", "status"), "Requests answered, by route and status."
@@ -343,7 +339,7 @@ class Metrics:
         return find_route, errors.labels
 
     def _define_models(self) -> tuple[Any, ...]:
-        """Return the metrics of models, in the order of the fields of `ModelMetrics`."""
+        """Create the metrics of models, in the order of the fields of `ModelMetrics`."""
         counter, seconds = self._counter, self._seconds
         return (
             counter("prompt_tokens", MODEL, "Tokens that the engine was given."),
@@ -366,7 +362,7 @@ class Metrics:
         )  # fmt: skip
 
     def _define_keys(self) -> Any:
-        """Return what finds the counters of a key: requests, errors, three kinds of tokens."""
+        """Return a lookup of a key's counters: requests, errors, three kinds of tokens."""
         requests = self._counter(
             "key_requests",
             ("key",),
@@ -396,11 +392,11 @@ class Metrics:
         return kind(PREFIX + name, text, labels, registry=self.registry, **more)
 
     def for_model(self, model: str) -> ModelMetrics:
-        """Return a model's metrics; they are exposed from now on, at 0 where nothing happened."""
+        """Return a model's metrics, which are exposed from now on, initially 0."""
         return ModelMetrics(*(metric.labels(model) for metric in self._of_model))
 
     def record_request(self, path: str, status: int, seconds: float, code: str = "") -> None:
-        """Count an answered request, with the code of its problem where it ended with one."""
+        """Count an answered request, with the code of its problem, if any."""
         requests, times = self._find_route(path, str(status))
         requests.inc()
         times.observe(seconds)
@@ -419,14 +415,14 @@ class Metrics:
             counter.inc(count)
 
     def render(self) -> bytes:
-        """Return everything in Prometheus' text format, of type METRICS_TYPE."""
+        """Render all metrics in Prometheus' text format, of type METRICS_TYPE."""
         return generate_latest(self.registry)
 
 
 class LiveCollector(Collector):
-    """Reads models, engines and the disk at each scrape.
+    """Read models, engines and the disk at each scrape.
 
-    Every family is there at each scrape, those without a sample too.
+    Every family is exposed at each scrape, also without samples.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -438,11 +434,11 @@ class LiveCollector(Collector):
         metrics.labels[PREFIX + "store_limit_bytes"] = ("kind",)
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that nothing is collected when this is registered."""
+        """Return no families, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family with what it is now."""
+        """Yield every family with its current values."""
         models = list(self._metrics.read_models())
         engines = [((m.model, e.replica), e) for m in models for e in m.engines]
         heartbeats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
@@ -470,7 +466,7 @@ class LiveCollector(Collector):
 def _read(
     rows: Iterable[LiveMetric], sources: Sequence[tuple[tuple[str, ...], Any]]
 ) -> Iterator[Metric]:
-    """Yield a family for each row, with a sample for each source that has a value of the kind."""
+    """Yield a family for each row, with a sample for each source that has a value."""
     for row in rows:
         family = row.family(PREFIX + row.name, row.text, labels=row.labels)
         for labels, source in sources:

@@ -1,4 +1,4 @@
-"""What becomes known of a request on its way: for metrics, the access and audit log, and traces."""
+"""The record of a request, for metrics, the access log, the audit log and traces."""
 
 import logging
 import time
@@ -14,16 +14,16 @@ from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.tracing import Phase, RequestTracer
 
 OTHER = "other"
-"""The route of requests that no route with a template took."""
+"""The route label of requests that match no route."""
 CRASHED = 500
-"""The status of an exception, which is answered outside of `RequestObserver`."""
+"""The status of an unhandled exception, which is answered outside of `RequestObserver`."""
 AUDITED = frozenset({"write", "admin"})
-"""Scopes of endpoints whose requests are in the audit log."""
+"""Scopes whose requests are in the audit log."""
 
 
 @dataclass(slots=True)
 class UsageCounter:
-    """The fields of `Usage`, counted as outputs come."""
+    """The fields of `Usage`, counted as outputs arrive."""
 
     prompt_tokens: int = 0
     scored_tokens: int = 0
@@ -32,7 +32,7 @@ class UsageCounter:
     cached_results: int = 0
 
     def add(self, work: WorkCounts) -> None:
-        """Count work in."""
+        """Add work."""
         self.prompt_tokens += work.prompt_tokens
         self.scored_tokens += work.scored_tokens
         self.generated_tokens += work.generated_tokens
@@ -45,11 +45,11 @@ class UsageCounter:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What is known of one request so far; whoever comes to know more writes it here.
+    """Facts about one request, collected while it runs.
 
-    `key` is the name of the caller's key, `scope` what the endpoint needs of one; `code` the
-    problem that it was answered with. `stored` and `sha256` say what a write was about. Where
-    nothing is traced, `phases` is None.
+    `key`: the name of the caller's key; `scope`: the scope that the endpoint needs; `code`: the
+    problem in the answer; `stored` and `sha256`: the name and content of a write; `phases`: None
+    without tracing.
     """
 
     key: str = ""
@@ -63,9 +63,7 @@ class RequestRecord:
     phases: list[Phase] | None = None
 
     def record_answer(self, document: Mapping[str, Any]) -> None:
-        """Note the model that an answer names, and of one to a write the card, or the name that is
-        gone.
-        """
+        """Record the answer's model, and for a write its card, or the deleted name."""
         self.model = self.model or str(document.get("model") or "")
         if self.scope in AUDITED:
             card = document.get("vector", document)
@@ -74,26 +72,26 @@ class RequestRecord:
                 self.sha256 = str(card.get("sha256") or self.sha256)
 
     def note_phase(self, name: str, began: float, ended: float) -> None:
-        """Note what the request was at from one moment to another, monotonic seconds."""
+        """Record a phase of the request, from and to monotonic seconds."""
         if self.phases is not None:
             self.phases.append(Phase(name, began, ended))
 
 
 def find_record(scope: Scope) -> RequestRecord:
-    """Return the record of the request that a scope is of; a new one where none is kept."""
+    """Return the record of a scope's request; a new one if it has none yet."""
     found: RequestRecord = scope.setdefault("state", {}).setdefault("record", RequestRecord())
     return found
 
 
 def find_route(scope: Scope) -> str:
-    """Return the template of the route that answers a request; OTHER where none does."""
+    """Return the template of a request's route; OTHER without one."""
     return str(getattr(scope.get("route"), "path", OTHER))
 
 
 class RequestObserver:
-    """ASGI middleware: counts and times every request, and logs and traces it where asked.
+    """ASGI middleware: count and time every request, and log and trace it if configured.
 
-    Under its route's template, not its path, so that callers cannot make series without end.
+    Series are labelled by the route's template, not the path, so that callers cannot create any.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
@@ -104,7 +102,7 @@ class RequestObserver:
         self._audit = logging.getLogger(AUDIT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as the application does."""
+        """Pass the request on and record it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -156,7 +154,7 @@ class RequestObserver:
 
 
 def _describe(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:
-    """Return what both logs and a trace say of a request."""
+    """Return the fields of a request that both logs and traces have."""
     client = scope.get("client")
     return {
         "request_id": scope["state"].get("id", ""),
@@ -172,7 +170,7 @@ def _describe(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any
 def _describe_access(
     scope: Scope, record: RequestRecord, status: int, seconds: float, sent: int
 ) -> dict[str, Any]:
-    """Return what the access log says of a request: its size, too, and what it took."""
+    """Return the access log's fields of a request, with its size and durations."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return {
         **_describe(scope, record, status),
@@ -186,7 +184,7 @@ def _describe_access(
 
 
 def _describe_change(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:
-    """Return what the audit log says of a change: what it was done to, too."""
+    """Return the audit log's fields of a change, with its object."""
     given = scope.get("path_params", {})
     return {
         **_describe(scope, record, status),

@@ -1,9 +1,9 @@
-"""Traces of requests by OpenTelemetry, where they are asked for and its packages are installed.
+"""Traces of requests with OpenTelemetry, if enabled and installed.
 
-OpenTelemetry's middleware makes the span of a request, below the caller's own. What the server adds
-are the fields of its access log as attributes, and a child for each phase of the request, which is
-noted on the way as plain times. The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT,
-OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and their like) say where spans go and which are kept.
+OpenTelemetry's middleware creates the span of a request, as a child of the caller's. The server
+adds the fields of its access log as attributes, and a child span for each phase of the request,
+recorded as plain times. The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME,
+OTEL_TRACES_SAMPLER and others) configure export and sampling.
 """
 
 import os
@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 
 SERVICE = "logsteer"
 MAX_PHASES = 128
-"""Phases of one request that become spans: a long text may have thousands."""
+"""Phases of one request that become spans, at most; a long text may have thousands."""
 FLUSH_S = 5
-"""For spans that wait to be sent when the server ends; OpenTelemetry itself would take 10 s for
-each batch, however many wait."""
+"""Time to send the remaining spans at shutdown; OpenTelemetry alone would take 10 s for each
+batch."""
 
 ATTRIBUTES = {
     "method": "http.request.method",
@@ -30,11 +30,11 @@ ATTRIBUTES = {
     "code": "error.type",
     "client": "client.address",
 }
-"""Fields of the access log that OpenTelemetry has names for; all others begin with the service."""
+"""OpenTelemetry's names for fields of the access log; all others get the service's prefix."""
 
 
 class Phase(NamedTuple):
-    """What a request was at, from when to when: monotonic seconds."""
+    """A phase of a request: its name, start and end in monotonic seconds."""
 
     name: str
     began: float
@@ -42,11 +42,11 @@ class Phase(NamedTuple):
 
 
 class MissingTracingError(Exception):
-    """Traces were asked for, and what makes them is not installed."""
+    """Tracing is enabled, but its packages are not installed."""
 
 
 class RequestTracer:
-    """Makes spans of requests. `provider` is a `TracerProvider` of OpenTelemetry's."""
+    """Create spans of requests. `provider` is a `TracerProvider` of OpenTelemetry."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -57,7 +57,7 @@ class RequestTracer:
 
     @classmethod
     def open(cls) -> "RequestTracer":
-        """Return a tracer as the environment describes it. Errors: MissingTracingError."""
+        """Return a tracer configured by the environment. Errors: MissingTracingError."""
         # Names of attributes as the stable conventions have them; the instrumentation reads it.
         os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
         try:
@@ -84,7 +84,7 @@ class RequestTracer:
         return cls(provider)
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with OpenTelemetry's middleware around it."""
+        """Wrap the application in OpenTelemetry's middleware."""
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
         wrapped: ASGIApp = OpenTelemetryMiddleware(
@@ -93,7 +93,7 @@ class RequestTracer:
         return wrapped
 
     def describe(self, fields: Mapping[str, Any], phases: Sequence[Phase]) -> None:
-        """Give the current span the fields of the access log, and a child for each phase."""
+        """Add the access log's fields to the current span, and a child for each phase."""
         span = self._trace.get_current_span()
         if not span.is_recording():
             return
@@ -107,7 +107,7 @@ class RequestTracer:
             self._tracer.start_span(phase.name, start_time=began).end(ended)
 
     def close(self) -> None:
-        """Send the spans that wait, for FLUSH_S at most. Blocks."""
+        """Send the remaining spans, for at most FLUSH_S. Blocks."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_S)

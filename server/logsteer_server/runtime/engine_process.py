@@ -17,7 +17,7 @@ from logsteer_server.runtime.process import Close, FromEngine, Heartbeat, ToEngi
 
 CLOSE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
-"""How long a process may take to be gone once it has closed its connection, or was killed."""
+"""How long a process may take to exit after it closed its connection or was killed."""
 OUT_OF_MEMORY = (
     "by the kernel, because the machine or its container ran out of memory; run fewer models or "
     "replicas there, lower their `memory`, or give it more"
@@ -29,14 +29,14 @@ FROM_OUTSIDE = (
 
 
 PREFIX = "LOGSTEER_"
-"""Of variables that are settings of the server, keys among them; engines read none."""
+"""Prefix of environment variables that are server settings, keys included; engines read none."""
 ENVIRONMENT = threading.Lock()
-"""Held while settings are not in this process's environment, and while they are read there."""
+"""Held while settings are hidden from this process's environment, or read from it."""
 
 
 @contextmanager
 def hide_settings() -> Iterator[None]:
-    """Keep the server's settings, and so its keys, from processes that the block starts."""
+    """Hide the server's settings, and so its keys, from processes started in the block."""
     with ENVIRONMENT:
         hidden = {name: text for name, text in os.environ.items() if name.startswith(PREFIX)}
         for name in hidden:
@@ -49,7 +49,7 @@ def hide_settings() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process is gone. `from_outside`: somebody has killed it, and not for want of memory."""
+    """The process has exited. `from_outside`: another program killed it, not the kernel."""
 
     detail: str
     from_outside: bool = False
@@ -59,11 +59,11 @@ class EngineProcess:
     """Run one engine process, with the threads that send to it and receive from it.
 
     Both directions have a thread of their own, because a pipe blocks when its reader is busy, and
-    the event loop must not. `receive` is called in the one that receives, with the process and each
-    message; the last one is `Ended`, when nothing of the process is left. `heartbeat` is its latest
-    one, `heartbeat_at` when that came (monotonic seconds). It logs in `style`.
+    the event loop must not. The receiving thread calls `receive` with the process and each message;
+    the last message is `Ended`, after the process has exited. `heartbeat` is the latest heartbeat,
+    `heartbeat_at` its arrival (monotonic seconds). The process logs in `style`.
 
-    To be made in a thread that lives as long as the server, because the process dies with it.
+    Create it in a thread that lives as long as the server, because the process dies with it.
     Errors: OSError or RuntimeError where the machine lacks descriptors, processes or threads.
     """
 
@@ -135,9 +135,9 @@ class EngineProcess:
         self._receive(self, self._end())
 
     def _end(self) -> Ended:
-        """Wait until the process is gone, kill what is left of its group, and free all it took.
+        """Wait until the process has exited, kill the rest of its group, and free its resources.
 
-        That includes its files: after a kill it has removed none of them.
+        These include its files: a killed process removes none of them.
         """
         self._outbox.put(None)
         self._process.join(END_TIMEOUT_S)
@@ -177,7 +177,7 @@ class EngineProcess:
         return self._pid is not None and is_stopped(self._pid)
 
     def kill(self) -> None:
-        """Kill the process and all that it has started; returns at once."""
+        """Kill the process and its children; return at once."""
         self._was_killed = True
         self._kill_group()
 
@@ -190,7 +190,7 @@ class EngineProcess:
             self._process.kill()  # before it leads a group
 
     def close(self) -> None:
-        """End the process: by asking, then by force. Blocks for up to CLOSE_TIMEOUT_S and more."""
+        """Ask the process to exit, then kill it. Blocks for CLOSE_TIMEOUT_S or somewhat longer."""
         self.send(Close())
         self._receiver.join(CLOSE_TIMEOUT_S)
         if self._receiver.is_alive():

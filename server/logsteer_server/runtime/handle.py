@@ -1,4 +1,4 @@
-"""A model's engine in processes of this machine, as the HTTP process sees it: jobs and replicas."""
+"""The HTTP process's handle of a model's engine: its jobs, and its replicas on this machine."""
 
 import asyncio
 import itertools
@@ -40,19 +40,19 @@ from logsteer_server.stores.contents import JobContents
 log = logging.getLogger(__name__)
 
 STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed", "unloaded")
-"""Of several replicas' states, the first one here is the engine's."""
+"""The engine's state is the first of these that one of its replicas has."""
 SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_length")
-"""What replicas of one engine have in common, and numbers depend on."""
+"""Facts that determine the numbers; all replicas of an engine must agree on them."""
 SILENT_S = 20.0
-"""A process that broke may take so long to end; then it is killed. One that is still there after
-as long again cannot be killed, and another one is started beside it."""
+"""How long a broken process may take to exit before it is killed. After the same time again it
+counts as unkillable, and another process is started."""
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """Where the results of one call go.
+    """The queue for the results of one call.
 
-    `begun` are jobs of which some results have come, `lost` those that a replica died with.
+    `begun`: jobs with some results so far; `lost`: jobs that a replica died with.
     """
 
     call: EngineCall
@@ -63,11 +63,11 @@ class _Waiter:
 
 
 class EngineHandle:
-    """Run jobs on a model's engine, in one process or in several replicas; keep those running.
+    """Run jobs on a model's engine, one process or several replicas, and restart dead ones.
 
-    `ready` is set while jobs are taken; `info` is None until they first were. All replicas have one
-    queue. When one dies or hangs, the jobs that it had go to the others, once and unless pieces of
-    their output have come; otherwise whoever waits gets an error and may send the request again.
+    `ready` is set while the engine accepts jobs; `info` is None until it first does. All replicas
+    share one queue. When a replica dies or hangs, its jobs are sent to the others once, unless part
+    of their output has arrived; otherwise the caller gets an error and may send the request again.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class EngineHandle:
         self._watching: asyncio.Task[None] | None = None
         self._closing = False
 
-    # ------------------------------------------------------------------ what it is at
+    # ------------------------------------------------------------------ status
 
     @property
     def state(self) -> ModelState:
-        """Whether jobs are taken, and if not, why: the state of the replica that is furthest."""
+        """The best state of any replica, in the order of STATES."""
         return min((replica.state for replica in self.replicas), key=STATES.index)
 
     @property
     def detail(self) -> str:
-        """What the engine does, or what is wrong with it."""
+        """What the engine is doing, or what is wrong with it."""
         if len(self.replicas) == 1:
             return self.replicas[0].detail
         others = [replica for replica in self.replicas if replica.state != "ready"]
@@ -114,16 +114,16 @@ class EngineHandle:
 
     @property
     def restarts(self) -> int:
-        """How often replicas were started again."""
+        """Restarts of all replicas."""
         return sum(replica.restarts for replica in self.replicas)
 
     @property
     def given_up(self) -> bool:
-        """Whether no replica is left, and one at least died too often."""
+        """Whether all replicas have failed, at least one by dying too often."""
         return self.state == "failed" and any(replica.given_up for replica in self.replicas)
 
     def read(self) -> Sequence[ReplicaCard]:
-        """Return what each replica is at right now; a `Routing` names one by its place."""
+        """Report the state of each replica."""
         return [
             ReplicaCard(
                 state=own.state,
@@ -135,9 +135,9 @@ class EngineHandle:
         ]
 
     def observe(self) -> Sequence[EngineStatus]:
-        """Return what each process is at by its heartbeats, for metrics.
+        """Report each process's status from its heartbeats, for metrics.
 
-        The jobs that wait here are told with the first replica.
+        The first replica's status includes the jobs that wait in this queue.
         """
         found: list[EngineStatus] = []
         for own in self.replicas:
@@ -160,7 +160,7 @@ class EngineHandle:
         return found
 
     def check_ready(self) -> EngineInfo:
-        """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
+        """Return the engine's facts. Errors: APIError `model_loading`, `engine_restarting`."""
         if self._closing:
             raise refuse_closing()
         if self.ready.is_set() and self.info is not None:
@@ -190,7 +190,7 @@ class EngineHandle:
     async def run(
         self, jobs: Sequence[Job], routing: Routing | None = None
     ) -> AsyncGenerator[ResultPart, None]:
-        """Yield the results of jobs as they come, by the jobs' indices and in any order.
+        """Yield results as they arrive, with the indices of their jobs, in any order.
 
         Leaving early cancels the rest. Errors: APIError, where a job failed or the engine died.
         """
@@ -227,7 +227,7 @@ class EngineHandle:
                 self._waiters.pop(call, None)
 
     def _drop(self, waiter: _Waiter, error: APIError | None = None) -> None:
-        """Forget a call and cancel what the engine has of it; tell its caller the error, if any."""
+        """Drop a call, cancel its jobs in the engine, and pass any error to its caller."""
         self._waiters.pop(waiter.call, None)
         for number, found in self._queue.drop(waiter.call).items():
             if (process := self.replicas[number].process) is not None:
@@ -236,7 +236,7 @@ class EngineHandle:
             waiter.results.put_nowait(error)
 
     def _send_jobs(self) -> None:
-        """Send replicas the jobs that they have room for."""
+        """Send each replica the jobs that it has room for."""
         for number, own in self._queue.dequeue().items():
             groups = [
                 JobGroup(ids, call.select(ids), call.routing.request_id)
@@ -246,7 +246,7 @@ class EngineHandle:
                 process.send(Add(groups, own.order))
 
     def _deliver(self, replica: Replica, part: ResultPart) -> None:
-        """Hand results of one call to whoever waits for them."""
+        """Deliver results of one call to its waiter."""
         jobs, ended = self._queue.replicas[replica.number].jobs, find_last(part)
         call = jobs.get(part.numbers[0])
         if self._poison.deaths:
@@ -270,17 +270,17 @@ class EngineHandle:
     # ------------------------------------------------------------------ processes
 
     def start(self) -> None:
-        """Begin to start the engine; call it from the event loop that will use the handle."""
+        """Start the engine in the background; call this on the event loop of the handle."""
         self._watching = asyncio.create_task(self._watch())
         for replica in self.replicas:
             self._launch(replica)
 
     def _launch(self, replica: Replica) -> None:
-        """Start a replica's process; where the machine lacks what that takes, later."""
+        """Start a replica's process; schedule a restart if the machine lacks resources."""
         loop = asyncio.get_running_loop()
 
         def receive(process: EngineProcess, message: FromEngine | Ended) -> None:
-            """Hand a message to the event loop, from another thread."""
+            """Pass a message to the event loop from another thread."""
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._receive, replica, process, message)
 
@@ -317,7 +317,7 @@ class EngineHandle:
         self._send_jobs()
 
     def _open(self, replica: Replica, info: EngineInfo) -> None:
-        """Have a replica that is ready take jobs, unless it is another model than the others."""
+        """Open a ready replica for jobs; fail it if it loaded a different model than the others."""
         others = [own for own in self.replicas if own is not replica and own.state == "ready"]
         if others and self.info is not None:
             differs = [name for name in SAME if getattr(info, name) != getattr(self.info, name)]
@@ -336,17 +336,17 @@ class EngineHandle:
     def _fail(
         self, replica: Replica, why: str, *, is_to_blame: bool = True, out_of_memory: bool = False
     ) -> None:
-        """See to the jobs of a replica whose process is about to be gone."""
+        """Reassign or fail the jobs of a dying replica."""
         if replica.apply("fails", why):
             log.error("engine %s: %s", replica.name, why)
-            self._lose_jobs(replica, is_to_blame=is_to_blame, out_of_memory=out_of_memory)
+            self._reassign_jobs(replica, is_to_blame=is_to_blame, out_of_memory=out_of_memory)
 
     def _end(self, replica: Replica, why: str, *, is_to_blame: bool = False) -> None:
-        """See to the jobs of a replica whose process is gone, and start another one later."""
+        """Reassign or fail the jobs of a dead replica, and schedule its restart."""
         replica.process = None
         if not replica.apply("ends", why):
             return
-        self._lose_jobs(replica, is_to_blame=is_to_blame)
+        self._reassign_jobs(replica, is_to_blame=is_to_blame)
         delay, why = replica.plan_restart(), replica.detail
         if delay is None:
             log.error("engine %s: %s", replica.name, why)
@@ -356,12 +356,12 @@ class EngineHandle:
         )
         asyncio.get_running_loop().call_later(delay, self._relaunch, replica)
 
-    def _lose_jobs(
+    def _reassign_jobs(
         self, replica: Replica, *, is_to_blame: bool, out_of_memory: bool = False
     ) -> None:
-        """Have other replicas do what one had, or answer whoever waits.
+        """Send a replica's jobs to the others, or fail their calls.
 
-        `is_to_blame`: the replica may have died of a job.
+        `is_to_blame`: one of the jobs may have caused the death.
         """
         self._queue.replicas[replica.number].is_open = False
         lost = self._queue.lose(replica.number)
@@ -408,14 +408,14 @@ class EngineHandle:
             elapsed, last = time.monotonic() - last, time.monotonic()
             for replica in self.replicas:
                 if replica.process is not None:
-                    self._look(replica, replica.process, progress, elapsed)
+                    self._check(replica, replica.process, progress, elapsed)
 
-    def _look(
+    def _check(
         self, replica: Replica, process: EngineProcess, progress: float | None, elapsed: float
     ) -> None:
         why = None
         if replica.phase == "starting":
-            why = self._look_at_load(replica, progress, elapsed)
+            why = self._check_load(replica, progress, elapsed)
         elif replica.phase == "ready" and process.heartbeat is not None:
             why = replica.watchdog.watch_work(process.heartbeat, elapsed)
         elif replica.phase == "silent" and time.monotonic() - replica.since > SILENT_S:
@@ -427,8 +427,8 @@ class EngineHandle:
             process.kill()
             self._fail(replica, f"it hangs and is killed: {why}", is_to_blame=not was_stopped)
 
-    def _look_at_load(self, replica: Replica, progress: float | None, elapsed: float) -> str | None:
-        """Return why a load hangs; log once that it may."""
+    def _check_load(self, replica: Replica, progress: float | None, elapsed: float) -> str | None:
+        """Return why a load hangs, if it does; log once that it may."""
         dog, patience_s = replica.watchdog, self._limits.heartbeat_timeout_s
         before = dog.stalled_s
         why = dog.watch_load(progress, elapsed)
@@ -437,7 +437,7 @@ class EngineHandle:
         return why
 
     def stop(self) -> None:
-        """Take no more calls and start nothing; calls that still wait get an error."""
+        """Refuse new calls, stop restarts, and fail waiting calls."""
         self._closing = True
         if self._watching is not None:
             self._watching.cancel()
@@ -446,7 +446,7 @@ class EngineHandle:
         self._answer_all(refuse_closing())
 
     async def close(self) -> None:
-        """End the processes; calls that still wait get an error."""
+        """End the processes; fail waiting calls."""
         self.stop()
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(len(self.replicas)) as pool:  # the loop's own may be busy
@@ -455,6 +455,6 @@ class EngineHandle:
 
 
 def refuse_closing() -> APIError:
-    """Return the error that the server is shutting down, which may be tried again."""
+    """Return the retryable error that the server is shutting down."""
     detail = "The server is shutting down; try again shortly."
     return api_error("engine_restarting", detail, retry_after=10)

@@ -1,8 +1,8 @@
-"""Requests that end engines: remembered by their content, and refused after a second death.
+"""Poison requests: jobs that kill engines, identified by content and refused after two deaths.
 
-Whoever is told that the engine restarts sends the request again, as new jobs, so a job is known by
-what it asks for. All that an engine had as it died is remembered, and forgotten once an engine has
-answered it; what two engines have died with is refused.
+A client that sees `engine_restarting` sends its request again, as new jobs, so jobs are identified
+by content. All jobs of an engine that dies are remembered until an engine has answered them.
+A job that two engines died with is refused.
 """
 
 import hashlib
@@ -16,16 +16,15 @@ from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import SteeringPlan
 
 KEEP_S = 600.0
-"""After the last death: longer than callers go on trying, short enough for one that was among the
-others by chance."""
+"""How long a death is remembered: longer than clients retry, short enough for innocent jobs."""
 MAX_FINGERPRINTS = 65_536
 DEATHS = 2
 CHANGES = frozenset({"seed", "export", "reference"})
-"""Fields that are drawn or named anew when a request is sent again."""
+"""Fields that differ each time a request is sent."""
 
 
 def fingerprint(job: Job) -> bytes:
-    """Return SHA-256 of what a job asks for, the same for the same request sent again."""
+    """Return SHA-256 of a job's content; a request that is sent again has the same."""
     hasher = hashlib.sha256(type(job).__name__.encode())
     for field in fields(job):
         if field.name in CHANGES:
@@ -42,16 +41,16 @@ def fingerprint(job: Job) -> bytes:
 
 
 class PoisonMemory:
-    """How many engines have died with a job, of the jobs that any has died with lately."""
+    """The recent engine deaths of each job."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.deaths: dict[bytes, tuple[int, float]] = {}
-        """Fingerprint -> deaths and the time of the last one; the oldest first. While there is
-        none, no job has to be looked at."""
+        """Fingerprint -> deaths and the time of the last one, oldest first. Empty: all jobs pass
+        unchecked."""
 
     def record_death(self, jobs: Iterable[Job]) -> bool:
-        """Remember that an engine has died with these jobs; return whether one is poison now."""
+        """Record an engine's death with these jobs; return whether one is now poison."""
         now, most = self._clock(), 0
         for name in {fingerprint(job) for job in jobs}:
             deaths, _ = self.deaths.pop(name, (0, now))
@@ -60,7 +59,7 @@ class PoisonMemory:
         return most >= DEATHS
 
     def is_poison(self, job: Job) -> bool:
-        """Return whether a job is refused."""
+        """Return whether a job must be refused."""
         return self._count(job) >= DEATHS
 
     def remembers(self, job: Job) -> bool:
@@ -68,7 +67,7 @@ class PoisonMemory:
         return self._count(job) > 0
 
     def _count(self, job: Job) -> int:
-        """Return the engines that have died with a job; those of long ago are forgotten."""
+        """Return how many engines died with a job, after dropping old records."""
         while self.deaths:
             oldest, (_, died_at) = next(iter(self.deaths.items()))
             if len(self.deaths) <= MAX_FINGERPRINTS and self._clock() - died_at < KEEP_S:
@@ -77,6 +76,6 @@ class PoisonMemory:
         return 0
 
     def forget(self, jobs: Iterable[Job]) -> None:
-        """Forget jobs that an engine has answered."""
+        """Drop the records of jobs that an engine has answered."""
         for job in jobs:
             self.deaths.pop(fingerprint(job), None)

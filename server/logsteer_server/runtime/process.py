@@ -1,4 +1,4 @@
-"""The engine's side of the process boundary: a loop that takes messages, steps, and reports."""
+"""The engine's side of the process boundary: a loop that reads messages, steps, and reports."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection
@@ -26,6 +26,7 @@ from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import let_threads_sleep, take_share
+from logsteer_server.engines.rounding import measure_rounding
 from logsteer_server.imports import hold_collector, leave_out_unused
 from logsteer_server.observation.logs import (
     CURRENT_REQUEST,
@@ -44,15 +45,15 @@ ENGINES = {
 """Engine classes by name, imported only in the process that runs one."""
 READ_EVERY_S = 1.0
 SHOWN_REQUESTS = 8
-"""Ids that one line of the log lists."""
+"""Request ids listed in one log line, at most."""
 ON_TRANSFORMERS = {"vllm", "transformer_lens"}
 """Engines that import transformers."""
 
 
 class JobGroup(NamedTuple):
-    """Jobs of one call, and the ids under which their results come back.
+    """Jobs of one call, and the ids of their results.
 
-    `request_id` is the request's that made the call, for the log; empty where there is none.
+    `request_id`: the request that made the call, for the log; empty without one.
     """
 
     ids: Sequence[int]
@@ -62,7 +63,7 @@ class JobGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Jobs for the engine, which takes them in this `order` of their ids."""
+    """Jobs for the engine, to be added in this `order` of ids."""
 
     groups: Sequence[JobGroup]
     order: Sequence[int]
@@ -70,14 +71,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Jobs whose results nobody waits for any more."""
+    """Jobs to cancel."""
 
     job_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The order to free the model and end."""
+    """Free the model and exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +90,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Results of one step, in parts of one call's each; the numbers of jobs are their ids."""
+    """Results of one step, grouped by call; jobs are numbered by id."""
 
     parts: Sequence[ResultPart]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The engine no longer has these jobs, which were cancelled."""
+    """These jobs were cancelled."""
 
     job_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life: its number, how far the loop has got, whether a call of the engine runs.
+    """A heartbeat: its number, the loop's turns so far, and whether the engine is in a call.
 
-    It brings along what the engine was at when it was last asked, and how long its steps took.
+    It carries the engine's latest reading and the durations of its steps.
     """
 
     serial: int
@@ -117,7 +118,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not start, or broke; its process ends after this message."""
+    """The engine failed to start or broke; its process exits after this message."""
 
     detail: str
     out_of_memory: bool = False
@@ -142,11 +143,11 @@ def build_engine(spec: EngineSpec) -> Engine:
 def run_engine(
     connection: Connection, spec: EngineSpec, heartbeat_every_s: float, style: LogStyle
 ) -> None:
-    """Serve one engine until it is told to close, breaks, or its parent is gone; then exit.
+    """Serve one engine until it closes, breaks, or loses its parent; then exit.
 
-    It leads a session of its own, so that all of its processes can be killed together. The process
-    exits as a forked one does: finalizers run and children end, and the interpreter is not taken
-    down. That would free vLLM's modules and its model object by object, for 4 s.
+    The process leads a session, so that it and its children can be killed together. It exits as a
+    forked process does: finalizers run and children end, but the interpreter is not torn down,
+    which would free vLLM's modules and its model object by object, for 4 s.
     """
     os.setsid()
     follow_parent()
@@ -165,6 +166,7 @@ def _serve(
     try:
         take_share(spec)
         engine = build_engine(spec)
+        info = replace(engine.info, rounding=measure_rounding(engine, spec))
         restyle_libraries(style)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)
@@ -173,7 +175,7 @@ def _serve(
         return
     loop = EngineLoop(connection, engine, heartbeat_every_s)
     try:
-        loop.send(Ready(engine.info))
+        loop.send(Ready(info))
         threading.Thread(
             target=loop.send_heartbeats, args=(heartbeat_every_s,), name="heartbeats", daemon=True
         ).start()
@@ -189,16 +191,16 @@ def _serve(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TakenGroup:
-    """Jobs that came together; `at`: when, by `time.monotonic`; `request_id`: for whom."""
+    """Jobs that arrived together, `at` a time of `time.monotonic`, for the request `request_id`."""
 
     request_id: str = ""
     at: float = field(default_factory=time.monotonic)
 
 
 class EngineLoop:
-    """Take messages whenever there are any, and step the engine as long as it has work.
+    """Process messages as they arrive, and step the engine while it has work.
 
-    Every `read_every_s` seconds it asks the engine what it is at, for the heartbeats to tell.
+    Every `read_every_s` seconds it takes a reading of the engine, which heartbeats publish.
     """
 
     def __init__(
@@ -217,12 +219,12 @@ class EngineLoop:
         self._in_engine = False
 
     def send(self, message: FromEngine) -> None:
-        """Send a message, from any thread. Errors: OSError when the other end is gone."""
+        """Send a message, from any thread. Errors: OSError when the other end is closed."""
         with self._sending:
             self._connection.send(message)
 
     def send_heartbeats(self, every_s: float) -> None:
-        """Send signs of life until the other end is gone; to be run in a thread of its own."""
+        """Send heartbeats until the other end is closed; run it in a thread of its own."""
         serial = 0
         with suppress(OSError):
             while True:
@@ -233,9 +235,9 @@ class EngineLoop:
                 time.sleep(every_s)
 
     def run(self, max_idle_s: float) -> None:
-        """Loop until a Close message, and turn that often without work.
+        """Loop until a Close message; poll at this interval while idle.
 
-        Errors: EOFError when the other end is gone.
+        Errors: EOFError when the other end is closed.
         """
         while self._open:
             self._turns += 1
@@ -254,13 +256,13 @@ class EngineLoop:
             self._read(self._read_every_s)
 
     def _read(self, every_s: float) -> None:
-        """Ask the engine what it is at, where that was so long ago."""
+        """Take a new reading of the engine if the last one is old."""
         now = time.monotonic()
         if now - self._read_at >= every_s:
             self._read_at, self._reading = now, self._engine.read()
 
     def list_requests(self) -> str:
-        """Return the ids of the requests whose jobs the engine has, some of them, for the log."""
+        """Return some ids of requests with jobs in the engine, for the log."""
         ids = {group.request_id: None for group in self._groups.values() if group.request_id}
         shown = list(ids)[:SHOWN_REQUESTS]
         rest = f" and {len(ids) - len(shown)} more" if len(ids) > len(shown) else ""
@@ -268,7 +270,7 @@ class EngineLoop:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Let heartbeats say for as long as the block runs that the engine has been called."""
+        """Mark the engine as in a call, for heartbeats, while the block runs."""
         self._turns, self._in_engine = self._turns + 1, True
         yield
         self._turns, self._in_engine = self._turns + 1, False
@@ -292,7 +294,7 @@ class EngineLoop:
                 self._open = False
 
     def _report(self, stepped: Sequence[tuple[int, JobResult]]) -> None:
-        """Send the results of a step, without those of jobs that were cancelled."""
+        """Send the results of a step, except those of cancelled jobs."""
         found: dict[_TakenGroup, tuple[list[int], list[JobResult]]] = {}
         for job_id, result in stepped:
             group = self._groups.get(job_id)

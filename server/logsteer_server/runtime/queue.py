@@ -1,21 +1,20 @@
-"""The queue of calls before an engine: whose turn it is, and which replica gets a job.
+"""The fair queue of an engine's calls, and the choice of a replica for each job.
 
-Turns are taken at three heights, each turn of one job:
+Calls are scheduled at three levels, one job a turn:
 
-    priority   `interactive` first; of BATCH_EVERY turns, `batch` has one where both wait
-    tenant     within a priority: the one whose jobs had the fewest tokens of late
-    call       within a tenant: one after another
+    priority   `interactive` first; `batch` gets one of BATCH_EVERY turns while both wait
+    tenant     within a priority: the tenant whose jobs had the fewest recent tokens
+    call       within a tenant: round robin
 
-Where no keys are in use, all calls have one tenant and one priority, and take turns.
+Without keys, all calls have the same tenant and priority.
 
-A job goes to the replica with the least of
+A job goes to the replica with the lowest cost:
 
-    tokens that it has still to read and generate  -  PREFIX_WORTH * tokens it need not read again
+    tokens left to read and generate  -  PREFIX_WORTH * tokens of the job's prefix in its cache
 
-so a job waits for PREFIX_WORTH tokens of other work rather than have one token of its prefix
-computed a second time. With a context of 384 tokens that replica 0 has read, jobs of that context
-go to 0 until it has 1536 tokens more to do than 1; then 1 reads the context, too, and from then on
-both know it, and share what comes.
+A job waits for PREFIX_WORTH tokens of other work to save one token of its prefix. Example: replica
+0 has a context of 384 tokens in its cache. Jobs with that context go to 0 until it has 1536 tokens
+more to do than 1. Then 1 reads the context as well, and both share the jobs that follow.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -32,21 +31,21 @@ from logsteer_server.contract.jobs import GenerateJob, Job, Priority, Routing
 from logsteer_server.runtime.poison import PoisonMemory
 
 BATCH_EVERY = 16
-"""So that work of priority batch is slow where others never pause, and does not stand still."""
+"""Keeps priority `batch` progressing, slowly, under a constant load of `interactive`."""
 PREFIX_WORTH = 4.0
 BLOCK = 32
-"""Tokens that are looked up together: engines share prefixes in blocks of 16 or 32."""
+"""Tokens of a prefix block; engines share prefixes in blocks of 16 or 32."""
 UNKNOWN_CACHE = 131_072
-"""Tokens that a replica is taken to remember where its engine does not say."""
+"""Assumed prefix cache of a replica, in tokens, if its engine reports none."""
 LOOK_AHEAD = 16
-"""Tokens that each generation may still grow by when another one is let in."""
+"""Tokens reserved for the growth of each generation when another one is admitted."""
 
 
 @dataclass(eq=False)
 class EngineCall:
-    """The jobs of one caller, of `sizes` positions, of which so many are `expected` to be used.
+    """The jobs of one call, with their `sizes` in positions and the positions `expected` in use.
 
-    `unsent` holds the ids of those that the engine does not have.
+    `unsent`: ids of jobs not sent to the engine yet.
     """
 
     jobs: Sequence[Job]
@@ -56,7 +55,7 @@ class EngineCall:
     sizes: list[int] = field(init=False)
     expected: list[int] = field(init=False)
     only_reads: bool = field(init=False)
-    """Whether none of its jobs generates, as far as is known without a look at each."""
+    """Whether the jobs are packed score jobs, so that none generates."""
 
     def __post_init__(self) -> None:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
@@ -74,16 +73,16 @@ class EngineCall:
 
     @property
     def generates(self) -> bool:
-        """Whether the job that it sends in its next turn generates."""
+        """Whether the next job generates."""
         return not self.only_reads and isinstance(self.job(self.unsent[0]), GenerateJob)
 
 
 class CallQueue:
-    """All calls that wait for one engine, of which one has the next turn.
+    """The calls that wait for one engine, in the order of their turns.
 
-    Of a priority's tenants the one with the least `served` is next: the tokens of its jobs. One
-    that comes, or comes back, begins where those stand that wait: what it left unused is not saved
-    up, and what it took lately still counts.
+    Within a priority, the tenant with the smallest `served`, the tokens of its jobs so far, is
+    next. A tenant that arrives or returns starts at the smallest `served` in the queue:
+    unused time does not accumulate, and recent use still counts.
 
         ann, jobs of 10 tokens   10       20 30       40 50
         eve, jobs of 20 tokens      20          40          60
@@ -100,7 +99,7 @@ class CallQueue:
         self._turns_without_batch = 0
 
     def __iter__(self) -> Iterator[EngineCall]:
-        """Yield the calls, the one that has the next turn first; it stays so until `pop`."""
+        """Yield the calls in the order of their turns, which only `pop` changes."""
         order = reversed if self._turns_without_batch >= BATCH_EVERY - 1 else iter
         for priority in order(get_args(Priority)):
             calls = self._calls[priority]
@@ -108,8 +107,8 @@ class CallQueue:
                 yield from calls[tenant]
 
     def peek(self, reading: bool, held: Collection[EngineCall]) -> EngineCall | None:
-        """Return the call whose turn it is, but for those held; with `reading`, of those whose next
-        job does not generate.
+        """Return the next call that is not held; with `reading`, the next whose job does not
+        generate.
         """
         for call in self:
             if not (call in held or (reading and call.generates)):
@@ -117,7 +116,7 @@ class CallQueue:
         return None
 
     def put(self, call: EngineCall) -> None:
-        """Append a call to those of its tenant."""
+        """Append a call to its tenant's."""
         tenant, priority = call.routing.tenant, call.routing.priority
         calls, served = self._calls[priority], self._served[priority]
         if tenant not in calls:
@@ -126,7 +125,7 @@ class CallQueue:
         calls[tenant].append(call)
 
     def pop(self, call: EngineCall, count: int = 1) -> list[int]:
-        """Take the next jobs of a call, and return their ids; it has its next turn later."""
+        """Dequeue the next jobs of a call, return their ids, and move the call back."""
         tenant, priority = call.routing.tenant, call.routing.priority
         has_batch = bool(self._calls["batch"])
         is_passed_over = has_batch and priority != "batch"
@@ -156,9 +155,9 @@ class CallQueue:
 
 
 def hash_blocks(job: Job) -> list[int]:
-    """Return for each whole block of a job's tokens what it and all before it are known by.
+    """Return a hash of each full block of a job's tokens and all tokens before it.
 
-    Jobs that change the model in other ways, or of another cache namespace, have nothing in common.
+    Hashes differ between jobs with other model changes or cache namespaces.
     """
     tokens = np.ascontiguousarray(job.tokens, dtype=np.int32).tobytes()
     size = 4 * BLOCK
@@ -177,17 +176,17 @@ def hash_blocks(job: Job) -> list[int]:
 
 
 class PrefixMemory:
-    """The blocks that one replica was sent last, at most as many as its cache has tokens for."""
+    """The prefix blocks last sent to a replica, as many as its cache holds."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def count(self, blocks: Sequence[int]) -> int:
-        """Return how many of a job's first blocks it has."""
+        """Return how many of a job's leading blocks are cached."""
         return next((n for n, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def record(self, blocks: Sequence[int], cache_tokens: int | None) -> None:
-        """Remember a job's blocks, the first one longest, as a cache does."""
+        """Record a job's blocks; later blocks are evicted first, as in the cache."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -196,13 +195,13 @@ class PrefixMemory:
 
 
 class ReplicaLoad:
-    """The jobs that one replica has, by id with their calls, and the tokens that they take.
+    """The jobs of one replica, by id with their calls, and the tokens that they take.
 
-    Of what it has not begun, it has at most `room.ahead_tokens`, or one job. Where it says what
-    generation holds (`update`), a job that generates counts there with its prompt, until that has
-    been read. A further one is let in while the prompts to come fit into the cache beside what is
-    held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more. It
-    takes nothing unless it `is_open`. `candidate` is the one job of it that an engine died with.
+    Jobs not yet begun take at most `room.ahead_tokens`, or there is only one. If the replica
+    reports what generation holds (`update`), a generating job counts with its prompt until that
+    has been read. Another one is admitted while the unread prompts fit into the cache beside what
+    is held now, with room for all to grow by LOOK_AHEAD; if they grow more, the engine preempts
+    some. A replica accepts jobs while it `is_open`. `candidate`: its one suspected poison job.
     """
 
     def __init__(
@@ -216,26 +215,26 @@ class ReplicaLoad:
         self.candidate: int | None = None
         self.jobs: dict[int, EngineCall] = {}
         self._ahead_of: dict[int, int] = {}
-        """Job -> its tokens that count as not begun."""
+        """Job -> tokens not begun."""
         self._to_generate: dict[int, int] = {}
-        """Job that generates -> tokens that are expected of it."""
+        """Generating job -> expected tokens."""
         self._generated_ahead = 0
         self._unread_prompts = 0
         self._held_tokens = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens that it has still to read and to generate, as far as is known of the latter."""
+        """Tokens left to read, and the expected ones left to generate."""
         return self.ahead_tokens + self._generated_ahead
 
     def measure(self, call: EngineCall, job_id: int) -> int:
-        """Return the tokens of a job that count as not begun."""
+        """Return the tokens of a job that has not begun."""
         if self.room.cache_tokens is None or call.only_reads:
             return call.sizes[job_id - call.first_id]
         return len(call.job(job_id).tokens)
 
     def may_read(self, call: EngineCall) -> bool:
-        """Return whether a call's next job may be sent, as far as what has to be read counts."""
+        """Return whether there is room to read a call's next job."""
         if not self.is_open:
             return False
         return not self.ahead_tokens or (
@@ -243,7 +242,7 @@ class ReplicaLoad:
         )
 
     def may_generate(self, call: EngineCall) -> bool:
-        """Return whether there is room for what a call's next job generates."""
+        """Return whether there is room to generate for a call's next job."""
         cache_tokens, sequences = self.room.cache_tokens, self.room.sequences
         count = len(self._to_generate)
         if not count:
@@ -257,7 +256,7 @@ class ReplicaLoad:
         return self._held_tokens + to_come <= cache_tokens
 
     def count_due(self, call: EngineCall) -> int:
-        """Return how many of a call's next jobs, which all read, have room: one at least."""
+        """Return how many of a call's next jobs fit, at least one; none of them generates."""
         room, count = self.room.ahead_tokens - self.ahead_tokens, 0
         for job_id in call.unsent:
             room -= call.sizes[job_id - call.first_id]
@@ -267,7 +266,7 @@ class ReplicaLoad:
         return max(1, count)
 
     def add(self, call: EngineCall, ids: Sequence[int]) -> None:
-        """Count jobs of a call as its own."""
+        """Add jobs of a call."""
         reads = call.only_reads
         self.jobs |= dict.fromkeys(ids, call)
         for job_id in ids:
@@ -280,7 +279,7 @@ class ReplicaLoad:
                 self._unread_prompts += size
 
     def update(self, load: EngineLoad) -> None:
-        """Count what generation holds, and which prompts have been read."""
+        """Record what generation holds, and which prompts were read."""
         for job_id in load.started:
             if job_id in self._to_generate:
                 size = self._ahead_of.get(job_id, 0)
@@ -290,7 +289,7 @@ class ReplicaLoad:
         self._held_tokens = load.held_tokens
 
     def finish(self, job_ids: Collection[int]) -> None:
-        """Free the room of jobs that the replica no longer has."""
+        """Free the room of jobs that ended."""
         if self.candidate in job_ids:
             self.candidate = None
         for job_id in job_ids:
@@ -303,7 +302,7 @@ class ReplicaLoad:
 
 
 def choose_replica(blocks: Sequence[int], fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
-    """Return which of these replicas a job of these blocks goes to; the first of equals."""
+    """Return the replica with the lowest cost for a job of these blocks; the first of equals."""
 
     def cost(replica: ReplicaLoad) -> float:
         return replica.tokens - PREFIX_WORTH * BLOCK * replica.prefixes.count(blocks)
@@ -313,26 +312,25 @@ def choose_replica(blocks: Sequence[int], fit: Sequence[ReplicaLoad]) -> Replica
 
 @dataclass(slots=True)
 class ReplicaJobs:
-    """The ids of the jobs that one replica is sent now, in order and by their calls."""
+    """The ids of jobs to send to one replica, in order and by call."""
 
     order: list[int] = field(default_factory=list)
     by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
 
 
 class FairQueue:
-    """Send an engine's replicas the next jobs of the calls that wait, in turn, while there is room.
+    """Dequeue jobs of the waiting calls in fair order, while a replica has room.
 
-    A job goes where `choose_replica` says, of the replicas that have room for it (`ReplicaLoad`).
-    While generation waits for room, jobs that are only read go past it:
+    `choose_replica` chooses among the replicas with room for a job (`ReplicaLoad`). While a
+    generation waits for room, jobs without generation pass it:
 
         cache of 1000 tokens          held  to come
         40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
         each has generated 15          945        0   none is sent: 945 + 20 + 28 * 16 > 1000
         22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
 
-    Of the jobs that an engine died with (`poison`), a replica has one at a time, so that the second
-    death of one says nothing of others. What is sent beside it goes past those that wait for their
-    turn.
+    A replica has at most one suspected job (`poison`) at a time, so that a second death identifies
+    it. Other jobs pass the suspects that wait.
     """
 
     def __init__(
@@ -347,23 +345,23 @@ class FairQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that no replica has been sent."""
+        """Jobs not sent to a replica yet."""
         return sum(len(call.unsent) for call in self._waiting)
 
     def put(self, call: EngineCall) -> None:
-        """Append a call to those that take turns."""
+        """Append a call to the queue."""
         if call.unsent:
             self._waiting.put(call)
 
     def put_back(self, call: EngineCall, ids: Sequence[int]) -> None:
-        """Have jobs of a call that a replica had wait again, as its next."""
+        """Return jobs of a call from a replica to the queue, as its next."""
         is_waiting = bool(call.unsent)
         call.unsent.extendleft(reversed(ids))
         if not is_waiting:
             self._waiting.put(call)
 
     def dequeue(self) -> dict[int, ReplicaJobs]:
-        """Return the jobs that replicas, by number, have room for now; count them as theirs."""
+        """Dequeue the jobs that replicas have room for, by the replica's number."""
         found: dict[int, ReplicaJobs] = {}
         held: set[EngineCall] = set()
         reading = False
@@ -394,16 +392,11 @@ class FairQueue:
         return found
 
     def _find_room(self, call: EngineCall) -> list[ReplicaLoad]:
-        """Return the replicas that a call's next job may be sent to; the one that the call names
-        may always be sent it while it is open.
-        """
-        number = call.routing.replica
-        if number is not None and self.replicas[number].is_open:
-            return [self.replicas[number]]
+        """Return the replicas with room for a call's next job."""
         return [replica for replica in self.replicas if replica.may_read(call)]
 
     def _choose(self, call: EngineCall, fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
-        """Return the replica that a call's next job goes to, of these."""
+        """Choose one of these replicas for a call's next job."""
         job_id = call.unsent[0]
         is_short = call.sizes[job_id - call.first_id] < BLOCK
         blocks = [] if is_short else hash_blocks(call.job(job_id))
@@ -412,17 +405,17 @@ class FairQueue:
         return replica
 
     def update(self, load: EngineLoad, replica: int = 0) -> None:
-        """Count what generation holds in a replica, and which prompts have been read."""
+        """Record what generation holds in a replica, and which prompts were read."""
         self.replicas[replica].update(load)
 
     def finish(self, job_ids: Collection[int], replica: int = 0) -> None:
-        """Free the room of jobs that a replica no longer has."""
+        """Free the room of jobs that ended in a replica."""
         self.replicas[replica].finish(job_ids)
 
     def drop(self, call: EngineCall) -> dict[int, list[int]]:
-        """Remove a call; return the ids of its jobs that replicas have, by the replica's number.
+        """Remove a call; return the ids of its sent jobs, by the replica's number.
 
-        Those keep their room until they are finished: an engine may be at work on them.
+        These keep their room until they finish: the engine may be running them.
         """
         self._waiting.drop(call)
         ids = range(call.first_id, call.first_id + len(call.jobs))
@@ -430,7 +423,7 @@ class FairQueue:
         return {number: own for number, own in found.items() if own}
 
     def lose(self, replica: int) -> dict[int, EngineCall]:
-        """Remove what a replica has, its cache too: its process is gone. Return its jobs."""
+        """Reset a replica whose process has exited, its cache included; return its jobs."""
         lost = self.replicas[replica]
         self.replicas[replica] = ReplicaLoad(replica, lost.room, is_open=lost.is_open)
         return lost.jobs

@@ -2,12 +2,12 @@
 
     starting    its model loads
     ready       it answers
-    silent      it broke, hangs or was killed; its process is about to be gone
-    ended       no process is left; another one is started after a while
-    given up    it died too often, or for a reason that stays; none is started any more
+    silent      it broke, hangs or was killed; its process has not exited yet
+    ended       its process has exited; a restart follows after a delay
+    given up    it died too often, or for a permanent reason; no restart follows
 
-All transitions stand in TRANSITIONS. Nothing here starts, kills or waits: `EngineHandle` tells what
-happened, and does what follows from the phase.
+TRANSITIONS lists all transitions. Nothing here starts, kills or waits: `EngineHandle` reports
+events and acts on the phase.
 """
 
 import time
@@ -35,25 +35,25 @@ TRANSITIONS: Mapping[tuple[Phase, Happening], Phase] = {
     ("ended", "restarts"): "starting",
     ("ended", "exhausts"): "given up",
 }
-"""What is not here changes nothing: what was killed as it had just loaded stays lost."""
+"""Other events change nothing: a process that was killed just after its load stays lost."""
 
 MAX_INTERVAL_S = 1.0
 HEARTBEATS_IN_TIMEOUT = 10
 LOAD_TIMEOUTS = 10
-"""A load without progress hangs after so many times `heartbeat_timeout_s`: a disk or a hub that
-stalls for minutes comes back, and a kill costs all that was loaded."""
+"""A load hangs after this many times `heartbeat_timeout_s` without progress: a disk or hub that
+stalls for minutes recovers, and a kill discards all that was loaded."""
 LEAST_PROGRESS = 0.2
-"""By which `measure_progress` grows in each second of a load that works: MiB of a slow download, or
-hundredths of a core. Threads that wake up now and then in a process that hangs take less."""
+"""Growth of `measure_progress` per second in a working load: MiB of a slow download, or hundredths
+of a core. The occasional threads of a hanging process stay below it."""
 RESTART_WINDOW_S = 600.0
 MAX_DELAY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """How engines are fed, watched and restarted; None: for ever. `Settings` describes some.
+    """Limits of an engine's supervision; None: unlimited. `Settings` describes some of them.
 
-    `max_unread_results`: results of one call that wait to be read, in tokens or targets.
+    `max_unread_results`: results of one call that are not read yet, in tokens or targets.
     """
 
     heartbeat_timeout_s: float = 30.0
@@ -66,20 +66,19 @@ class SupervisionLimits:
 
     @property
     def interval_s(self) -> float:
-        """Seconds from one heartbeat to the next, and from one look at them to the next."""
+        """Seconds between heartbeats, and between checks of them."""
         return min(MAX_INTERVAL_S, self.heartbeat_timeout_s / HEARTBEATS_IN_TIMEOUT)
 
 
 class Watchdog:
-    """Says whether one engine's process hangs, by what it is told look by look.
+    """Detect whether an engine's process hangs, from regular checks.
 
-    A hang is one of these: a load makes no progress, or takes too long altogether; no heartbeat
-    comes (the process is stopped, or one call in it keeps all others from running); heartbeats come
-    and the loop stands still outside of the engine; one call of the engine takes longer than a step
-    may. A long step within that limit is none.
+    A process hangs if a load makes no progress or takes too long; if no heartbeat arrives (the
+    process is stopped, or a call in it blocks all threads); if heartbeats arrive but the loop stops
+    outside of the engine; or if one call of the engine exceeds the limit of a step.
 
-    Time counts as far as the watching process was awake: what it slept through itself, suspended
-    or short of processor time, is no silence of the engine's.
+    Only time while the watching process was awake counts: its own suspension, or lack of processor
+    time, is not the engine's silence.
     """
 
     def __init__(self, limits: SupervisionLimits) -> None:
@@ -88,7 +87,7 @@ class Watchdog:
         self._loading_s = 0.0
         self._progress = 0.0
         self.stalled_s = 0.0
-        """For so long a load has made no progress."""
+        """Seconds since the load last made progress."""
         self._silent_s = 0.0
         self._standing_s = 0.0
 
@@ -106,7 +105,7 @@ class Watchdog:
         )
 
     def watch_work(self, heartbeat: Heartbeat, elapsed_s: float) -> str | None:
-        """Return why an engine that has loaded hangs, or None; `heartbeat` is its latest."""
+        """Return why a loaded engine hangs, or None; `heartbeat` is its latest."""
         limits, counted_s = self._limits, self._count(elapsed_s)
         last, self._last = self._last, heartbeat
         is_new = last is None or heartbeat.serial != last.serial
@@ -142,7 +141,7 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def spend(self, now: float) -> float | None:
-        """Return after how many seconds to restart; None where the budget is used up."""
+        """Return the delay of the next restart in seconds; None if the budget is used up."""
         while self._restarts and now - self._restarts[0] >= RESTART_WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= self.max_restarts:
@@ -169,16 +168,16 @@ class Replica:
         self.process: EngineProcess | None = None
         self.watchdog = Watchdog(limits)
         self.since = time.monotonic()
-        """When the phase began."""
+        """Start of the phase, monotonic seconds."""
         self._limits = limits
         self._reason = ""
-        """Why the latest process ended, or is about to."""
+        """Why the latest process ended or is ending."""
         self._budget = RestartBudget(limits.max_restarts, limits.restart_delay_s)
 
     def apply(self, happening: Happening, reason: str = "") -> bool:
-        """Go on to the phase that follows, and keep the reason; return whether there is one.
+        """Move to the next phase and keep the reason; return whether there is a next phase.
 
-        What a process said of its failure is the reason, not how it ended then.
+        The reason is what the process reported as its failure, not how it ended afterwards.
         """
         following = TRANSITIONS.get((self.phase, happening))
         if following is None:
@@ -192,7 +191,7 @@ class Replica:
         return True
 
     def plan_restart(self) -> float | None:
-        """Return after how many seconds to start another process; None where it is given up."""
+        """Return the delay of the restart in seconds; None if the replica is given up."""
         delay = None if self.is_lasting else self._budget.spend(time.monotonic())
         if delay is None:
             self.apply("exhausts")
@@ -202,12 +201,12 @@ class Replica:
 
     @property
     def given_up(self) -> bool:
-        """Whether it died too often."""
+        """Whether the replica died too often."""
         return self.phase == "given up" and not self.is_lasting
 
     @property
     def state(self) -> ModelState:
-        """What cards say of the phase."""
+        """The model state of the phase, for cards."""
         if self.is_closed:
             return "unloaded"
         if self.phase == "ready":
@@ -218,7 +217,7 @@ class Replica:
 
     @property
     def detail(self) -> str:
-        """What it does now, or what is wrong with it."""
+        """What the replica is doing, or what is wrong with it."""
         if self.is_closed:
             return "its engine was ended"
         if self.phase == "ready":

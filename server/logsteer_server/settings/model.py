@@ -29,14 +29,14 @@ class ModelSettings(BaseModel):
     engine: EngineKind = Field(
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
     )
-    path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        "auto", description="Dtype that the model runs in; float64 needs engine transformer_lens."
+    path: str = Field(
+        min_length=1, description="Directory of a checkpoint, a GGUF file, or an id on the hub."
     )
-    logits_dtype: Literal["auto", "float32"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",
-        description="Dtype of the output layer; auto: float32 in vLLM on GPUs unless the head is "
-        "quantised or VLLM_BATCH_INVARIANT is set, else as the model.",
+        description="Dtype that the model runs in; auto: the checkpoint's. float64 needs engine "
+        "transformer_lens. Logits and softmax are computed in float32, unless the output layer is "
+        "quantised.",
     )
     tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
     devices: Literal["auto", "cpu"] | list[int] = Field(

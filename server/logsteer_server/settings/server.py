@@ -305,7 +305,8 @@ def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
             model["memory"] = "512MiB"
     else:
         # As its own maker calls it: what of the name an id may hold.
-        model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name) or "model"
+        model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name)
+        model["id"] = model["id"].removesuffix(".gguf") or "model"
     return {"models": [model]}
 
 

@@ -27,13 +27,15 @@ Measured with tracemalloc at 590, 150 and 240, and 300 for its place."""
 class StoredVectors:
     """Vectors, and the name that they were found under: None where found by SHA-256.
 
-    `recommendation` is what the training of that name recommends, where it does.
+    `recommendation` is what the training of that name recommends, where it does; `weights_digest`
+    that of the model it was trained on, where it was.
     """
 
     name: str | None
     sha256: str
     vectors: LayerVectors
     recommendation: Recommendation | None = None
+    weights_digest: str | None = None
 
 
 class ParsedVectors:
@@ -127,8 +129,10 @@ class VectorStore:
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
         card, found = self.files.look_up(name)
-        advice = card.about.recommendation
-        return StoredVectors(name, found.sha256, self._load(found), advice)
+        about, vectors = card.about, self._load(found)
+        return StoredVectors(
+            name, found.sha256, vectors, about.recommendation, about.weights_digest
+        )
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""

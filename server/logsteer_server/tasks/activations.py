@@ -1,7 +1,7 @@
 """`/activations`: the activations of a model over texts, as arrays or as a file."""
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer.schemas import ActivationItem, ActivationsRequest, BosPolicy, OverflowPolicy, SaeCard
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Ids
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.numerics.sae import Floats, Ids
+from logsteer_server.numerics.sae import Floats
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import StoredContent
 from logsteer_server.tasks.planning import Planner, Steps
@@ -34,6 +34,15 @@ class CaptureSite:
     layers: Sequence[int] | None
     read: CaptureRead
     positions: Positions = field(default_factory=Positions)
+    bos_id: int | None = None
+    """Of the tokenizer: a mean over all tokens leaves it out at a text's beginning."""
+
+    def find_places(self, tokens: Ids) -> Positions:
+        """Return the positions of the tokens that are read."""
+        leaves_bos = self.read == "mean" and self.positions.kind == "all" and len(tokens) > 1
+        if leaves_bos and tokens[0] == self.bos_id:
+            return Positions("slices", ((1, len(tokens)),))
+        return self.positions
 
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
         """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
@@ -110,7 +119,7 @@ def plan_captures(
             )
             raise api_error("context_too_long", detail, param=place)
         read = np.array(tokens[excess:], dtype=np.int32)
-        job = CaptureJob(read, layers, site.hook, site.read, site.positions)
+        job = CaptureJob(read, layers, site.hook, site.read, site.find_places(read))
         if not len(job.places):
             detail = f"{place}: positions select none of its {len(read)} tokens; choose others."
             raise api_error("invalid_request", detail, param="positions")
@@ -140,10 +149,9 @@ class ChosenSae:
     card: SaeCard
     content: StoredContent
 
-    def find_site(self, request: ActivationsRequest) -> CaptureSite:
-        """Return the activations that it encodes."""
-        where = place_positions(request.positions)
-        return CaptureSite(self.card.hook, [self.card.layer], request.read, where)
+    def find_site(self, site: CaptureSite) -> CaptureSite:
+        """Return where it encodes the activations that a request names."""
+        return replace(site, hook=self.card.hook, layers=[self.card.layer])
 
     def check_width(self, width: int) -> None:
         """Make sure that the model's activations are so wide. Errors: APIError `invalid_sae`."""
@@ -180,11 +188,12 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         """Capture all activations in one batch, and find their features where these are wanted."""
         body, info = self._body, self.info
         planner.cover_text(max(map(_count_chars, body.items)))
-        site = CaptureSite(body.hook, body.layers, body.read, place_positions(body.positions))
+        where, bos_id = place_positions(body.positions), self.codec.bos_id
+        site = CaptureSite(body.hook, body.layers, body.read, where, bos_id)
         if body.sae is not None:
             look_up = self._stores.saes.names.look_up
             self._sae = ChosenSae(*await planner.capacity.call_long(look_up, body.sae))
-            site = self._sae.find_site(body)
+            site = self._sae.find_site(site)
         self._planned = await planner.advance(self._plan(site))
         jobs = [capture.job for capture in self._planned]
         held = count_numbers(jobs, site.find_width(info))
@@ -308,5 +317,6 @@ def _describe(capture: PlannedCapture, output: CaptureOutput) -> dict[str, Any]:
         "truncated_tokens": capture.truncated,
         "positions": job.places.astype(np.int32),
         "activations": dict(zip(map(str, job.layers), found_LTD, strict=True)),
+        "sinks": {str(layer): places for layer, places in output.sinks.items()},
         "flags": [] if finite else ["non_finite"],
     }

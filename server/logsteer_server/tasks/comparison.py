@@ -105,7 +105,7 @@ def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str
 
     Errors: APIError `invalid_request` where they have different vocabularies.
     """
-    codec, info = model.require(through_gate=True)
+    codec, info = model.require()
     other_codec, other_info = other.require()
     if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
         detail = (

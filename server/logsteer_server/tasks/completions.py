@@ -25,7 +25,8 @@ from logsteer_server.contract.jobs import (
     draw_seed,
 )
 from logsteer_server.tasks.planning import ItemProblems, Steps
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, check_cost, find_schema
+from logsteer_server.tasks.reply_form import check_forced
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import CharCounter, TextCodec
@@ -113,7 +114,7 @@ def plan_chat(
         param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
         if failure := info.refuse(samples[0]):
             raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-        check_cost(schema, request.n, param)
+        check_forced(schema, request.n, param)
     return CompletionPrompt(text, ids, None, False, samples)
 
 

@@ -20,6 +20,7 @@ from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs, add_between, find_starts
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
+from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import read_rows, reserve_references
 from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
@@ -179,13 +180,14 @@ class _ScoreWriter:
         """Return the score of a target that has these rows and this sum."""
         text, token_ids, offsets, finding, truncated, _, _ = target
         finite = math.isfinite(total)
+        scored = self._codec.decode(token_ids) if finding == "no_context" else text
         score: dict[str, Any] = {
             "target": text,
             "logprob": total if finite else None,
             "prob": math.exp(total) if finite else None,
             "perplexity": exp_mean(-total, len(token_ids)),
             "num_tokens": len(token_ids),
-            "num_bytes": len(text) if text.isascii() else len(text.encode()),
+            "num_bytes": len(scored) if scored.isascii() else len(scored.encode()),
             "is_greedy": is_greedy,
             "boundary": finding,
             "truncated_tokens": truncated,
@@ -278,6 +280,10 @@ class LogprobTask(BodyTask[LogprobRequest]):
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
         plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
+        if body.step_tokens is not None:
+            check_feature("step_tokens", info, "step_tokens")
+            like = replace(plan.jobs.like, step_tokens=body.step_tokens)
+            plan = replace(plan, jobs=replace(plan.jobs, like=like))
         return plan, (yield from self.interventions.apply(plan.jobs)) if plan.jobs else ()
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:

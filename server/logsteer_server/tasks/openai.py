@@ -39,6 +39,7 @@ from logsteer_server.tasks.generation import (
     read_end,
 )
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.reply_form import check_reply
 from logsteer_server.tasks.run import (
     Batch,
     BodyTask,
@@ -75,6 +76,9 @@ class OpenAITask(BodyTask[S]):
         self._drawn: defaultdict[int, list[int]] = defaultdict(list)
         """Of each completion, where probes will read its end."""
         self._latest: GenerateOutput
+        self._said: dict[int, str] = {}
+        self._held: dict[int, GenerateOutput] = {}
+        """Last pieces of replies of a given form, until these are checked."""
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
@@ -85,6 +89,8 @@ class OpenAITask(BodyTask[S]):
             collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
+            for n, output in enumerate(self._found) if self._schema else ():
+                await planner.capacity.call_long(self._check_reply, n, output)
             if self.interventions.probes:
                 ends = {
                     n: read_end(job, self._found[n].token_ids.tolist())
@@ -106,9 +112,13 @@ class OpenAITask(BodyTask[S]):
                 yield event
         if samples:
             yield Batch(samples, take_each(self._show))
+            for n, output in self._held.items():
+                await planner.capacity.call_long(self._check_reply, n, output)
+                if (last := self._show(n, output)) is not None:
+                    yield last
             if self.interventions.probes:
-                last = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
-                yield Batch(last, take_each(self._show_end), purpose="reference", silent=True)
+                ends_read = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
+                yield Batch(ends_read, take_each(self._show_end), purpose="reference", silent=True)
         if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
@@ -150,9 +160,23 @@ class OpenAITask(BodyTask[S]):
         """Yield chunks of the prompts' texts, and of what is known without generation."""
         yield from ()
 
-    def _show(self, index: int, output: Output) -> Event:
-        """Return a piece as a chunk."""
+    @property
+    def _schema(self) -> str | None:
+        """The JSON Schema that replies are forced to follow."""
+        return next((job.json_schema for each in self._prompts for job in each.samples), None)
+
+    def _check_reply(self, index: int, output: GenerateOutput) -> None:
+        """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""
+        ended = output.token_ids[-1:].tolist()
+        if self._schema and output.finish_reason == "stop" and ended[0] in self.info.eos_ids:
+            check_reply(self._schema, self._said.get(index, "") + output.text)
+
+    def _show(self, index: int, output: Output) -> Event | None:
+        """Return a piece as a chunk; None: the last one of a reply that is still to be checked."""
         assert isinstance(output, GenerateOutput)
+        if self._schema and output.is_last and index not in self._held:
+            self._held[index] = output
+            return None
         if self.interventions.probes:
             self._drawn[index] += output.token_ids.tolist()
             self._latest = output
@@ -160,7 +184,7 @@ class OpenAITask(BodyTask[S]):
         choice = self._render(index, output) | self._show_readings(index, output)
         return self._write_chunk(choice, output if output.is_last else None)
 
-    def _show_end(self, index: int, output: Output) -> Event:
+    def _show_end(self, index: int, output: Output) -> Event | None:
         """Return what was read of a completion's last token as a chunk."""
         assert isinstance(output, ScoreOutput)
         return self._show(index, make_end(self._latest, output))
@@ -335,7 +359,6 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._started: set[int] = set()
-        self._said: dict[int, str] = {}
         self._num_shown: dict[int, int] = {}
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 

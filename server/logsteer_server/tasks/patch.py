@@ -292,7 +292,7 @@ class PatchTask(BodyTask[PatchRequest]):
             "positions": pair.positions,
             "tokens": [self.codec.piece(int(ids[position])) for position in pair.positions],
             "matrix": matrix,
-            "boundary": "merged" if "merged" in findings else "exact",
+            "boundary": max(findings),  # in the alphabet, exact is the first
             "truncated_tokens": max(run.targets[0].truncated for run in pair.runs.values()),
         }
 

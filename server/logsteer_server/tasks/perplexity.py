@@ -384,6 +384,7 @@ class PerplexityTask(WindowTask):
         super().__init__(models.find(body.model), count, streams=body.stream)
         self._conversations = conversations
         self.precision = body.precision
+        self.special_tokens = body.special_tokens
         self._body = body
         self._stores = stores
         self._reference = None if body.reference is None else models.find(body.reference)
@@ -512,6 +513,7 @@ class PerplexityStreamTask(WindowTask):
     ) -> None:
         super().__init__(models.find(query.model), 1, streams=True)
         self.precision = query.precision
+        self.special_tokens = query.special_tokens
         self._query = query
         self._pieces = pieces
         self._stores = stores

@@ -15,7 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import Precision, Provenance
+from logsteer.schemas import Precision, Provenance, SpecialTokens
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job
@@ -83,8 +83,7 @@ class Batch:
     `take` is given outputs of some of the jobs, or pieces of them, and gives events to show.
     `model` is where they run: None for the task's own. `cache` says whether results may come from
     earlier work, which those of score jobs alone can. A `silent` batch does not open the stream of
-    events. `room` tokens are reserved at least, where later batches need more than this. `replica`
-    is the number of the one that is to run them.
+    events. `room` tokens are reserved at least, where later batches need more than this.
     """
 
     jobs: Sequence[Job]
@@ -94,7 +93,6 @@ class Batch:
     purpose: Purpose = "work"
     silent: bool = False
     room: int = 0
-    replica: int | None = None
 
 
 class Collector:
@@ -135,6 +133,8 @@ class Task(ABC):
     """How texts were cut, which provenance says; `plan` sets it."""
     precision: Precision = "float32"
     """What softmax and columns are computed in."""
+    special_tokens: SpecialTokens = "parse"
+    """What control text in the caller's strings is."""
     interventions: Interventions = UNCHANGED
     """What the answer is computed under; `plan` sets it."""
     results: list[dict[str, Any]]
@@ -158,9 +158,11 @@ class Task(ABC):
     def check_limits(self, settings: Settings) -> None:
         """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
 
-    def require(self) -> None:
+    def require(self, *, through_gate: bool) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
-        self.codec, self.info = self.model.require()
+        self.codec, self.info = self.model.require(through_gate=through_gate)
+        if self.special_tokens == "text":
+            self.codec = self.codec.literal
 
     @abstractmethod
     def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
@@ -208,6 +210,7 @@ class BodyTask(Task, Generic[B]):
     def __init__(self, body: B, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(models.find(body.model), streams=getattr(body, "stream", False))
         self.precision = getattr(body, "precision", "float32")
+        self.special_tokens = getattr(body, "special_tokens", "parse")
         self._body = body
         self._stores = stores
         self._scratch = models.scratch
@@ -278,7 +281,7 @@ class Run:
         record.model = self.task.model.id
         self.task.request_id = self.caller.routing.request_id
         self.task.check_limits(self.capacity.settings)
-        self.task.require()
+        self.task.require(through_gate=self.caller.passes_gate)
         await self.caller.allowance.check_tokens()
         with self._room:
             tokens = self._reserve(self.task.model.admission)
@@ -294,8 +297,6 @@ class Run:
                         continue
                     model = batch.model or self.task.model
                     routing = self.caller.routing
-                    if batch.replica is not None:
-                        routing = replace(routing, replica=batch.replica)
                     prepared = await model.prepare(batch.jobs, batch.cache, routing)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)

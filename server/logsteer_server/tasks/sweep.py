@@ -123,7 +123,7 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
     """
     vectors = []
     for vector in steering.vectors:
-        changed: dict[str, Any] = {"scale": vector.choose_scale(()) * scale}
+        changed: dict[str, Any] = {"scale": vector.choose_scale(None) * scale}
         if layers is not None:
             changed["layers"] = layers
         vectors.append(vector.model_copy(update=changed))
@@ -252,6 +252,7 @@ def _write_point(
             {
                 "logprob": own[t],
                 "change": own[t] - unsteered[t],
+                "boundary": planned[t].finding,
                 "truncated_tokens": planned[t].truncated,
             }
             for t in item.targets

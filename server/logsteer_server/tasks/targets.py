@@ -259,7 +259,7 @@ def plan_targets(
                 laid.add_problem(problems, place, cut)
             continue
         try:
-            planned.append(builder.place(text, cut))
+            planned.append(builder.place(text, cut if cut.context_ids else cut.read_first()))
         except APIError as error:
             laid.add_problem(problems, place, error)
         work += TARGET_WORK + len(cut.target_ids)
@@ -383,9 +383,6 @@ def _cut_ids(
             )
             raise api_error("context_too_long", detail, param=name)
         front = context_ids or codec.bos_ids(bos, target_ids)
-        if not front:
-            detail = "The context has no token: nothing precedes the target; give one."
-            raise api_error("boundary_empty", detail, param="context_ids")
         cuts.append(Cut(front, distinct.setdefault(tuple(target_ids), target_ids), None))
     return cuts
 

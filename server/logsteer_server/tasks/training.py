@@ -4,7 +4,6 @@ Axis letters: N pairs, L layers, D width of an activation. Sums are float64, res
 """
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +14,7 @@ from logsteer.schemas import (
     ContrastPair,
     LayerQuality,
     Message,
+    Recommendation,
     SimilarVector,
     SimilarVectors,
     TrainMethod,
@@ -24,22 +24,33 @@ from logsteer.schemas import (
     VectorCard,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
+from logsteer_server.tasks.effect import (
+    STAGE_SETTINGS,
+    STAGE_TOKENS,
+    EffectSearch,
+    cut_texts,
+    find_contrasts,
+)
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import (
     Double,
+    Folds,
+    TrainedVectors,
     compare_layers,
     compare_vectors,
     describe_validation,
     find_direction,
-    judge_direction,
-    recommend,
+    hold_out,
+    judge_layer,
+    plan_folds,
+    recommend_by_separation,
 )
 from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec
@@ -52,14 +63,6 @@ MAX_BYTES = 2**30
 """Of activations that are held while a vector is trained."""
 COMPARED_VECTORS = 256
 """Stored vectors that a trained one is compared with: each is read from the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedVectors:
-    """Vectors, and by layer how well texts are told apart that were held out."""
-
-    vectors: LayerVectors
-    quality: Mapping[int, LayerQuality]
 
 
 Side: TypeAlias = str | list[Message]
@@ -128,10 +131,11 @@ def plan_pairs(
 def train_vectors(
     jobs: Sequence[CaptureJob],
     outputs: Sequence[CaptureOutput],
+    folds_N: Folds | None,
     method: TrainMethod,
     whiten: bool,
 ) -> TrainedVectors:
-    """Make vectors of the activations of `plan_pairs`' jobs.
+    """Make vectors of the activations of `plan_pairs`' jobs; `folds_N` are those of the pairs.
 
     Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
     """
@@ -141,6 +145,7 @@ def train_vectors(
     layers: dict[int, Vector] = {}
     readouts: dict[int, Readout] = {}
     quality: dict[int, LayerQuality] = {}
+    held: dict[int, Double] = {}
     for place, layer in enumerate(jobs[0].layers):
         both_ND = stacked_NLD[:, place].astype(np.float64)
         positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
@@ -148,13 +153,19 @@ def train_vectors(
         layers[layer] = direction.vector_D.astype(np.float32)
         if direction.readout is not None and layers[layer].any():
             readouts[layer] = direction.readout
-        quality[layer] = judge_direction(direction, positive_ND, negative_ND, method, whiten)
+        found = None
+        if folds_N is not None:
+            found = hold_out(positive_ND, negative_ND, folds_N, method, whiten)
+            held[layer] = found.vectors_FD
+        left_out = sum(len(output.sinks.get(layer, ())) for output in outputs)
+        judged = judge_layer(positive_ND, negative_ND, found)
+        quality[layer] = judged.model_copy(update={"left_out": left_out})
     if not any(vector_D.any() for vector_D in layers.values()):
         raise invalid_vector(
             "the activations of positive and negative texts do not differ at any layer; read mean "
             "in place of last, or choose texts whose last token differs in what came before."
         )
-    return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality)
+    return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality, held)
 
 
 def check_parts(parts: Sequence[LayerVectors | VectorCard]) -> None:
@@ -263,22 +274,66 @@ class TrainTask(BodyTask[TrainRequest]):
             stored = await planner.capacity.call_long(store.find, body.name)
             await self._compare(stored.vectors, planner)
             return
-        site = CaptureSite(body.hook, body.layers, "mean" if body.read == "mean" else "last")
+        read: CaptureRead = "mean" if body.read == "mean" else "last"
+        site = CaptureSite(body.hook, body.layers, read, bos_id=self.codec.bos_id)
         sides = list_sides(body.pairs)
-        planner.cover_text(max(len(s) if isinstance(s, str) else count_chars(s) for s in sides))
+        lengths = [len(s) if isinstance(s, str) else count_chars(s) for s in sides]
+        planner.cover_text(max(*lengths, *map(len, body.harm_texts)))
         form = ChatForm.of(body, is_whole=True)
         sequences = read_sides(sides, body.read, form, body.bos, self.codec)
         jobs = await planner.advance(plan_pairs(sequences, len(sides), site, info, MAX_BYTES))
+        tokens = [job.tokens.tolist() for job in jobs]
+        contrasts = find_contrasts(body.pairs, tokens, self.codec.bos_id)
+        ends = {one.pair: (tuple(one.positive), tuple(one.negative)) for one in contrasts}
+        whole = zip(map(tuple, tokens[0::2]), map(tuple, tokens[1::2]), strict=True)
+        folds_N = plan_folds([ends.get(number, pair) for number, pair in enumerate(whole)])
+        texts = cut_texts(self.codec.encode_prompts(body.harm_texts, body.bos))
         collector = Collector()
-        yield Batch(jobs, collector.take)
+        room = min(STAGE_TOKENS, STAGE_SETTINGS * sum(map(len, tokens))) if contrasts else 0
+        yield Batch(jobs, collector.take, room=room)
         trained = await planner.capacity.call_long(
-            train_vectors, jobs, collector.outputs, body.method, body.whiten
+            train_vectors, jobs, collector.outputs, folds_N, body.method, body.whiten
         )
-        about = self._describe(trained, info)
+        quality: Mapping[int, LayerQuality] = trained.quality
+        advice: Recommendation | str
+        if contrasts:
+            search = EffectSearch(
+                contrasts, texts, trained, folds_N, body.max_harm, info.num_layers
+            )
+            async for batch in self._search(search, planner):
+                yield batch
+            quality, advice = search.describe(), search.recommend()
+        else:
+            advice = recommend_by_separation(trained, info.num_layers)
+        validation = describe_validation(folds_N, len(body.pairs))
+        is_found = isinstance(advice, Recommendation)
+        about = VectorAbout(
+            source="training",
+            model=self.model.id,
+            weights_digest=info.weights_digest,
+            method=body.method,
+            read=body.read,
+            whiten=body.whiten,
+            pairs=len(body.pairs),
+            validation=validation.model_copy(update={"caution": None if is_found else advice}),
+            quality={str(layer): one for layer, one in quality.items()},
+            recommendation=advice if is_found else None,
+        )
         self._card = await planner.capacity.call_long(
             store.put, body.name, trained.vectors, about, request, overwrite=body.overwrite
         )
         await self._compare(trained.vectors, planner)
+
+    async def _search(self, search: EffectSearch, planner: Planner) -> AsyncGenerator[Batch, None]:
+        """Draw what the unsteered model says, then score it and the pairs in two stages."""
+        samples, drawn = search.plan_samples(self.info), Collector()
+        yield Batch(samples, drawn.take)
+        search.take_samples(samples, drawn.outputs)
+        for plan_stage in (search.plan_coarse, search.plan_fine):
+            settings, scored = plan_stage(), Collector()
+            jobs = await planner.capacity.call_long(search.plan_jobs, settings)
+            yield Batch(jobs, scored.take)
+            search.judge(settings, scored.outputs)
 
     async def _compare(self, vectors: LayerVectors, planner: Planner) -> None:
         """Compare the vectors with one another, and with those stored."""
@@ -286,20 +341,6 @@ class TrainTask(BodyTask[TrainRequest]):
             find_similar, self._body.name, vectors, self._stores.vectors
         )
         self._cosines = compare_layers(vectors)
-
-    def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
-        return VectorAbout(
-            source="training",
-            model=self.model.id,
-            weights_digest=info.weights_digest,
-            method=self._body.method,
-            read=self._body.read,
-            whiten=self._body.whiten,
-            pairs=len(self._body.pairs),
-            validation=describe_validation(len(self._body.pairs), trained.quality),
-            quality={str(layer): quality for layer, quality in trained.quality.items()},
-            recommendation=recommend(trained.vectors, trained.quality),
-        )
 
     def report(self) -> dict[str, Any]:
         """Return the card of the stored vector, and what it is like."""

@@ -1,12 +1,11 @@
 """How a direction is found that tells activations of positive texts from those of negative ones.
 
-What it is worth is measured on texts held out, and says which layer and scales to try. Axis
+How well it separates texts is measured on those held out. Axis
 letters: N pairs, M texts (two a pair), L layers, D width of an activation, K dimensions that the
 texts span. float64 throughout.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,155 +200,142 @@ def _lengthen(weights_D: Double, bias: float, mean_difference_D: Double) -> Foun
 
 
 MAX_LEFT_OUT = 10
-"""Up to this many pairs, each is held out alone."""
+"""Up to this many distinct texts, each is held out alone."""
 NUM_FOLDS = 5
-"""Of more pairs than that."""
-LEAST_CHANGE, LARGEST_CHANGE = 0.1, 0.5
-"""Of an activation's length: what scales to try change. Less shows in no text, more in every one;
-`bench/vectors.py` measures it."""
+"""Of more texts than that."""
+SMALL_CHANGE = 0.1
+"""Of an activation's length: the smallest change that shows in a text."""
 CHANCE = 0.6
 """An AUC up to this may well be chance."""
+MIDDLE = 0.3, 0.8
+"""Of a model's depth: layers outside tell texts apart by words read or to be written."""
+
+Folds = npt.NDArray[np.int64]
 
 
-def plan_folds(num_pairs: int) -> list[slice]:
-    """Return the pairs that are held out together: every k-th, so that each fold has all topics.
+def plan_folds(keys: Sequence[Hashable]) -> Folds | None:
+    """Return the fold [N] of each pair, by what tells the pairs apart: equal ones share a fold.
 
-    Empty for one pair, of which nothing is left to learn from.
+    Every k-th distinct key has the same fold, so that each fold has all topics. None for one key:
+    nothing else is left to learn from while it is held out.
     """
-    if num_pairs < 2:
-        return []
-    folds = num_pairs if num_pairs <= MAX_LEFT_OUT else NUM_FOLDS
-    return [slice(first, None, folds) for first in range(folds)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    if len(numbers) < 2:
+        return None
+    count = len(numbers) if len(numbers) <= MAX_LEFT_OUT else NUM_FOLDS
+    return np.array([numbers[key] % count for key in keys])
 
 
-def describe_validation(num_pairs: int, quality: Mapping[int, LayerQuality]) -> Validation:
+def describe_validation(folds_N: Folds | None, num_pairs: int) -> Validation:
     """Say how the quality of vectors from as many pairs was measured, or why it was not."""
-    folds = len(plan_folds(num_pairs))
-    if not folds:
-        reason = "one pair: none is left to learn from while it is held out; give more"
-        return Validation(reason=reason)
-    best = max((one.auc or 0.0 for one in quality.values()), default=0.0)
-    if best > CHANCE:
-        return Validation(folds=folds)
-    caution = (
-        f"no layer tells held-out texts apart better than chance would (best AUC {best:.2f}): give "
-        "more pairs, another read, or texts that differ in what the vector is to stand for"
-    )
-    return Validation(folds=folds, caution=caution)
+    if folds_N is not None:
+        return Validation(folds=int(folds_N.max()) + 1)
+    what = "one pair" if num_pairs == 1 else f"the same two continuations in all {num_pairs} pairs"
+    reason = f"{what}: none is left to learn from while it is held out; give others"
+    return Validation(reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Projections of texts on unit vectors made without them, from the middle of those they know.
+    """Vectors made without the texts of each of F folds, and those texts' projections on them.
 
-    The middle is that between the two sides' means; without it, projections of different folds,
-    which are on different vectors, could not be told apart from an offset.
+    A projection is on the vector at norm 1, from the middle between the two sides' means of the
+    texts that it is made of; without it, those of different folds could not be told apart from an
+    offset.
     """
 
+    vectors_FD: Double
     positive_N: Double
     negative_N: Double
 
 
 def hold_out(
-    positive_ND: Double, negative_ND: Double, method: TrainMethod, whiten: bool
-) -> HeldOut | None:
-    """Project each pair on the direction that the others give; None for one pair."""
-    folds = plan_folds(len(positive_ND))
-    if not folds:
-        return None
-    positive_N, negative_N = np.zeros(len(positive_ND)), np.zeros(len(positive_ND))
-    for held in folds:
-        known_N = np.ones(len(positive_ND), dtype=bool)
-        known_N[held] = False
-        known_positive, known_negative = positive_ND[known_N], negative_ND[known_N]
-        vector_D = find_direction(known_positive, known_negative, method, whiten).vector_D
-        unit_D = _scale_to_unit(vector_D)
-        middle = float((known_positive.mean(0) + known_negative.mean(0)) @ unit_D) / 2
-        positive_N[held] = positive_ND[held] @ unit_D - middle
-        negative_N[held] = negative_ND[held] @ unit_D - middle
-    return HeldOut(positive_N, negative_N)
-
-
-def judge_direction(
-    direction: FoundDirection,
     positive_ND: Double,
     negative_ND: Double,
+    folds_N: Folds,
     method: TrainMethod,
     whiten: bool,
-) -> LayerQuality:
-    """Judge what a method makes of one layer's texts; see `LayerQuality`."""
-    norm = float(np.linalg.norm(direction.vector_D))
-    unit_D = _scale_to_unit(direction.vector_D)
-    apart = float((positive_ND - negative_ND).mean(0) @ unit_D)
+) -> HeldOut:
+    """Hold out each fold: see `HeldOut`."""
+    positive_N, negative_N = np.zeros(len(positive_ND)), np.zeros(len(positive_ND))
+    vectors = []
+    for fold in range(int(folds_N.max()) + 1):
+        held_N = folds_N == fold
+        known_positive, known_negative = positive_ND[~held_N], negative_ND[~held_N]
+        vector_D = find_direction(known_positive, known_negative, method, whiten).vector_D
+        vectors.append(vector_D)
+        unit_D = _scale_to_unit(vector_D)
+        middle = float((known_positive.mean(0) + known_negative.mean(0)) @ unit_D) / 2
+        positive_N[held_N] = positive_ND[held_N] @ unit_D - middle
+        negative_N[held_N] = negative_ND[held_N] @ unit_D - middle
+    return HeldOut(np.stack(vectors), positive_N, negative_N)
+
+
+def judge_layer(positive_ND: Double, negative_ND: Double, held: HeldOut | None) -> LayerQuality:
+    """Judge how one layer's texts are told apart where they are held out; see `LayerQuality`."""
     lengths = np.linalg.norm(np.concatenate([positive_ND, negative_ND]), axis=1)
-    quality = LayerQuality(
-        matching_scale=apart / norm if norm else None,
-        activation_norm=float(lengths.mean()),
-    )
-    held = hold_out(positive_ND, negative_ND, method, whiten)
+    quality = LayerQuality(activation_norm=float(lengths.mean()))
     if held is None:
         return quality
-    return quality.model_copy(update=_measure(held, positive_ND - negative_ND))
-
-
-def _measure(held: HeldOut, differences_ND: Double) -> dict[str, float | None]:
     from sklearn.metrics import roc_auc_score
 
     positive_N, negative_N = held.positive_N, held.negative_N
     labels_N = np.repeat([1, 0], len(positive_N))
-    squared = float((differences_ND**2).sum())
-    spread = float(np.sqrt((positive_N.var() + negative_N.var()) / 2))
-    apart = float(positive_N.mean() - negative_N.mean())
-    return {
+    found = {
         "accuracy": float((positive_N > 0).mean() + (negative_N < 0).mean()) / 2,
         "auc": float(roc_auc_score(labels_N, np.concatenate([positive_N, negative_N]))),
         "pair_accuracy": float((positive_N > negative_N).mean()),
-        "explained_variance": (
-            float(((positive_N - negative_N) ** 2).sum()) / squared if squared else 0.0
-        ),
-        "effect_size": apart / spread if spread else None,
     }
+    return quality.model_copy(update=found)
 
 
-def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Recommendation | None:
-    """Return the layer that tells held-out texts apart best, and scales to try there.
-
-    The scales begin where the mean of the negative texts comes to that of the positive ones, and
-    end where the change is half as long as an activation; they begin no lower than at a tenth of
-    that length, and no higher than at half of the end. None where nothing was held out, or where
-    texts are told apart no better than by chance: `describe_validation` says so.
+@dataclass(frozen=True, slots=True)
+class TrainedVectors:
+    """Vectors, and by layer how well texts are told apart that were held out, and the vectors
+    [F, D] that were made without each fold of them: none where nothing could be held out.
     """
-    norms = vectors.norms()
-    judged = {
-        layer: one
-        for layer, one in quality.items()
-        if (one.auc or 0.0) > CHANCE and norms.get(layer)
-    }
+
+    vectors: LayerVectors
+    quality: Mapping[int, LayerQuality]
+    held: Mapping[int, Double]
+
+
+def choose_middle(values: Mapping[int, float], num_layers: int) -> dict[int, float]:
+    """Return the values of layers in the middle of the model's depth."""
+    first, last = (share * (num_layers - 1) for share in MIDDLE)
+    return {layer: value for layer, value in values.items() if first <= layer <= last}
+
+
+def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recommendation | str:
+    """Return the layer in the middle that tells held-out texts apart best, at a small scale.
+
+    What separates texts need not steer them, so the scale is the smallest that shows. Or why
+    nothing is recommended.
+    """
+    norms, quality = trained.vectors.norms(), trained.quality
+    found = {n: one.auc for n, one in quality.items() if norms[n] and one.auc is not None}
+    judged = {layer: auc for layer, auc in found.items() if auc > CHANCE}
     if not judged:
-        return None
-    layer = max(judged, key=lambda n: _rank(judged[n]))
-    best = judged[layer]
-    unit = norms[layer] / (best.activation_norm or 1.0)
-    end = LARGEST_CHANGE / unit
-    matching = abs(best.matching_scale or 0.0)
-    begin = min(max(matching, LEAST_CHANGE / unit), end / 2)
-    reason = (
-        f"layer {layer} tells texts apart best that were held out: AUC {best.auc:.3g}"
-        f"{'' if best.effect_size is None else f', effect size {best.effect_size:.3g}'}; scale "
-        f"{matching:.3g} brings the mean of the negative texts to that of the positive ones, scale "
-        f"{end:.3g} changes activations by half their length"
-    )
+        return (
+            "nothing was held out, and no pair's texts begin alike"
+            if not found
+            else "no layer tells held-out texts apart better than chance would (best AUC "
+            f"{max(found.values()):.2f}): give more pairs, another read, or texts that differ in "
+            "what the vector is to stand for"
+        )
+    middle = choose_middle(judged, num_layers) or judged
+    layer = max(middle, key=lambda one: middle[one])
+    length = quality[layer].activation_norm or 1.0
     return Recommendation(
         layer=layer,
-        scales=[begin, end],
-        relative_norms=[begin * unit, end * unit],
-        reason=reason,
+        scale=SMALL_CHANGE * length / norms[layer],
+        relative_norm=SMALL_CHANGE,
+        recommended_by="separation",
+        reason=f"the texts of no pair begin alike, so what the vector does was not measured: layer "
+        f"{layer} tells held-out texts apart best (AUC {judged[layer]:.3g}) of those in the middle "
+        f"of the model, and the scale changes activations by {SMALL_CHANGE:.0%} of their length; "
+        "sweep over others",
     )
-
-
-def _rank(quality: LayerQuality) -> tuple[float, float]:
-    """Return AUC and effect size, which is infinite without spread."""
-    return quality.auc or 0.0, math.inf if quality.effect_size is None else quality.effect_size
 
 
 def compare_layers(vectors: LayerVectors) -> list[list[float | None]]:

@@ -38,6 +38,20 @@ class Cut(NamedTuple):
     offsets: Offsets | None
     finding: BoundaryFinding = "exact"
 
+    def read_first(self) -> "Cut":
+        """Return the cut with the target's first token as the context that it lacks.
+
+        Errors: APIError `boundary_empty` where the target has no other token.
+        """
+        if len(self.target_ids) == 1:
+            detail = (
+                "The target is one token, and nothing precedes it: give a context, or send "
+                "bos: always."
+            )
+            raise api_error("boundary_empty", detail)
+        offsets = self.offsets and self.offsets[1:]
+        return Cut(self.target_ids[:1], self.target_ids[1:], offsets, "no_context")
+
 
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
@@ -45,7 +59,7 @@ def cut_pairs(
     """Cut each pair into tokens, in order, of so many pairs at once that no call takes long.
 
     In place of a pair that cannot be cut stands its error: `boundary_empty` where no token is left
-    for the target, or none before it. Errors: as `TextCodec.bos_ids`.
+    for the target. Errors: as `TextCodec.bos_ids`.
     """
     sizes = [len(context) + len(target) for context, target, _ in pairs]
     for part in split_sizes(sizes, ENCODED_AT_ONCE):
@@ -102,13 +116,6 @@ def _cut(
             continue
         # A target alone may begin with the BOS that would stand in front of it.
         context_ids = context_ids or codec.bos_ids(key[1], ids)
-        if not context_ids:
-            detail = (
-                "The context has no token, so nothing precedes the target's first token; "
-                "give a context, or send bos: always."
-            )
-            yield api_error("boundary_empty", detail, param="context")
-            continue
         if start:
             offsets = [(first - start, last - start) for first, last in offsets]
         yield Cut(context_ids, ids, offsets, finding)

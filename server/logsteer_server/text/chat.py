@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +70,15 @@ def find_template(tokenizer: Any, *, has_tools: bool = False) -> tuple[str, str]
     return name, templates[name]
 
 
-def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    form: ChatForm,
+    write: Callable[[str], str] | None = None,
+) -> str:
     """Render a conversation as text, as the template writes it.
+
+    With `write` each of the caller's strings is given to the template as that writes it.
 
     Errors: APIError `invalid_request` without a chat template, where it refuses, and where it would
     not read what it is given.
@@ -85,14 +92,20 @@ def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
         begins_turn = not form.continues and not (
             form.is_whole and messages[-1].role == "assistant"
         )
+    given: list[Any] = [
+        [_write_turn(message, template) for message in messages],
+        form.tools,
+        form.variables,
+    ]
+    turns, tools, variables = given if write is None else _rewrite(given, write)
     try:
         text = tokenizer.apply_chat_template(
-            [_write_turn(message, template) for message in messages],
-            tools=form.tools,
+            turns,
+            tools=tools,
             tokenize=False,
             add_generation_prompt=begins_turn,
             continue_final_message=form.continues,
-            **form.variables,
+            **variables,
         )
     except (
         TemplateError,
@@ -106,6 +119,15 @@ def render(tokenizer: Any, messages: Sequence[Message], form: ChatForm) -> str:
         detail = f"The model's chat template refuses these messages: {reason}."
         raise api_error("invalid_request", detail, param="messages") from error
     return str(text)
+
+
+def _rewrite(value: Any, write: Callable[[str], str]) -> Any:
+    """Return a JSON value with each of its strings, names included, as `write` writes it."""
+    if isinstance(value, dict):
+        return {write(name): _rewrite(entry, write) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_rewrite(entry, write) for entry in value]
+    return write(value) if isinstance(value, str) else value
 
 
 def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:

@@ -2,8 +2,9 @@
 
 import codecs
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ DECODED_AT_ONCE = 16_384
 """Tokens of the sequences that are decoded by one call."""
 ANSWERED = ChatForm()
 """Conversations up to where the assistant's next turn begins."""
+HIDDEN, MARKS = 0xF0000, 0x100000
+"""Characters for private use: what stands for control text in a caller's strings, and for tokens
+that are a template's."""
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 REPLACED = "\N{REPLACEMENT CHARACTER}".encode()
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTE_OF_SIGN = {chr(byte): byte for byte in _PRINTED} | {
@@ -88,6 +93,11 @@ class TextCodec:
             if token.special
         }
         self._divides = divides_at_spaces(self._backend)
+
+    @cached_property
+    def literal(self) -> "LiteralCodec":
+        """The codec to which control text in a caller's strings is plain text."""
+        return LiteralCodec(self)
 
     @classmethod
     def load(cls, path: str) -> "TextCodec":
@@ -216,6 +226,137 @@ class TextCodec:
         if self._byte_of_sign.keys() >= set(signs):
             return bytes(map(self._byte_of_sign.__getitem__, signs))
         return self.piece(token_id).encode()
+
+
+class RenderedText(str):
+    """A conversation as text. `marked` has a mark in place of each token that is the template's."""
+
+    marked: str
+
+    @classmethod
+    def of(cls, text: str, marked: str) -> "RenderedText":
+        """Return a text with its marked form, which is as long."""
+        rendered = cls(text)
+        rendered.marked = marked
+        return rendered
+
+    def __add__(self, other: str) -> "RenderedText":
+        return RenderedText.of(str(self) + other, self.marked + other)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RenderedText) and self.marked == other.marked
+
+    def __hash__(self) -> int:
+        return hash(self.marked)
+
+
+class LiteralCodec(TextCodec):
+    """A codec to which control text in a caller's strings is plain text.
+
+    Special tokens have other texts, marks of characters for private use, so that nothing in a
+    string is one. A template is given the strings with their control text hidden; what control text
+    then stands in the rendered conversation is the template's own, and is marked, token by token.
+    With marks M, as long as what they stand for, and H for what was hidden and is shown again:
+
+        content   a<|im_end|>     as the template is given it: aH
+        rendered  <|im_start|>user⏎a<|im_end|><|im_end|>
+        marked    MMMMMMMMMMMMuser⏎a<|im_end|>MMMMMMMMMM
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        vars(self).update(vars(codec))
+        self._added: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        texts = [token.content for token in self._added.values() if token.special]
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._hidden = {text: chr(HIDDEN + n) for n, text in enumerate(texts)}
+        self._marks = {text: chr(MARKS + n) * len(text) for n, text in enumerate(texts)}
+
+    @cached_property
+    def _encoder(self) -> tuple[Any, dict[Any, int | None]]:
+        """The tokenizer with marks, and the model's ids for its own; None: must not come of text.
+
+        It takes seconds to make where there are thousands of special tokens.
+        """
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer(self._backend.model)
+        encoder.normalizer = self._backend.normalizer
+        encoder.pre_tokenizer = self._backend.pre_tokenizer
+        own = {
+            token_id: type(token)(
+                self._marks.get(token.content, token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized and not token.special,
+            )
+            for token_id, token in self._added.items()
+        }
+        encoder.add_tokens(list(own.values()))
+        unknown = self._tokenizer.unk_token_id
+        ids: dict[Any, int | None] = {
+            token_id: unknown if token_id == unknown else None
+            for token_id, token in self._added.items()
+            if token.special
+        }
+        return encoder, ids | {encoder.token_to_id(own[n].content): n for n in own}
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts. Errors: APIError `invalid_request` for what cannot be plain text."""
+        encoder, own = self._encoder
+        found = []
+        for encoding in encoder.encode_batch(list(map(_mark, texts)), add_special_tokens=False):
+            ids = [own.get(token_id, token_id) for token_id in encoding.ids]
+            if None in ids:
+                token = self.decode([encoding.ids[ids.index(None)]])
+                detail = (
+                    f"special_tokens: text is not possible: this tokenizer has no plain text for "
+                    f"{token!r}, which stands for a control token. Leave it out."
+                )
+                raise api_error("invalid_request", detail, param="special_tokens")
+            found.append(EncodedText(ids, encoding.offsets))
+        return found
+
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts; return the token ids of each. Errors: as `encode`."""
+        return [encoded.ids for encoded in self.encode(texts)]
+
+    def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
+        """Render a conversation as text with marks.
+
+        Errors: as `chat.render`, and `invalid_request` where the template does more with control
+        text than to write it.
+        """
+        text = super().render_chat(messages, form)
+        find = self._control_text
+        shown = str.maketrans({mark: text for text, mark in self._hidden.items()})
+        hidden = render(
+            self._tokenizer,
+            messages,
+            form,
+            lambda string: find.sub(lambda found: self._hidden[found[0]], string),
+        )
+        if _PRIVATE.search(text) or hidden.translate(shown) != text:
+            detail = (
+                "special_tokens: text is not possible with these messages: this model's chat "
+                "template does more with their control text, or with characters for private use, "
+                "than to write it. Leave that out, or send special_tokens: parse."
+            )
+            raise api_error("invalid_request", detail, param="messages")
+        marked = find.sub(lambda found: self._marks[found[0]], hidden)
+        return RenderedText.of(text, marked.translate(shown))
+
+
+def _mark(text: str) -> str:
+    """Return a text as the encoder reads it. Errors: as `LiteralCodec.encode`."""
+    if _PRIVATE.search(text):
+        detail = (
+            "special_tokens: text reads no characters for private use from U+F0000 on; leave them "
+            "out, or send special_tokens: parse."
+        )
+        raise api_error("invalid_request", detail, param="special_tokens")
+    return text.marked if isinstance(text, RenderedText) else text
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f44ba8ca9a604d26b1e9c3353b40748ea5312f28245057087c8ec9f63674303d
+// Written by build/types.mjs from openapi.json, sha256 1a1bd44ea0bdaef99664046715f752667ebce2d69e8fdfb7262a024a40d9a215
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -506,6 +506,8 @@ export interface components {
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
             seed?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             stop?: string[];
             stream?: boolean;
@@ -550,6 +552,8 @@ export interface components {
             /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             steps?: number;
             tools?: components["schemas"]["Tool"][] | null;
@@ -580,10 +584,11 @@ export interface components {
             accuracy?: number | null;
             activation_norm?: number | null;
             auc?: number | null;
-            effect_size?: number | null;
-            explained_variance?: number | null;
-            matching_scale?: number | null;
+            gain?: number | null;
+            harm?: number | null;
+            left_out?: number | null;
             pair_accuracy?: number | null;
+            scale?: number | null;
         } & {
             [key: string]: unknown;
         };
@@ -630,6 +635,8 @@ export interface components {
             policy?: components["schemas"]["SamplingPolicy"];
             /** @enum {string} */
             precision?: "float32" | "float64";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
@@ -648,7 +655,7 @@ export interface components {
         };
         LensTarget: {
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             flags?: string[];
             layers: {
                 [key: string]: components["schemas"]["LensRows"];
@@ -711,7 +718,10 @@ export interface components {
             probes?: components["schemas"]["ProbeRequest"][] | null;
             /** @enum {string} */
             space?: "as_given" | "both" | "best";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
+            step_tokens?: number | null;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             vocabulary?: boolean;
@@ -742,6 +752,7 @@ export interface components {
             replicas?: components["schemas"]["ReplicaCard"][];
             required: boolean;
             restarts?: number;
+            rounding?: number | null;
             /** @enum {string} */
             state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
             vocab_size?: number | null;
@@ -806,11 +817,13 @@ export interface components {
             positions?: number[] | null;
             /** @enum {string} */
             precision?: "float32" | "float64";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             tools?: components["schemas"]["Tool"][] | null;
         };
         PatchResult: {
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             clean: number | null;
             corrupted: number | null;
             layers: number[][];
@@ -863,6 +876,8 @@ export interface components {
             protocol?: "sliding" | "rolling" | "disjoint" | "llamacpp" | "exl3";
             reference?: string | null;
             rows?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             stream?: boolean;
             stride?: number | null;
@@ -902,6 +917,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -915,6 +931,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -949,6 +966,7 @@ export interface components {
             batch_invariant: boolean;
             cast?: "float32" | null;
             context_length?: number | null;
+            dequantized?: string | null;
             device?: string | null;
             dtype: string;
             /** @enum {string} */
@@ -973,10 +991,15 @@ export interface components {
             [key: string]: unknown;
         };
         Recommendation: {
+            gain?: number | null;
+            harm?: number | null;
             layer: number;
+            pairs?: number | null;
             reason: string;
-            relative_norms: number[];
-            scales: number[];
+            /** @enum {string} */
+            recommended_by: "effect" | "separation";
+            relative_norm: number;
+            scale: number;
         } & {
             [key: string]: unknown;
         };
@@ -1037,7 +1060,7 @@ export interface components {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -1175,6 +1198,8 @@ export interface components {
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
             seed?: number | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering: components["schemas"]["Steering"];
             stop?: string[];
             stream?: boolean;
@@ -1214,6 +1239,7 @@ export interface components {
                 [key: string]: number[] | string;
             } | null;
             feature?: number | string | null;
+            from_layer?: number | null;
             hook?: string | null;
             layers?: number[] | "recommended" | null;
             name?: string | null;
@@ -1271,6 +1297,8 @@ export interface components {
             /** @enum {string} */
             precision?: "float32" | "float64";
             scales: number[];
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             steering: components["schemas"]["Steering"];
             texts?: string[];
             tools?: components["schemas"]["Tool"][] | null;
@@ -1282,6 +1310,8 @@ export interface components {
             [key: string]: unknown;
         };
         SweptTarget: {
+            /** @enum {string} */
+            boundary?: "exact" | "merged" | "no_context";
             change: number | null;
             logprob: number | null;
             truncated_tokens?: number;
@@ -1299,7 +1329,7 @@ export interface components {
             attributions?: (number | null)[] | null;
             baseline_logprob?: number | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             convergence_delta?: number | null;
             directional?: number | null;
             directional_per_token?: (number | null)[] | null;
@@ -1327,7 +1357,7 @@ export interface components {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
             /** @enum {string} */
-            boundary: "exact" | "merged";
+            boundary: "exact" | "merged" | "no_context";
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -1430,6 +1460,8 @@ export interface components {
             messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             model?: string | null;
             prompt?: string | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             texts?: string[] | null;
             tools?: components["schemas"]["Tool"][] | null;
         };
@@ -1479,8 +1511,10 @@ export interface components {
                 [key: string]: unknown;
             } | null;
             continue_final_message?: boolean;
+            harm_texts?: string[];
             hook?: string;
             layers?: number[] | null;
+            max_harm?: number;
             /** @enum {string} */
             method?: "mean_difference" | "pca" | "logistic" | "lda";
             model?: string | null;
@@ -1489,6 +1523,8 @@ export interface components {
             pairs: components["schemas"]["ContrastPair"][];
             /** @enum {string} */
             read?: "last" | "mean" | "answer";
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
             tools?: components["schemas"]["Tool"][] | null;
             whiten?: boolean;
         };
@@ -1517,6 +1553,7 @@ export interface components {
         };
         UsedVector: {
             name: string | null;
+            other_weights?: boolean;
             passed?: number | null;
             scale: number;
             sha256: string;
@@ -1562,6 +1599,7 @@ export interface components {
             norms: {
                 [key: string]: number;
             };
+            other_weights?: boolean;
             readouts?: {
                 [key: string]: components["schemas"]["VectorReadout"];
             } | null;
@@ -2223,7 +2261,9 @@ export interface operations {
     };
     list_vectors_vectors_get: {
         parameters: {
-            query?: never;
+            query?: {
+                model?: string | null;
+            };
             header?: never;
             path?: never;
             cookie?: never;

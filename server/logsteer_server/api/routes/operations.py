@@ -27,12 +27,14 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     UpkeepDep,
 )
-from logsteer_server.api.respond import respond
+from logsteer_server.api.respond import EventStream, answer, run_within
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.api.selftest import stream_selftest
 from logsteer_server.keys.keyring import check_metrics_key
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE
-from logsteer_server.tasks.selftest import SelftestTask
+from logsteer_server.observation.requests import find_record
+from logsteer_server.tasks.run import Event
 
 ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {}}
 """Media types of a self-test's answer, beside JSON."""
@@ -58,14 +60,31 @@ async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
 
 @router.post(
     "/models/{model_id}/selftest",
-    description=SelftestTask.__doc__,
     responses={200: {"model": SelftestAnswer, "content": ANSWERED_AS}},
 )
 async def selftest(
     model_id: str, body: SelftestRequest, request: Request, models: ModelsDep
 ) -> Response:
-    """What the service promises, measured on this model."""
-    return await respond(request, SelftestTask(models.find(model_id), body, models))
+    """What the service promises, measured on this model, each promise with a verdict.
+
+    The same tokens are scored alone, in batches, shuffled, from the prefix cache and in chunks;
+    continuations are scored as they were sampled, steered and not; and where a second model is
+    named, both score the same. In under a minute on a small model; other requests are answered
+    meanwhile, and share its batches. `logsteer selftest URL` measures the same from anywhere.
+    """
+    model, record = models.find(model_id), find_record(request.scope)
+    model.require(through_gate=True)
+    record.model = model.id
+    events = stream_selftest(request.app, request.state.caller, model.id, body)
+    timeout_s: float | None = request.app.state.settings.request_timeout_s
+    if body.stream:
+        opening = await run_within(request, timeout_s, anext(events))
+        return EventStream(opening.document["id"], opening, events, record, openai=False)
+
+    async def finish() -> Event:
+        return [event async for event in events][-1]
+
+    return answer(request, (await run_within(request, timeout_s, finish())).document)
 
 
 @router.post("/models/{model_id}/load")
@@ -163,15 +182,23 @@ async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
     return list_as_openai(model.describe() for model in models.by_id.values())
 
 
+@openai_router.get("/v1/models/{model_id:path}", name="get_openai_model")
+async def get_openai_model(model_id: str, models: ModelsDep) -> dict[str, Any]:
+    """One model, which answers now."""
+    model = models.find(model_id)
+    model.require()
+    return _write_as_openai(model.describe())
+
+
 def list_as_openai(cards: Iterable[ModelCard]) -> dict[str, Any]:
     """Return the models that answer now, in OpenAI's shape."""
-    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
-    models = [
-        {"id": card.id, **shape, "max_model_len": card.context_length}
-        for card in cards
-        if card.state == "ready"
-    ]
+    models = [_write_as_openai(card) for card in cards if card.state == "ready"]
     return {"object": "list", "data": models}
+
+
+def _write_as_openai(card: ModelCard) -> dict[str, Any]:
+    shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
+    return {"id": card.id, **shape, "max_model_len": card.context_length}
 
 
 @openai_router.get("/tokenizer_info")

@@ -5,10 +5,11 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -30,12 +31,14 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
+    ModelsDep,
     StoresDep,
     StoreThreadsDep,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.interventions.interventions import Stores
+from logsteer_server.interventions.references import find_fitting
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,
@@ -65,6 +68,26 @@ OVERWRITE = Query(
 T = TypeVar("T")
 
 
+Choose = Callable[[list[Any]], list[Any]]
+"""Returns the cards that a list shows, of all."""
+
+
+async def keep_all() -> Choose:
+    """Return what chooses all cards."""
+    return list
+
+
+async def choose_fitting(
+    models: ModelsDep,
+    model: Annotated[str | None, Query(description="List what fits this model alone.")] = None,
+) -> Choose:
+    """Return what chooses the vectors that fit a model, or all. Errors: those of `find`."""
+    if model is None:
+        return list
+    _, info = models.find(model).require()
+    return partial(find_fitting, info=info)
+
+
 @dataclass(frozen=True, slots=True)
 class Resource(Generic[C]):
     """A kind of stored content as endpoints: its answers, and where its store is."""
@@ -75,10 +98,12 @@ class Resource(Generic[C]):
     find: Callable[[Stores], Namespace[C]]
     deletion: str = ""
     """What else its documentation says of a deletion."""
+    choose: Callable[..., Awaitable[Choose]] = keep_all
+    """The dependency of a list that gives what chooses its cards."""
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
-    VECTORS, VectorList, DeletedVector, lambda stores: stores.vectors.files
+    VECTORS, VectorList, DeletedVector, lambda stores: stores.vectors.files, choose=choose_fitting
 )
 OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
     OVERRIDES, OverrideList, DeletedOverride, lambda stores: stores.overrides
@@ -107,11 +132,16 @@ def make_router(resource: Resource[C]) -> APIRouter:
         description=f"The card of every stored {kind.noun}, by name.",
         responses={200: {"model": resource.listed}},
     )
-    async def list_all(request: Request, stores: StoresDep, threads: StoreThreadsDep) -> Response:
+    async def list_all(
+        request: Request,
+        stores: StoresDep,
+        threads: StoreThreadsDep,
+        choose: Annotated[Choose, Depends(resource.choose)],
+    ) -> Response:
         store = resource.find(stores)
         listing = await threads.run(store.list_all)
         document = {
-            kind.plural: [card.model_dump() for card in listing.cards],
+            kind.plural: [card.model_dump() for card in choose(listing.cards)],
             "damaged": listing.damaged,
             "bytes": listing.num_bytes,
             "max_bytes": store.max_bytes,

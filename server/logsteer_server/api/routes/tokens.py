@@ -42,6 +42,7 @@ async def tokenize(
     check_count("texts", len(body.texts or conversations), capacity.settings.max_items)
     model = models.find(body.model)
     codec, info = model.require()
+    codec = codec.literal if body.special_tokens == "text" else codec
     planner = Planner(capacity, request.state.memory, request.state.memory)
     texts = body.texts or ([] if conversations else [body.prompt or ""])
     planner.cover_text(find_longest_prompt(texts, conversations))

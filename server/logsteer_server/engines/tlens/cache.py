@@ -49,18 +49,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
         return self.keys, self.values
 
-    def append(self, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one column, and return all keys and values: `update` in fewer operations."""
-        before = self.keys.shape[-2] if self.is_initialized else 0
-        if self._rooms is None or before == self._rooms[0].shape[-2]:
-            return self.update(keys_BHD[:, :, None], values_BHD[:, :, None])
-        keys, values = self._rooms
-        keys.select(2, before).copy_(keys_BHD)
-        values.select(2, before).copy_(values_BHD)
-        self.keys = keys.narrow(2, 0, before + 1)
-        self.values = values.narrow(2, 0, before + 1)
-        return self.keys, self.values
-
     def _make_room(self, states: Tensor, columns: int) -> Tensor:
         batch, heads, _, size = states.shape
         self.dtype, self.device = states.dtype, states.device

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
-from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
@@ -157,15 +156,6 @@ class CausalModel(ABC):
             )
         return hidden_BTD
 
-    def read_next(self, tokens: NextTokens) -> Tensor:
-        """Return the hidden states [B, D] of one more token of each sequence, as `read` does.
-
-        The parameters must be the model's own.
-        """
-        positions_B1, cache = tokens.positions_B1, tokens.cache
-        with self.hooked(tokens.hooks):
-            return self.read(tokens.tokens_B1, tokens.mask_BC, positions_B1, cache)[:, -1]
-
     def _choose_body(self) -> Any:
         """Return the body that is run now."""
         return self._body
@@ -245,6 +235,7 @@ def describe_model(model: CausalModel) -> EngineInfo:
         hooks=model.points.names,
         lacks={
             "structure": "the engine transformer_lens forces no form on a reply: leave out "
-            "response_format and tool_choice, or serve the model with engine vllm"
+            "response_format and tool_choice, or serve the model with engine vllm",
+            "step_tokens": "the engine transformer_lens reads every text in one step",
         },
     )

@@ -23,7 +23,6 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.plan import ParameterDelta
 from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.tlens.causal import CausalModel
-from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.probes import TokenRange
@@ -163,15 +162,13 @@ class RunningBatch:
             mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
         ranges = [TokenRange(max(0, -start), max(0, start), start + width) for start in starts]
         hooks = [*self._steering.hooks(ranges, width), *self._hooks]
-        next_BT, cache, model = self._next_BT, self._cache, self._model
-        if width == 1 and not self.parameters:
-            hidden_BD = model.read_next(NextTokens(next_BT, mask_BT, positions_BT, cache, hooks))
-        else:
-            with model.hooked(hooks):
-                hidden_BTD = model.read(next_BT, mask_BT, positions_BT, cache, self.delta.cast)
-            hidden_BD = hidden_BTD[:, -1]
+        model = self._model
+        with model.hooked(hooks):
+            hidden_BTD = model.read(
+                self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
+            )
         self._steering.end_pass()
-        return model.project(hidden_BD)
+        return model.project(hidden_BTD[:, -1])
 
     def _sample(self, logits_BV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample each row's next token.

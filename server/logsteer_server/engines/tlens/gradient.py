@@ -28,6 +28,7 @@ from logsteer_server.engines.tlens.queue import (
     read_batch,
 )
 from logsteer_server.numerics.hidden_rows import split_chunks
+from logsteer_server.numerics.sampling import log_softmax
 
 BYTES_PER_LOGIT = 48
 """Peak bytes per logit of a chunk: float64 values, their tangents, temporaries."""
@@ -188,7 +189,7 @@ class GradientQueue(ModelQueue):
         top_BTD = hidden_BTD.detach().requires_grad_()
         logprobs = []
         for part, logits_rV in self._project(top_BTD, rows):
-            log_p_rV = _widen(logits_rV).log_softmax(-1)
+            log_p_rV = log_softmax(_widen(logits_rV))
             logprob_r = log_p_rV.gather(-1, rows.targets_R[part, None])[:, 0]
             logprob_r.sum().backward()  # type: ignore[no-untyped-call]
             logprobs.append(logprob_r.detach())
@@ -199,7 +200,7 @@ class GradientQueue(ModelQueue):
         logprobs, derivatives = [], []
         for part, dual_rV in self._project(hidden_BTD, rows):
             logits_rV, change_rV = forward_ad.unpack_dual(dual_rV)  # type: ignore[no-untyped-call]
-            log_p_rV = _widen(logits_rV).log_softmax(-1)
+            log_p_rV = log_softmax(_widen(logits_rV))
             change_rV = torch.zeros_like(logits_rV) if change_rV is None else change_rV
             change_rV = change_rV.double()
             # d log p(x) = dz(x) - sum p dz

@@ -6,7 +6,6 @@ The bridge wraps transformers' own model and puts hook points between its module
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
-from logsteer_server.engines.tlens.cache import RoomyLayer
+from logsteer_server.engines.needs import choose_dtype
 from logsteer_server.engines.tlens.causal import CausalModel
-from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens, UnknownBlockError
-from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.placement import follow_devices, load_options, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
@@ -34,26 +32,17 @@ from logsteer_server.engines.tlens.points import (
 )
 from logsteer_server.engines.weights import find_eos, limit_context
 from logsteer_server.imports import load_tokenizer
+from logsteer_server.numerics.hidden_rows import multiply_wide
 
 log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 32
-PROBE_STEPS = 3
 FEW_ROWS = 16
 LARGE_HEAD = 2**22
 """A CPU's library takes two to eight times as long for 2 to so many rows times a head of so many
 numbers or more as for the transposed product, for which it reads the head just once."""
 FORWARD_TOLERANCE = 1e-5
 """How much ways to compute the model may differ, per unit of the largest number."""
-
-
-def choose_dtype(wanted: str, config: Any) -> torch.dtype:
-    """Return the dtype of that name; for `auto` the checkpoint's own."""
-    if wanted != "auto":
-        found = getattr(torch, wanted)
-    else:
-        found = getattr(config, "dtype", None) or torch.float32
-    return found if isinstance(found, torch.dtype) else getattr(torch, str(found))
 
 
 class _WideLinear(nn.Module):
@@ -64,10 +53,8 @@ class _WideLinear(nn.Module):
         self._linear = linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the product in float32; the weight is widened for as long as it takes."""
-        weight, bias = self._linear.weight, self._linear.bias
-        wide_bias = None if bias is None else bias.float()
-        return nn.functional.linear(hidden.float(), weight.float(), wide_bias)
+        """Return the product in float32."""
+        return multiply_wide(hidden, self._linear.weight, self._linear.bias)
 
 
 class BridgeModel(CausalModel):
@@ -76,14 +63,14 @@ class BridgeModel(CausalModel):
     Errors: ValueError where it cannot be served.
     """
 
-    def __init__(self, spec: EngineSpec, path: Path | str) -> None:
+    def __init__(self, spec: EngineSpec, path: Path) -> None:
         from transformer_lens.model_bridge import TransformerBridge
 
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
         devices = place_model(spec)
-        dtype = choose_dtype(spec.dtype, config)
+        dtype: torch.dtype = getattr(torch, choose_dtype(spec.dtype, path))
         bridge = TransformerBridge.boot_transformers(
             str(path), dtype=dtype, **load_options(devices, config, dtype)
         )
@@ -104,16 +91,14 @@ class BridgeModel(CausalModel):
         self._detach_head(unwrap(causal))
         self.vocab_size = self._compare_head(causal)
         self.eos_ids = find_eos(path, path, self.vocab_size)
-        if spec.logits_dtype != "auto":
-            self._widen_head(path)
         self._linear_head = self._find_linear_head()
+        if self._linear_head is None and dtype in HALF:
+            self._widen_head()
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
         self._plain_forward = self._find_plain_forward(list(bridge.blocks))
-        self._decode_step: DecodeStep | None = None
         if self._plain_forward:
             self._fuses_attention = self._check_fused_attention(self._plain_forward)
-            self._decode_step = self._find_decode_step(self._plain_forward)
 
     def _choose_body(self) -> Any:
         if self._plain_forward is None:
@@ -216,91 +201,9 @@ class BridgeModel(CausalModel):
                     return False
         return True
 
-    def _find_decode_step(self, plain_forward: PlainForward) -> DecodeStep | None:
-        """Return the model's decode step; None where none is known that gives the same."""
-        if not self._fuses_attention or self.num_devices > 1 or self.quantization:
-            return None
-        if any(type(layer) is not RoomyLayer for layer in self.new_cache().layers):
-            return None  # of sliding windows, say
-        try:
-            # Outside of inference mode: parameters move, and gradients are taken under them later.
-            with torch.inference_mode(False), torch.no_grad():
-                step = DecodeStep(plain_forward.body, plain_forward.plain_blocks)
-        except UnknownBlockError as error:
-            log.info("%s: decodes by transformers' modules: %s", self._name, error)
-            return None
-        if self._is_right(step):
-            return step
-        log.warning(
-            "%s: decodes by transformers' modules: its decode step gives something else", self._name
-        )
-        return None
-
-    @torch.inference_mode()
-    def _is_right(self, step: DecodeStep) -> bool:
-        """Return whether the step gives what the modules give: padded or not, hooked or not."""
-        tokens_BT = self._probe_tokens(PROBE_LENGTH)
-        padded_BT = torch.ones_like(tokens_BT)
-        padded_BT[1, : PROBE_LENGTH // 2] = 0
-        hooks: list[tuple[Point, HookFunction]] = [
-            (self.points.find(layer, name), partial(_scale, factor))
-            for layer in range(self.num_layers)
-            for name, factor in (("resid_pre", 1.25), ("resid_post", 0.8))
-        ]
-        return all(
-            self._compare_steps(step, tokens_BT, mask_BT, own_hooks)
-            for mask_BT in (torch.ones_like(padded_BT), padded_BT)
-            for own_hooks in ([], hooks)
-        )
-
-    def _compare_steps(
-        self,
-        step: DecodeStep,
-        tokens_BT: Tensor,
-        mask_BT: Tensor,
-        hooks: Sequence[tuple[Point, HookFunction]],
-    ) -> bool:
-        """Return whether the last tokens give the same by modules and by the step.
-
-        In bfloat16, in which each block rounds the stream twice, up to sqrt(2 L) epsilons.
-        """
-        positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-        begin = tokens_BT.shape[1] - PROBE_STEPS
-        noise = torch.finfo(self.dtype).eps * (2 * self.num_layers) ** 0.5
-        tolerance = max(FORWARD_TOLERANCE, noise if self.dtype == torch.bfloat16 else 0.0)
-        caches = self.new_cache(), self.new_cache()
-        for cache in caches:
-            self.read(tokens_BT[:, :begin], mask_BT[:, :begin], positions_BT[:, :begin], cache)
-        for t in range(begin, tokens_BT.shape[1]):
-            tokens_B1, positions_B1 = tokens_BT[:, t : t + 1], positions_BT[:, t : t + 1]
-            mask_BC = mask_BT[:, : t + 1]
-            with self.hooked(hooks):
-                wanted_B1D = self.read(tokens_B1, mask_BC, positions_B1, caches[0])
-            mask = None if mask_BC.all() else mask_BC
-            found_BD = step.read(NextTokens(tokens_B1, mask, positions_B1, caches[1], hooks))
-            if not agree(found_BD, wanted_B1D[:, 0], tolerance):
-                return False
-        return all(
-            agree(found, wanted, tolerance)
-            for layer, other in zip(caches[0].layers, caches[1].layers, strict=True)
-            for wanted, found in ((layer.keys, other.keys), (layer.values, other.values))
-        )
-
-    def read_next(self, tokens: NextTokens) -> Tensor:
-        """Return the hidden states [B, D] of one more token of each sequence.
-
-        By the decode step, where there is one, unless a hook is inside of a block.
-        """
-        if self._decode_step is None or not all(point.is_edge for point, _ in tokens.hooks):
-            return super().read_next(tokens)
-        return self._decode_step.read(tokens)
-
-    def _widen_head(self, path: Path | str) -> None:
-        """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
-        heads = self._list_linear_heads()
-        if len(heads) != 1:
-            raise ValueError(f"{path}: its head is not a linear layer; leave logits_dtype out")
-        for name, linear in heads.items():
+    def _widen_head(self) -> None:
+        """Have the head's product computed in float32, and what follows it, such as a cap."""
+        for name, linear in self._list_linear_heads().items():
             self._head._modules[name] = _WideLinear(linear)
 
     def _list_linear_heads(self) -> dict[str, nn.Linear]:
@@ -329,6 +232,8 @@ class BridgeModel(CausalModel):
         if head is None:
             return super().project(hidden_RD)
         weight_VD, bias_V = head.weight, head.bias  # here, because calls may replace them
+        if weight_VD.dtype in HALF:
+            return multiply_wide(hidden_RD, weight_VD, bias_V)
         is_few = 1 < len(hidden_RD) <= FEW_ROWS and weight_VD.numel() >= LARGE_HEAD
         if not is_few or self.device.type != "cpu":
             return nn.functional.linear(hidden_RD, weight_VD, bias_V)
@@ -344,10 +249,6 @@ class BridgeModel(CausalModel):
         hidden_BTD = self.read(self._probe_tokens(length))
         logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
         return logits_RV.log_softmax(-1)[:, ::3].sum()
-
-
-def _scale(factor: float, activation: Tensor, hook: object) -> Tensor:  # noqa: ARG001
-    return activation * factor
 
 
 def _name_quantization(config: Any) -> str | None:

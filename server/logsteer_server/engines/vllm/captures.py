@@ -1,14 +1,14 @@
 """Captured activations: the rows of one buffer that they are added up in, and who has which.
 
-The buffer is persistent, because captured graphs write into it, and its rows are given out, so that
-it is small. A request has a row for each layer and each token that it reads; for a mean over tokens
-one for each layer, in which they are added up. It keeps them until it has ended and they are read.
-A request of four tokens with layers 2 and 5 whose rows begin at 10, in a step that reads its last
-three tokens behind seven of others, their places in the step 7, 8 and 9:
+The buffer is persistent, because captured graphs write into it, and its rows are given out, so
+that it is small. A request has a row for each layer and each token that it reads, and keeps them
+until it has ended and they are read. A request of four tokens with layers 2 and 5 whose rows begin
+at 10, in a step that reads its last three tokens behind seven of others, their places in the step
+7, 8 and 9:
 
-    read        each                  last           mean
-    layer 2     rows 11, 12, 13       row 10         row 10, thrice
-    layer 5     rows 15, 16, 17       row 11         row 11, thrice
+    read        each, or their mean      last
+    layer 2     rows 11, 12, 13          row 10
+    layer 5     rows 15, 16, 17          row 11
 
 Axis letters: L layers, N rows of the buffer, T tokens of a step, D width; lower case t: tokens of a
 step that are captured at a layer.
@@ -29,9 +29,9 @@ Indices = npt.NDArray[np.int64]
 Captured = Mapping[int, tuple[Indices, Indices]]
 """By layer: places of tokens in a step, and the rows that their activations are added to."""
 
-CaptureWish = tuple[int, tuple[int, ...], bool, bytes]
-"""What a request wants, as plain data: its first row, its layers, whether each token has a row of
-its own (or all have one), and the int64 places of the tokens that are read."""
+CaptureWish = tuple[int, tuple[int, ...], bytes]
+"""What a request wants, as plain data: its first row, its layers, and the int64 places of the
+tokens that are read."""
 
 
 class RowPool:
@@ -133,13 +133,12 @@ class StepCaptures:
 
     def begin(self, req_id: str, wish: CaptureWish) -> None:
         """Begin with a request."""
-        first, layers, is_each, places = wish
+        first, layers, places = wish
         read_t = np.frombuffer(places, np.int64)
         row_T = np.full(int(read_t[-1]) + 1, -1)
-        row_T[read_t] = np.arange(len(read_t)) if is_each else 0
-        per_layer = len(read_t) if is_each else 1
-        rows = range(first, first + per_layer * len(layers))
-        self._captures[req_id] = _Capture(rows, layers, per_layer, row_T)
+        row_T[read_t] = np.arange(len(read_t))
+        rows = range(first, first + len(read_t) * len(layers))
+        self._captures[req_id] = _Capture(rows, layers, len(read_t), row_T)
 
     def end(self, req_id: str) -> None:
         """Forget a request that has ended; its rows stay as they are."""

@@ -134,7 +134,7 @@ SOCKET_NAME = 37
 """Characters of a socket's name in vLLM, a UUID, and of the slash in front of it."""
 
 
-def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
+def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path]:
     """Make this process ready to import vLLM; return its scratch directory, and where the model is.
 
     Errors: ValueError as `check_devices` and `check_runner`, and those of `locate_model`.
@@ -203,15 +203,9 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
             "logsteer": {
                 "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
                 "steering": asdict(steering_size(spec)),
-                # vLLM has no batch-invariant product of half precision that is kept in float32.
-                "widens_head": spec.logits_dtype == "auto"
-                and not on_cpu
-                and not is_batch_invariant(),
             }
         },
     }
-    if spec.logits_dtype != "auto":
-        args["hf_overrides"] = {"head_dtype": spec.logits_dtype}
     if spec.adapter_slots:
         args["enable_lora"] = True
         # Those on the device and those in memory are the same, so that none is read twice.
@@ -263,15 +257,15 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     )
 
 
-COLUMNS_SHARE, MOST_COLUMNS = 8, 4 * 2**30
+COLUMNS_SHARE, MOST_COLUMNS = 8, 6 * 2**28
 """Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
-at most so many bytes."""
+at most so many bytes: enough for the rows of a product, by default."""
 
 
 def widen_columns(given: int, left: int) -> int:
     """Return the room of policy columns, in bytes: at least what is given.
 
-    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 4 GiB.
+    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 1.5 GiB.
     """
     return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
 
@@ -326,8 +320,6 @@ def describe(
     import vllm.envs
 
     model = config.model_config
-    if spec.logits_dtype not in ("auto", logits_dtype):
-        raise ValueError(f"logits_dtype: vLLM computes logits in {logits_dtype} here; leave it out")
     return EngineInfo(
         engine="vllm",
         engine_version=str(vllm.__version__),
@@ -352,7 +344,7 @@ def describe(
             int(model.hf_text_config.num_hidden_layers),
             int(model.get_hidden_size()),
         ),
-        lacks=_find_missing(spec, unsteerable),
+        lacks=_find_missing(spec, config, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=(
             *describe_machine(config.device_config.device_type),
@@ -364,11 +356,6 @@ def describe(
             config.scheduler_config.max_num_batched_tokens,
             config.scheduler_config.max_num_seqs,
             config.cache_config.kv_cache_size_tokens or 0,  # on other nodes nobody knows
-        ),
-        step_tokens=(
-            config.scheduler_config.max_num_batched_tokens
-            if config.scheduler_config.enable_chunked_prefill
-            else None
         ),
     )
 
@@ -400,7 +387,7 @@ def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str
     }
 
 
-def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, str]:
+def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dict[Feature, str]:
     """Return what this model cannot do, and what to do instead."""
     other = "serve the model with engine transformer_lens"
     lacks: dict[Feature, str] = {
@@ -409,6 +396,8 @@ def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, st
     }
     if unsteerable:
         lacks["steering"] = unsteerable
+    if not config.scheduler_config.enable_chunked_prefill or config.model_config.is_hybrid:
+        lacks["step_tokens"] = "vLLM alone says where texts of this model are split"
     if not spec.adapter_slots:
         lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
     return lacks

@@ -75,6 +75,7 @@ class VllmCore:
         PrefixHitLimit(core.scheduler.kv_cache_manager)
         self.freed_prefixes = FreedPrefixes(core.scheduler.kv_cache_manager)
         self.preemptions = PreemptionCount(core.scheduler)
+        self._step_limit: StepLimit | None = None
         depth = self.config.max_concurrent_batches
         self.steps = StepQueue(core.scheduler, core.model_executor, depth)
         self._serial = itertools.count()
@@ -102,6 +103,8 @@ class VllmCore:
         may_hit = first_row >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
+        if self._step_limit is None and extra_args.get(SCORE, {}).get("step_tokens"):
+            self._step_limit = StepLimit(self.engine_core.scheduler)
         return self._add(tokens, params, adapter, cache_salt)
 
     def generate(
@@ -293,6 +296,25 @@ class PreemptionCount:
         """Preempt a request as vLLM does."""
         self.count += 1
         self._preempt(*args, **named)
+
+
+class StepLimit:
+    """Have a step read no more of a score request's tokens than the request allows.
+
+    It takes the place of a function that the scheduler asks last how many tokens of a request to
+    read: for each request of each step, so only from the first request with a limit on.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._reserve = scheduler._reserve_prefill_lookahead
+        scheduler._reserve_prefill_lookahead = self.limit
+
+    def limit(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return vLLM's answer, or the request's limit where that is less."""
+        params = request.sampling_params
+        scored = (params.extra_args or {}).get(SCORE, {}) if params else {}
+        allowed: int = self._reserve(request, num_computed_tokens, num_new_tokens)
+        return min(allowed, scored.get("step_tokens") or allowed)
 
 
 class PrefixHitLimit:

@@ -26,7 +26,9 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.engines.failures import describe_error
+from logsteer_server.engines.needs import choose_dtype, read_config
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
+from logsteer_server.engines.vllm.arguments import check_checkpoint
 from logsteer_server.engines.vllm.config import (
     WORKER,
     describe,
@@ -62,6 +64,8 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._scratch, path = prepare(spec)
+        spec = replace(spec, dtype=choose_dtype(spec.dtype, path))
+        check_checkpoint(read_config(path), spec.dtype)
         with hold_collector():
             from logsteer_server.engines.vllm.core import VllmCore
 
@@ -211,7 +215,6 @@ class VllmEngine:
 
     def _remove(self, running: RunningJob) -> None:
         del self._running[running.job_id], self._by_request_id[running.request_id]
-        self._vllm.steps.split_ids.discard(running.request_id)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Abort jobs in vLLM, and drop results of theirs that have not been reported."""

@@ -31,6 +31,7 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
             "spec": spec,
             "export": job.export,
             "reference": job.reference,
+            "step_tokens": job.step_tokens,
         }
     }
 
@@ -58,4 +59,4 @@ def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:
 
 def describe_capture(job: CaptureJob, rows: range) -> dict[str, Any]:
     """Return the extra arguments of a request whose activations are captured in these rows."""
-    return {CAPTURE: (rows.start, job.layers, job.read == "each", job.places.tobytes())}
+    return {CAPTURE: (rows.start, job.layers, job.places.tobytes())}

@@ -127,6 +127,9 @@ INTERNALS: dict[str, Internal] = {
     f"{SCHEDULER}._preempt_request": Internal(
         "4c2de2294d84", "replaced to count; puts the request first in `waiting`"
     ),
+    f"{SCHEDULER}._reserve_prefill_lookahead": Internal(
+        "a90cacaf88eb", "replaced: asked last how many tokens of a request a step reads"
+    ),
     f"{SCHEDULER}._free_request_blocks": Internal(
         "1ffac4cf8df1", "frees by the manager's attribute, which is replaced"
     ),

@@ -5,11 +5,13 @@ Compiled graphs and captured CUDA graphs contain it; the tables of the running m
 in vLLM's forward context, say what it does.
 """
 
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -20,7 +22,13 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
-from logsteer_server.engines.vllm.points import SiteNumbers, find_points
+from logsteer_server.engines.vllm.points import (
+    ModulePoint,
+    Place,
+    SharingProbe,
+    SiteNumbers,
+    find_points,
+)
 from logsteer_server.engines.vllm.stream import split_output
 from logsteer_server.engines.vllm.tables import SteeringTables
 
@@ -33,16 +41,34 @@ def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -
 
     `layer` is its number among the tables' (`points.SiteNumbers`), typed as vLLM types the names of
     its own layers: the compiler then takes layers that differ in nothing else for the same, and
-    compiles one.
+    compiles one. On a CPU it may name several, as `name_group` does.
     """
     tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
-    number = int(_resolve_layer_name(layer))
     if hidden_TD.is_cuda:
         from logsteer_server.engines.vllm.kernel import launch
 
-        launch(tables, hidden_TD, residual_TD, number)
-    else:
-        tables.apply(hidden_TD, residual_TD, number)
+        launch(tables, hidden_TD, residual_TD, int(_resolve_layer_name(layer)))
+    elif not tables.is_idle:
+        for number, is_whole in _read_group(str(_resolve_layer_name(layer))):
+            tables.apply(hidden_TD, residual_TD if is_whole else None, number)
+
+
+HIDDEN_ALONE = "h"
+
+
+def name_group(numbers: Sequence[int], whole: Sequence[bool]) -> str:
+    """Return the name of activations that one call steers, those without the residual marked.
+
+    The numbers 3 and 37, of which 3 is `hidden` alone, are `3h,37`.
+    """
+    marks = ["" if is_whole else HIDDEN_ALONE for is_whole in whole]
+    return ",".join(f"{number}{mark}" for number, mark in zip(numbers, marks, strict=True))
+
+
+@cache
+def _read_group(name: str) -> tuple[tuple[int, bool], ...]:
+    parts = name.split(",")
+    return tuple((int(p.rstrip(HIDDEN_ALONE)), not p.endswith(HIDDEN_ALONE)) for p in parts)
 
 
 def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
@@ -67,21 +93,39 @@ def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
     return []
 
 
+def find_places(layers: list[nn.Module], hooks: tuple[str, ...]) -> dict[Place, ModulePoint]:
+    """Return where this pipeline stage's layers seem to have these activations."""
+    return {
+        (hook, number): point
+        for number, layer in enumerate(layers)
+        if not isinstance(layer, PPMissingLayer)
+        for hook, point in find_points(layer).items()
+        if hook in hooks
+    }
+
+
 def append_operation(
-    layers: list[nn.Module], tables: SteeringTables, hooks: tuple[str, ...]
-) -> None:
+    layers: list[nn.Module],
+    tables: SteeringTables,
+    hooks: tuple[str, ...],
+    sharing: SharingProbe | None = None,
+) -> list[RemovableHandle]:
     """Put the operation at these activations of this pipeline stage's layers, not compiled yet.
 
     It is left out where an activation is not found, or not understood; there nothing is steered.
+    Activations that share tensors, as a probe has seen, share a call at the last of them. Return
+    what takes the operation away again.
     """
-    numbers = SiteNumbers(hooks, len(layers))
-    for number, layer in enumerate(layers):
-        if isinstance(layer, PPMissingLayer):
-            continue
-        for hook, point in find_points(layer).items():
-            if hook in hooks:
-                name = _encode_layer_name(str(numbers.number(hook, number)))
-                point.attach(partial(_steer_output, tables, name))
+    numbers, places = SiteNumbers(hooks, len(layers)), find_places(layers, hooks)
+    groups = [[place] for place in places] if sharing is None else sharing.list_groups()
+    handles = []
+    for group in groups:
+        whole = [len(group) == 1 or sharing is None or sharing.has_residual(p) for p in group]
+        if not any(whole):  # all that there is
+            whole = [True] * len(group)
+        name = _encode_layer_name(name_group([numbers.number(*p) for p in group], whole))
+        handles.append(places[group[-1]].attach(partial(_steer_output, tables, name)))
+    return handles
 
 
 def _steer_output(tables: SteeringTables, layer: LayerNameType, output: Any) -> None:

@@ -164,6 +164,72 @@ class PointProbe:
         self.seen.setdefault(layer, {})[hook] = seen
 
 
+Place = tuple[str, int]
+"""A hook, and the number of a layer."""
+
+
+class _SeenPlace(NamedTuple):
+    """What an activation was passed on as, and a copy of its first part as it was then."""
+
+    place: Place
+    hidden_TD: Tensor
+    residual_TD: Tensor | None
+    copy_TD: Tensor
+
+
+class SharingProbe:
+    """See in one pass which activations, one after another, lie in the same tensors.
+
+    Of most families these are attn_out and resid_mid, and mlp_out, resid_post and the next layer's
+    resid_pre: nothing is computed between, so that one call can steer them all.
+    """
+
+    def __init__(self, points: Mapping[Place, ModulePoint]) -> None:
+        self._points = points
+        self._seen: list[_SeenPlace] = []
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """Return a context in which activations are seen."""
+        stack = ExitStack()
+        for place, point in self._points.items():
+            stack.callback(point.attach(partial(self._see, place)).remove)
+        return stack
+
+    def _see(self, place: Place, output: Any) -> None:
+        if (parts := split_output(output)) is not None:
+            self._seen.append(_SeenPlace(place, *parts, parts[0].clone()))
+
+    def list_groups(self) -> list[list[Place]]:
+        """Return the activations that were seen, in order, those that share tensors together."""
+        groups: list[list[Place]] = []
+        for before, seen in pairwise([None, *self._seen]):
+            assert seen is not None
+            if before is not None and _is_shared(before, seen):
+                groups[-1].append(seen.place)
+            else:
+                groups.append([seen.place])
+        return groups
+
+    def has_residual(self, place: Place) -> bool:
+        """Return whether an activation is in two parts."""
+        return any(s.place == place and s.residual_TD is not None for s in self._seen)
+
+
+def _is_shared(before: _SeenPlace, after: _SeenPlace) -> bool:
+    residual_TD = before.residual_TD
+    return (
+        before.hidden_TD.data_ptr() == after.hidden_TD.data_ptr()
+        and torch.equal(before.copy_TD, after.copy_TD)
+        and (
+            residual_TD is None
+            or (
+                after.residual_TD is not None
+                and residual_TD.data_ptr() == after.residual_TD.data_ptr()
+            )
+        )
+    )
+
+
 NOISE = {True: 1e-4, False: 0.02}
 """How much of the residual stream a sum may be off by rounding, by whether it is float32."""
 TELLING = 5

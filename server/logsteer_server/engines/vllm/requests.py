@@ -9,7 +9,6 @@ import numpy as np
 from logsteer_server.contract.batches import describe_non_finite
 from logsteer_server.contract.jobs import (
     CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -26,6 +25,7 @@ from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
 from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
 from logsteer_server.numerics.rows import RowSpec, unpack
+from logsteer_server.numerics.sinks import finish_capture
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.core import VllmCore
@@ -182,7 +182,6 @@ class ScoreRequests(PrefillRequests):
             rows.top_ids,
             rows.top_logprobs,
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
-            was_split=running.request_id in self._vllm.steps.split_ids,
         )
 
 
@@ -198,7 +197,7 @@ class CaptureRequests(PrefillRequests):
         return self._schedule(running, running.slot.extra_args, use_cache=False)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
-        return CaptureOutput(self._slots.read_capture(running.slot, running.job))
+        return finish_capture(running.job, self._slots.read_capture(running.slot, running.job))
 
 
 @dataclass(slots=True, eq=False)

@@ -22,6 +22,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -29,8 +30,13 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import DRAW
-from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
-from logsteer_server.engines.vllm.points import PointProbe
+from logsteer_server.engines.vllm.operation import (
+    TABLES,
+    append_operation,
+    find_layers,
+    find_places,
+)
+from logsteer_server.engines.vllm.points import PointProbe, SharingProbe
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
@@ -116,6 +122,10 @@ def write_values(drawn: Drawn) -> LogprobsTensors | None:
     return LogprobsTensors(none_R0, drawn.values_RW, none_R0)
 
 
+def _skip_compiled(_module: nn.Module, _args: Any) -> None:
+    get_forward_context().skip_compiled = True
+
+
 CLEARED_AS = {1: torch.int8}
 """By the bytes of a number, what a cache is seen as: torch fills no float8."""
 
@@ -145,8 +155,11 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
     def profile_run(self, randomize_inputs: bool = False) -> None:
         """Run as vLLM does to see how much memory a step takes, and read rows, too.
 
-        Not on CPUs, where nobody looks at it.
+        Not on CPUs, where nobody looks at it. There compiled models run it first of all.
         """
+        is_whole = get_pp_group().world_size == 1
+        if self.device.type == "cpu" and is_whole and self.steering and len(self._hooks) > 1:
+            self._share_operations()
         super().profile_run(randomize_inputs)
         if self.device.type != "cpu" and get_pp_group().is_last_rank:
             shape = (self.max_num_tokens, self.model_config.get_hidden_size())
@@ -162,7 +175,25 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         lags = self.vllm_config.scheduler_config.async_scheduling
         self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like, lags=lags)
         self.compilation_config.static_forward_context[TABLES] = self.steering.tables
-        append_operation(layers, self.steering.tables, size.hooks)
+        self._hooks = size.hooks
+        self._operations = append_operation(layers, self.steering.tables, size.hooks)
+
+    def _share_operations(self) -> None:
+        """Have one call of the operation steer activations that lie in the same tensors.
+
+        A call that has nothing to do costs a CPU more than its few instructions: what it touches
+        has left the caches since the last one, while weights went through them.
+        """
+        layers = self.find_layers()
+        probe = SharingProbe(find_places(layers, self._hooks))
+        skip = self.model.register_forward_pre_hook(_skip_compiled)
+        with probe.attached():
+            self._dummy_run(1)
+        skip.remove()
+        for handle in self._operations:
+            handle.remove()
+        assert self.steering is not None
+        self._operations = append_operation(layers, self.steering.tables, self._hooks, probe)
 
     def find_layers(self) -> list[nn.Module]:
         """Return the decoder layers of the model, those of other pipeline stages included."""

@@ -223,7 +223,7 @@ class SteeringSlots:
         slot = self.take_plan(job)
         if slot is None:
             return None
-        rows = self._rows.take(job.num_rows * len(job.layers))
+        rows = self._rows.take(len(job.places) * len(job.layers))
         if rows is None:
             self.release(slot)
             return None
@@ -290,11 +290,10 @@ class SteeringSlots:
         return joined
 
     def read_capture(self, slot: SteeringSlot, job: CaptureJob) -> np.ndarray:
-        """Return the activations that a job has captured: float32 [L, T, D]."""
+        """Return the activations [L, T, D] that a job has captured, of each token that is read."""
         found = [
             rows_ND for rows_ND in self._call_workers("take_captures", slot.rows) if len(rows_ND)
         ]
         # The rows of a stage are zero at the layers of other stages.
         rows_ND: np.ndarray = sum(found[1:], found[0])
-        rows_LTD = rows_ND.reshape(len(job.layers), job.num_rows, -1)
-        return rows_LTD / np.float32(len(job.places)) if job.read == "mean" else rows_LTD
+        return rows_ND.reshape(len(job.layers), len(job.places), -1)

@@ -36,8 +36,6 @@ class StepQueue:
         self._executor = executor
         self._depth = depth
         self._under_way: deque[_Step] = deque()
-        self.split_ids: set[str] = set()
-        """Requests of which a step has read a part, until somebody discards them."""
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -47,11 +45,6 @@ class StepQueue:
         while len(self) < self._depth and self._scheduler.has_unfinished_requests():
             step = self._hand_over(self._scheduler.schedule())
             self._under_way.append(step)
-            self.split_ids |= {
-                request.request_id
-                for request in self._scheduler.running
-                if request.num_computed_tokens < request.num_prompt_tokens
-            }
             if step.sampled is None or not step.scheduled.total_num_scheduled_tokens:
                 return  # the next one waits for what comes of those under way
 

@@ -27,11 +27,16 @@ from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import ScratchDirectory, follow_parent
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
-from logsteer_server.engines.vllm.config import SteeringSize, clear_new_blocks, widen_columns
+from logsteer_server.engines.vllm.config import (
+    SteeringSize,
+    clear_new_blocks,
+    is_batch_invariant,
+    widen_columns,
+)
 from logsteer_server.engines.vllm.points import PointProbe, find_faults
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
-from logsteer_server.numerics.hidden_rows import RowBounds
+from logsteer_server.numerics.hidden_rows import RowBounds, multiply_wide
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -78,8 +83,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         runner.prepare_scoring(bounds)
         runner.prepare_sampling()
         correct_model(runner.model)
-        if options["widens_head"]:
-            widen_head(runner.model)
+        widen_head(runner.model)
         if options["steering"]["slots"]:
             runner.prepare_steering(SteeringSize(**options["steering"]))
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -226,17 +230,28 @@ def correct_model(model: nn.Module) -> None:
 
 
 def widen_head(model: nn.Module) -> None:
-    """Have a GPU add the head's products up in float32, and keep its logits so.
+    """Have the head's products added up in float32, and logits kept so.
 
-    In half precision logits are rounded by up to 0.09 nats. `torch.mm` takes the weights as they
-    are, so that this costs no memory of theirs. A quantised head stays as it is.
+    In half precision logits are rounded by up to 0.09 nats. A GPU's `torch.mm` takes the weights as
+    they are; elsewhere, and for numbers that depend on no neighbour, the head is widened in parts.
+    A quantised head stays as it is, and one whose weights vLLM has packed for a CPU.
     """
+    on_cpu = current_platform.is_cpu()
     heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    plain = (UnquantizedEmbeddingMethod, *(() if on_cpu else (UnquantizedLinearMethod,)))
     if all(isinstance(head.quant_method, plain) for head in heads):
         for module in model.modules():
             if isinstance(module, LogitsProcessor):
                 module.head_dtype = torch.float32
+                if on_cpu or is_batch_invariant():
+                    module._apply_head = _apply_wide
+
+
+def _apply_wide(head: Any, hidden_RD: Tensor, bias_V: Tensor | None) -> Tensor:
+    if hidden_RD.dtype == torch.float32:
+        logits_RV: Tensor = head.quant_method.apply(head, hidden_RD, bias=bias_V)
+        return logits_RV
+    return multiply_wide(hidden_RD, head.weight, bias_V)
 
 
 def find_logits_dtype(model: nn.Module, dtype: torch.dtype) -> str:

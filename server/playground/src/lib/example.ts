@@ -1,6 +1,6 @@
 // A vector to begin with: what happy stories have, and sad ones have not.
-import { call } from "./api";
-import { refreshVectors, type VectorCard } from "./vectors";
+import { call, ServerProblem } from "./api";
+import { refreshVectors } from "./vectors";
 
 export const EXAMPLE_NAME = "mood";
 
@@ -58,12 +58,17 @@ export function exampleRequest(model: string | undefined) {
   return { model, name: EXAMPLE_NAME, pairs: EXAMPLE_PAIRS, read: "mean" as const };
 }
 
-/** Train and store it. */
+/** Train and store it; under a name of its own where another model has the example's. */
 export async function trainExample(
   model: string | undefined,
   signal: AbortSignal,
-): Promise<VectorCard> {
-  const answer = await call("post", "/vectors/train", exampleRequest(model) as never, { signal });
+): Promise<void> {
+  const train = (name: string) =>
+    call("post", "/vectors/train", { ...exampleRequest(model), name } as never, { signal });
+  await train(EXAMPLE_NAME).catch((error: unknown) => {
+    const isTaken = error instanceof ServerProblem && error.problem.code === "exists";
+    if (!isTaken || model === undefined) throw error;
+    return train(`${EXAMPLE_NAME}-${model.replace(/[^\w.-]+/g, "-")}`);
+  });
   await refreshVectors();
-  return (answer as { vector: VectorCard }).vector;
 }

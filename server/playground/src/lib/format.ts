@@ -22,7 +22,8 @@ export function tick(value: number): string {
 /** A number with a fixed count of decimals, and a true minus sign. */
 export function fixed(value: number | null | undefined, decimals = 2): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return value.toFixed(decimals).replace("-", "−");
+  const text = value.toFixed(decimals);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
 }
 
 /** A difference, always with its sign. */

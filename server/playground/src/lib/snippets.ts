@@ -341,7 +341,7 @@ export function toCommand(asked: Asked, origin: string): string {
       last = [quote(asked.path?.name ?? ""), "."];
       break;
     case "selftest":
-      last = [quote(asked.path?.model_id ?? "")];
+      options.push(`--model ${quote(asked.path?.model_id ?? "")}`);
       if (body.against) options.push(`--against ${quote(String(body.against))}`);
       break;
     case "load_model":

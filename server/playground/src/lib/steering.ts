@@ -18,7 +18,7 @@ export type Positions =
 /** The fields of a form about one vector; texts are as they were typed. */
 export type VectorFields = {
   vector: string;
-  /** As in `2` or `2,5-7`; empty: the one recommended; `own`: every layer that the vector has. */
+  /** As in `2` or `2,5-7`; empty: the one recommended; `own`: every layer that the vector has; `14:all`: every layer, by the direction of that one. */
   layers: string;
   op: Operation;
   unit: Unit;
@@ -75,8 +75,37 @@ export function parseLayers(text: string): number[] | null {
   return layers;
 }
 
+/** Layers as in `2, 5`, or from the first to the last where they follow one another. */
+export function nameLayers(layers: readonly number[]): string {
+  const isRun = layers.every((layer, at) => layer === (layers[0] ?? 0) + at);
+  return isRun && layers.length > 2 ? `${layers[0]}–${layers.at(-1)}` : layers.join(", ");
+}
+
+const EVERYWHERE = ":all";
+
+/** Whether one layer's direction is used at all layers, and the text without that. */
+export function splitLayers(text: string): { isEverywhere: boolean; own: string } {
+  const isEverywhere = text.trimEnd().endsWith(EVERYWHERE);
+  return { isEverywhere, own: isEverywhere ? text.trimEnd().slice(0, -EVERYWHERE.length) : text };
+}
+
+/** The text of layers that are used there alone, or everywhere. */
+export function joinLayers(own: string, isEverywhere: boolean): string {
+  return isEverywhere ? `${own}${EVERYWHERE}` : own;
+}
+
+/** Where a vector acts: at its own layers, or everywhere with the direction of one. */
+function readPlaces(text: string, card: VectorCard | undefined): JsonObject {
+  const layers = readLayers(text, card);
+  if (!splitLayers(text).isEverywhere) return { layers };
+  const [layer] = layers ?? [];
+  if (layer === undefined || layers?.length !== 1) throw new Error("Name one layer, whose direction is used at all of them.");
+  return { from_layer: layer };
+}
+
 /** What a typed text says, or an Error that says how to write it. */
-export function readLayers(text: string, card: VectorCard | undefined): number[] | undefined {
+export function readLayers(written: string, card: VectorCard | undefined): number[] | undefined {
+  const { own: text } = splitLayers(written);
   if (text.trim() === "own") return undefined;
   if (text.trim() === "") {
     const best = card?.about.recommendation?.layer;
@@ -113,7 +142,7 @@ export function makeVector(
   const takesUnit = op === "add" || op === "project" || op === "replace";
   const vector: JsonObject = {
     ...makeReference(fields.vector, cards),
-    layers: readLayers(fields.layers, card),
+    ...readPlaces(fields.layers, card),
     op: op === "add" ? undefined : op,
     unit: unit === "raw" || !takesUnit ? undefined : unit,
   };
@@ -174,6 +203,12 @@ function around(end: number, start: number): Reach {
   return { min: -end, max: end, step, start: Number((Math.round(start / step) * step).toPrecision(6)) };
 }
 
+/** The scale to begin with; undefined where none is recommended. */
+export function adviseScale(card: VectorCard | undefined): number | undefined {
+  const scale = card?.about.recommendation?.scale;
+  return scale === undefined ? undefined : Number(scale.toPrecision(3));
+}
+
 /**
  * The scales that a slider offers.
  *
@@ -185,7 +220,7 @@ export function reachOf(op: Operation, unit: Unit, card: VectorCard | undefined)
   if (op === "rotate") return { min: -180, max: 180, step: 1, start: 20 };
   if (unit === "residual_norm") return { min: -1.5, max: 1.5, step: 0.02, start: 0.25 };
   const best = card?.about.recommendation;
-  const raw = best?.scales.at(-1) ?? 2;
+  const raw = adviseScale(card) ?? 2;
   if (op === "add" && unit === "raw") return around(roundUp(4 * raw), raw);
   const norm = card?.norms[String(best?.layer ?? card.layers[0])] ?? 1;
   const length = op === "replace" && unit === "raw" ? raw : raw * norm;

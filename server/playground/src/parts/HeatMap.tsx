@@ -34,6 +34,8 @@ export interface HeatMapProps {
 
 /** Columns up to which cells have room for their numbers. */
 const MAX_WRITTEN = 24;
+/** Rows up to which they are as high as is comfortable. */
+const MAX_ROOMY = 16;
 /** Cells that are shown: each is an element of the page. */
 const MAX_CELLS = 8_000;
 
@@ -113,7 +115,7 @@ export function HeatMap(props: HeatMapProps) {
     [rows, columns, values, texts, scale, dark, chosen?.row, chosen?.column],
   );
   return (
-    <figure class={`heat ${isWritten ? "" : "is-dense"} ${texts ? "is-worded" : ""}`}>
+    <figure class={`heat ${isWritten ? "" : "is-dense"} ${texts ? "is-worded" : ""} ${rows.length > MAX_ROOMY ? "is-tall" : ""}`}>
       <div class="table-head">
         <Legend scale={scale} />
         <span class="chart-export">

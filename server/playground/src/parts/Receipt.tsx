@@ -2,6 +2,9 @@
 import type { Schemas } from "../lib/api";
 import { number, plural } from "../lib/format";
 
+/** Layers up to which each has a line that is always shown. */
+const FEW = 6;
+
 interface ReceiptProps {
   receipt: Schemas["SteeringReceipt"];
   title?: string;
@@ -9,6 +12,23 @@ interface ReceiptProps {
 
 export function Receipt({ receipt, title = "What steering did" }: ReceiptProps) {
   const sites = Object.entries(receipt.layers);
+  const shares = sites.map(([, did]) => 100 * (did.relative_norm ?? 0));
+  const list = (
+    <ul>
+      {sites.map(([site, did]) => (
+        <li key={site}>
+          Layer <span class="num">{site}</span> changed at {plural(did.tokens, "token")}
+          {typeof did.relative_norm === "number" && (
+            <>
+              , by <span class="num">{number(100 * did.relative_norm)} %</span> of the stream's own
+              length on average
+            </>
+          )}
+          .
+        </li>
+      ))}
+    </ul>
+  );
   return (
     <section class="receipt" aria-label="Receipt">
       <h3>{title}</h3>
@@ -23,24 +43,20 @@ export function Receipt({ receipt, title = "What steering did" }: ReceiptProps) 
             {vector.passed !== null && vector.passed !== undefined && (
               <> (its condition held at {plural(vector.passed, "token")})</>
             )}
+            {vector.other_weights && " (trained on other weights)"}
           </span>
         ))}
         .
       </p>
-      <ul>
-        {sites.map(([site, did]) => (
-          <li key={site}>
-            Layer <span class="num">{site}</span> changed at {plural(did.tokens, "token")}
-            {typeof did.relative_norm === "number" && (
-              <>
-                , by <span class="num">{number(100 * did.relative_norm)} %</span> of the stream's own
-                length on average
-              </>
-            )}
-            .
-          </li>
-        ))}
-      </ul>
+      {sites.length <= FEW ? list : (
+        <details class="more">
+          <summary>
+            {plural(sites.length, "layer")} changed, by {number(Math.min(...shares))} to {number(Math.max(...shares))} % of the
+            stream's own length on average
+          </summary>
+          {list}
+        </details>
+      )}
     </section>
   );
 }

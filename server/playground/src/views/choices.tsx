@@ -6,7 +6,7 @@ import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { readCases, type Case } from "../lib/tables";
 import { attempt, useAutoRun, useTask } from "../lib/task";
-import { refreshVectors, vectors } from "../lib/vectors";
+import { askedModel, refreshVectors, vectors } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { BesideFields, INITIAL_BESIDE, makeBeside, type BesideState, type Condition } from "../parts/Beside";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
@@ -132,7 +132,7 @@ function ChoicesView(props: ViewProps<State, Shown>) {
   const stored = vectors.value;
   useEffect(() => {
     if (state.beside === "steered" && isShown) refreshVectors().catch(() => (vectors.value ??= []));
-  }, [state.beside, isShown]);
+  }, [state.beside, isShown, askedModel.value]);
   const made = useMemo(
     () =>
       attempt(() => {

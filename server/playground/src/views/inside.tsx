@@ -2,7 +2,7 @@ import { useEffect, useMemo } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
 import type { JsonObject } from "../lib/snippets";
 import { attempt, useAutoRun, useTask } from "../lib/task";
-import { refreshVectors, vectors } from "../lib/vectors";
+import { askedModel, refreshVectors, vectors } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { BesideFields, INITIAL_BESIDE, makeBeside } from "../parts/Beside";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
@@ -74,7 +74,7 @@ function InsideView({ state, setState, model, models, isShown, result, onResult,
   const isSteered = state.look === "lens" && state.beside === "steered";
   useEffect(() => {
     if (isSteered && isShown) refreshVectors().catch(() => (vectors.value ??= []));
-  }, [isSteered, isShown]);
+  }, [isSteered, isShown, askedModel.value]);
   const made = useMemo(
     () =>
       attempt(() => {

@@ -1,7 +1,7 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
-import { findVector, INITIAL_STEERING, makeReference, makeSteering, makeVector, readLayers, type PlaceFields } from "../lib/steering";
+import { findVector, INITIAL_STEERING, makeReference, makeSteering, makeVector, reachOf, readLayers, type PlaceFields } from "../lib/steering";
 import { attempt, useStaying } from "../lib/task";
 import { findSae, saes, type VectorCard } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
@@ -50,17 +50,21 @@ const PLAIN = {
   scales: "", n: 1, branch: [] as number[], branchText: "", turns: [] as string[],
 } as const;
 
-const EXAMPLES: Example<State>[] = [
-  { label: "A happier story", state: { ...PLAIN, ...STORY, scale: 1 } },
-  { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -2 } },
-  { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: 10 } },
-  { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
-  { label: "A row of scales", state: { ...PLAIN, ...STORY, scales: "-2, -1, 1, 2" } },
-  {
-    label: "In a chat",
-    state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: -1.5, seed: 2 },
-  },
-];
+/** Examples with a vector whose recommended scale is `one`. */
+function makeExamples(one: number): Example<State>[] {
+  const times = (factor: number): number => Number((factor * one).toPrecision(3));
+  return [
+    { label: "A happier story", state: { ...PLAIN, ...STORY, scale: one } },
+    { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -one } },
+    { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: times(6) } },
+    { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
+    { label: "A row of scales", state: { ...PLAIN, ...STORY, scale: one, scales: [-2, -1, 1, 2].map(times).join(", ") } },
+    {
+      label: "In a chat",
+      state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: -one, seed: 2 },
+    },
+  ];
+}
 
 /** Milliseconds between two requests while a slider moves: the first one goes at once. */
 const PAUSE_MS = 120;
@@ -159,25 +163,34 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
     if (latest.current !== null) send(latest.current);
   };
   const count = plan === null ? 0 : Math.max(1, plan.prompts.length) * plan.n * plan.titles.length;
-  const isReady = isShown && !isKept && model?.state === "ready" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
+  const isReady = isShown && !isKept && model?.state === "ready" && state.vector !== "" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
   useRepeated(run, isReady && count <= MANY, plan, state);
   const isStale = useStaying(
     shown !== null && !task.isRunning && (isLong ? plan.ask(shown.threads) : (asks ?? [])).some(
       (one, at) => JSON.stringify(one.body) !== JSON.stringify(shown.asks[at]?.body),
     ),
   );
-  useNamed(state.vector, cards, (vector) => setState({ vector }));
+  useNamed(state.vector, cards, (card) => {
+    const isDose = state.op === "add" && state.unit === "raw" && state.scale === 1;
+    setState({ vector: card.name, ...(isDose && { scale: reachOf("add", "raw", card).start }) });
+  });
 
   if (cards === null) return <ErrorNote error={listing.error} />;
   if (cards.length === 0 && saes.value.length === 0) {
-    return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
+    return <NoVector model={named} />;
   }
   const isAnswered = shown !== null && !isStale && !task.isRunning && shown.threads !== null;
   return (
     <Panes
       form={
         <RunForm label="What is steered, and how" onRun={run}>
-          <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} isAnswered={isAnswered} />
+          <PromptFields
+            state={state}
+            setState={setState}
+            examples={makeExamples(reachOf("add", "raw", findVector(state.vector, cards)).start)}
+            hasChat={model?.has_chat_template ?? true}
+            isAnswered={isAnswered}
+          />
           <Doses state={state} setState={setState} cards={cards} model={model} />
           <div class="actions">
             <RunButton task={task} onRun={run} label="Generate" disabled={plan === null} />
@@ -276,7 +289,9 @@ function useRepeated(run: () => void, isReady: boolean, body: object | null, sta
 
 type Change = { state: State; setState: (change: Partial<State>) => void };
 
-function PromptFields({ state, setState, hasChat, isAnswered }: Change & { hasChat: boolean; isAnswered: boolean }) {
+type PromptProps = Change & { examples: Example<State>[]; hasChat: boolean; isAnswered: boolean };
+
+function PromptFields({ state, setState, examples, hasChat, isAnswered }: PromptProps) {
   if (state.branch.length > 0) {
     return (
       <div class="note">
@@ -342,7 +357,7 @@ function PromptFields({ state, setState, hasChat, isAnswered }: Change & { hasCh
       {!isChat && (
         <Lines label="Text" lines={state.prompts} first={2} min={0} onChange={(prompts) => setState({ prompts })} />
       )}
-      <Examples examples={EXAMPLES} onChoose={setState} />
+      <Examples examples={examples} onChoose={setState} />
     </div>
   );
 }

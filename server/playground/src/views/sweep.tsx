@@ -36,11 +36,12 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
       const answer = await call("post", "/sweep", body as never, { signal });
       const vector = state.vector || (cards?.[0]?.name ?? "");
       const title = `${vector}: ${state.items.join("; ")}`;
-      onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: { ...state, vector }, title });
+      const swept = pairUp(body, answer as Schemas["SweepAnswer"], findVector(state.vector, cards ?? []));
+      onResult(swept, { fields: { ...state, vector }, title });
     });
   };
-  const isReady = isShown && model?.state === "ready" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
-  useNamed(state.vector, cards, (vector) => setState({ vector }));
+  const isReady = isShown && model?.state === "ready" && state.vector !== "" && ((cards?.length ?? 0) > 0 || findSae(state.vector) !== undefined);
+  useNamed(state.vector, cards, ({ name: vector }) => setState({ vector, ...rescale(state, { vector }, cards ?? []) }));
   const hasRun = useRef(false);
   useEffect(() => {
     if (!isReady || hasRun.current || body === null || isKept) return;
@@ -51,7 +52,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
 
   if (cards === null) return <ErrorNote error={listing.error} />;
   if (cards.length === 0 && saes.value.length === 0) {
-    return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
+    return <NoVector model={named} />;
   }
   const alter = (change: Partial<SteeringFields>): void => setState({ ...change, ...rescale(state, change, cards) });
   return (
@@ -65,7 +66,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept, 
           onChange={alter}
           cards={cards}
           model={model}
-          layersHint={`Sets of them: 2;3;2,3 are three. each: all of the vector's, one by one; own: all at once.`}
+          layersHint={`Sets of them: 2;3;2,3 are three. some, each: about eight, or all, of the vector's, one by one; own: all at once.`}
         />
         <div class="row sampling">
           <NumberField label="Scales from" value={state.from} step="any" onChange={(from) => setState({ from: from ?? 0 })} />
@@ -125,8 +126,7 @@ function Outcome({ result, state, setState, children }: SweptProps) {
       vector={state.vector}
       map={state.map}
       onMap={(map) => setState({ map })}
-      chosen={state.chosen < 0 ? result.scales.length - 1 : state.chosen}
-      set={Math.min(Math.max(0, state.set), result.sets.length - 1)}
+      {...locate(result, state)}
       onChoose={setState}
     >
       {children}
@@ -134,12 +134,21 @@ function Outcome({ result, state, setState, children }: SweptProps) {
   );
 }
 
+/** The scale and the set of layers that are looked at: those recommended, until others are chosen. */
+function locate({ scales, sets, advised }: Swept, state: SweepState): { chosen: number; set: number } {
+  return {
+    chosen: state.chosen < 0 ? (advised?.chosen ?? scales.length - 1) : state.chosen,
+    set: Math.min(state.set < 0 ? (advised?.set ?? 0) : state.set, sets.length - 1),
+  };
+}
+
 /** What the model says at the chosen layers and scale: each context continued, steered and not. */
 function Said({ swept, body, state }: { swept: Swept; body: SweepBody; state: SweepState }) {
   const [shown, setShown] = useState<Steered | null>(null);
   const { task, send } = useStreams(setShown);
-  const scale = swept.scales[state.chosen < 0 ? swept.scales.length - 1 : state.chosen] ?? 0;
-  const layers = body.layers?.[Math.min(Math.max(0, state.set), swept.sets.length - 1)];
+  const { chosen, set } = locate(swept, state);
+  const scale = swept.scales[chosen] ?? 0;
+  const layers = body.layers?.[set];
   const prompts = swept.cases.length ? swept.cases.map(({ context }) => context) : [state.text.slice(0, 200)];
   const steering = {
     ...body.steering,
@@ -238,7 +247,7 @@ export const sweep = view<SweepState, Swept>({
   lead: "How do its predictions move with the scale of a vector?",
   initial: {
     ...INITIAL_STEERING,
-    layers: "each",
+    layers: "some",
     items: ["One day, Lily was very| happy| sad", "Tom felt| happy| sad"],
     text: "The capital of France is Paris. The third planet from the sun is Earth.",
     from: -4,
@@ -247,7 +256,7 @@ export const sweep = view<SweepState, Swept>({
     measure: "prob",
     map: "preference",
     chosen: -1,
-    set: 0,
+    set: -1,
     generated: -1,
   },
   asks: ({ measure: _m, map: _p, chosen: _c, set: _s, generated: _g, ...rest }) => rest,

@@ -7,7 +7,7 @@ import { divergingScale, findReach, linearScale, logScale, type Scale } from "..
 import type { JsonObject } from "../lib/snippets";
 import { findVector } from "../lib/steering";
 import { attempt, useAutoRun, useTask } from "../lib/task";
-import { refreshVectors, vectors } from "../lib/vectors";
+import { askedModel, refreshVectors, vectors } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
@@ -114,7 +114,7 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
   useEffect(() => {
     // A server that has none to give is asked without them.
     if (usesVectors && isShown) refreshVectors().catch(() => (vectors.value ??= []));
-  }, [usesVectors, isShown]);
+  }, [usesVectors, isShown, askedModel.value]);
 
   const query = model && toQuery(state, model.id, stored);
   const made = useMemo(

@@ -28,7 +28,7 @@ function steerWith(card: VectorCard, layer?: number, scale?: number): string {
   const best = card.about.recommendation;
   const query = new URLSearchParams({ vector: card.name });
   if (layer !== undefined) query.set("layers", String(layer));
-  const at = scale ?? best?.scales.at(-1);
+  const at = scale ?? best?.scale;
   if (at !== undefined) query.set("scale", String(Number(at.toPrecision(3))));
   return `#steer?${query}`;
 }

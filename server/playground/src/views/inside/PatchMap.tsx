@@ -2,6 +2,7 @@
 import { useMemo } from "preact/hooks";
 import { fixed, number, signed, tick, visible } from "../../lib/format";
 import { divergingScale, findReach } from "../../lib/scales";
+import { nameLayers } from "../../lib/steering";
 import { LayerMap } from "../../parts/LayerMap";
 import { Stats } from "../../parts/Stats";
 import type { InsideState, Patched } from "./request";
@@ -11,12 +12,6 @@ const METRICS: Record<InsideState["metric"], string> = {
   difference: "log-probability of the first target less that of the second",
   kl: "KL divergence from the clean run",
 };
-
-/** A layer, or those from the first to the last. */
-function nameSet(layers: readonly number[]): string {
-  const isRun = layers.every((layer, at) => layer === (layers[0] ?? 0) + at);
-  return isRun && layers.length > 2 ? `${layers[0]}–${layers.at(-1)}` : layers.join(", ");
-}
 
 export function PatchMap({ found, cells }: { found: Patched; cells: InsideState["cells"] }) {
   const { result, metric, direction, hook } = found;
@@ -32,7 +27,7 @@ export function PatchMap({ found, cells }: { found: Patched; cells: InsideState[
       ),
     [result, from, width, isShare],
   );
-  const layers = useMemo(() => result.layers.map(nameSet), [result]);
+  const layers = useMemo(() => result.layers.map(nameLayers), [result]);
   const scale = useMemo(() => {
     const { reach, isClipped } = findReach(values.flat());
     const share = isDenoising ? "Share of the clean run restored" : "Share of the clean run undone";

@@ -137,7 +137,7 @@ function ScaleFields({ dose, onChange, cards }: ScaleProps) {
         format={(scale) => `${short(scale)}${degrees}`}
         hint={
           best && dose.op === "add" && dose.unit === "raw"
-            ? `Recommended: ${short(best.scales[0] ?? 0)} to ${short(best.scales.at(-1) ?? 0)} at layer ${best.layer}, or with a minus.`
+            ? `Recommended: ${short(best.scale)} at layer ${best.layer}, or with a minus.`
             : undefined
         }
         onChange={(scale) => onChange({ scale })}
@@ -156,7 +156,7 @@ function ScaleFields({ dose, onChange, cards }: ScaleProps) {
 function stepTo(scale: number, { min, step }: Reach): number {
   const steps = (scale - min) / step;
   if (Math.abs(steps - Math.round(steps)) < 1e-6) return step;
-  return Math.min(step, 10 ** -(String(scale).split(".")[1]?.length ?? 0));
+  return 10 ** -Math.max(...[scale, min].map((value) => String(value).split(".")[1]?.length ?? 0));
 }
 
 /** A scale that fits the vector and operation which a change chooses. */

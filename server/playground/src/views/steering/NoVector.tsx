@@ -5,20 +5,13 @@ import { useTask } from "../../lib/task";
 import { ErrorNote } from "../../parts/controls";
 import { Icon } from "../../parts/Icon";
 
-interface NoVectorProps {
-  model: string | undefined;
-  /** Called once the example is stored. */
-  onTrained: (name: string) => void;
-}
-
-export function NoVector({ model, onTrained }: NoVectorProps) {
+export function NoVector({ model }: { model: string | undefined }) {
   const task = useTask();
-  const train = (): void =>
-    task.run(async (signal) => onTrained((await trainExample(model, signal)).name));
+  const train = (): void => task.run((signal) => trainExample(model, signal));
   const [pair] = EXAMPLE_PAIRS;
   return (
     <section class="no-vector" aria-labelledby="no-vector-title">
-      <h2 id="no-vector-title">No steering vector is stored yet</h2>
+      <h2 id="no-vector-title">No steering vector is stored yet{model && ` for ${model}`}</h2>
       <p>
         A vector is a direction of the model's activations. It is trained from pairs of texts that
         differ in one thing only: here {plural(EXAMPLE_PAIRS.length, "pair")} of stories, each with

@@ -2,15 +2,18 @@
 import type { ModelCard } from "../../lib/api";
 import {
   findVector,
+  joinLayers,
   OPERATIONS,
+  nameLayers,
   POSITIONS,
+  splitLayers,
   UNITS,
   type Operation,
   type PlaceFields,
   type VectorFields as Fields,
 } from "../../lib/steering";
 import { findSae, saes, type VectorCard } from "../../lib/vectors";
-import { Select, TextField } from "../../parts/fields";
+import { Checkbox, Select, TextField } from "../../parts/fields";
 
 interface VectorFieldsProps {
   fields: Fields;
@@ -26,23 +29,31 @@ interface VectorFieldsProps {
 /** Which vector, and at which layers. */
 export function VectorAndLayers({ fields, onChange, cards, model, layersHint }: VectorFieldsProps) {
   const card = findVector(fields.vector, cards);
+  const { isEverywhere, own } = splitLayers(fields.layers);
   return (
-    <div class="row">
-      <VectorSelect
-        label="Vector"
-        value={fields.vector}
-        cards={cards}
-        hasFeatures
-        onChange={(vector) => onChange({ vector })}
+    <>
+      <div class="row">
+        <VectorSelect
+          label="Vector"
+          value={fields.vector}
+          cards={cards}
+          hasFeatures
+          onChange={(vector) => onChange({ vector })}
+        />
+        <TextField
+          label={isEverywhere ? "Layer" : "Layers"}
+          value={own}
+          placeholder={describeOwnLayers(fields.vector, card)}
+          hint={layersHint ?? `0 to ${(model?.num_layers ?? 1) - 1}, as in 4 or 2,5-7; or own`}
+          onChange={(layers) => onChange({ layers: joinLayers(layers, isEverywhere) })}
+        />
+      </div>
+      <Checkbox
+        label="Its direction at all layers"
+        value={isEverywhere}
+        onChange={(next) => onChange({ layers: joinLayers(/^\s*\d+\s*$/.test(own) ? own : "", next) })}
       />
-      <TextField
-        label="Layers"
-        value={fields.layers}
-        placeholder={describeOwnLayers(fields.vector, card)}
-        hint={layersHint ?? `0 to ${(model?.num_layers ?? 1) - 1}, as in 4 or 2,5-7; or own`}
-        onChange={(layers) => onChange({ layers })}
-      />
-    </div>
+    </>
   );
 }
 
@@ -145,7 +156,7 @@ interface VectorSelectProps {
 
 /** A stored vector or a feature of an autoencoder, or one that a link names and that is not stored here. */
 export function VectorSelect({ label, value, cards, onChange, none, hasFeatures = false }: VectorSelectProps) {
-  const options = cards.map(({ name }) => ({ value: name, label: name }));
+  const options = cards.map((card) => ({ value: card.name, label: card.other_weights ? `${card.name} (of other weights)` : card.name }));
   if (none !== undefined) options.unshift({ value: "", label: none });
   if (hasFeatures) options.push(...saes.value.map(({ name }) => ({ value: `${name}/`, label: `${name}: a feature` })));
   const sae = hasFeatures && !cards.some(({ name }) => name === value) ? findSae(value) : undefined;
@@ -173,5 +184,5 @@ function describeOwnLayers(vector: string, card: VectorCard | undefined): string
   const sae = card === undefined ? findSae(vector) : undefined;
   if (sae !== undefined) return String(sae.layer);
   const best = card?.about.recommendation?.layer;
-  return best === undefined ? (card?.layers.join(", ") ?? "") : `${best} (recommended)`;
+  return best === undefined ? nameLayers(card?.layers ?? []) : `${best} (recommended)`;
 }

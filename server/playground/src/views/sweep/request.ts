@@ -1,7 +1,7 @@
 // The request of a sweep from what its form says, and its answer as lines to draw.
 import type { Schemas } from "../../lib/api";
 import type { JsonObject } from "../../lib/snippets";
-import { findVector, makeSteering, makeVector, parseLayers, type SteeringFields } from "../../lib/steering";
+import { adviseScale, findVector, makeSteering, makeVector, parseLayers, splitLayers, type SteeringFields } from "../../lib/steering";
 import { writeCsv } from "../../lib/tables";
 import type { VectorCard } from "../../lib/vectors";
 
@@ -53,12 +53,20 @@ export function spread(from: number, to: number, points: number): number[] {
     : scales;
 }
 
-/** Sets of layers as in `2;3;2,3`; `each`: every layer alone; undefined: the vector's own. */
+/** Layers that `some` is about. */
+const SOME = 8;
+
+/** Sets of layers as in `2;3;2,3`; `each`: every layer alone; `some`: every k-th, and the
+ * recommended one; undefined: the vector's own. */
 function readSets(text: string, card: VectorCard | undefined): number[][] | undefined {
   if (text.trim() === "own") return undefined;
+  const best = card?.about.recommendation?.layer;
   if (text.trim() === "each") return card?.layers.map((layer) => [layer]);
+  if (text.trim() === "some") {
+    const step = Math.ceil((card?.layers.length ?? 0) / SOME);
+    return card?.layers.filter((layer, at) => at % step === 0 || layer === best).map((layer) => [layer]);
+  }
   if (text.trim() === "") {
-    const best = card?.about.recommendation?.layer;
     return best === undefined ? undefined : [[best]];
   }
   return text.split(";").map((part) => {
@@ -77,13 +85,14 @@ export function makeSweep(state: SweepState, cards: readonly VectorCard[], model
   }
   const texts = state.text.trim() === "" ? [] : [state.text];
   if (cases.length + texts.length === 0) throw new Error("Give a context with targets, a text, or both.");
+  const { isEverywhere } = splitLayers(state.layers);
   return {
     model,
     items: cases.length ? cases.map(({ context, targets }) => ({ context, targets })) : undefined,
     texts: texts.length ? texts : undefined,
-    steering: makeSteering([makeVector({ ...state, layers: "own" }, cards, undefined)], state),
+    steering: makeSteering([makeVector({ ...state, layers: isEverywhere ? state.layers : "own" }, cards, undefined)], state),
     scales: spread(state.from, state.to, state.points),
-    layers: readSets(state.layers, findVector(state.vector, cards)),
+    layers: isEverywhere ? undefined : readSets(state.layers, findVector(state.vector, cards)),
   } satisfies JsonObject;
 }
 
@@ -97,6 +106,8 @@ export interface Swept {
   answer: Schemas["SweepAnswer"];
   /** Points by set of layers, in the order of the scales. */
   sets: { name: string; points: Schemas["SweepPoint"][] }[];
+  /** The scale, and the set of layers, next to what is recommended. */
+  advised?: { chosen: number; set: number };
 }
 
 /** What a cell of the map says; null where nothing was asked that says it. */
@@ -112,13 +123,19 @@ export function measureCell(point: Schemas["SweepPoint"] | undefined, measure: M
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
-export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["SweepAnswer"]): Swept {
+export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["SweepAnswer"], card: VectorCard | undefined): Swept {
   const { scales } = body;
   const sets = (body.layers ?? [null]).map((layers, at) => ({
     name: layers === null ? "the vector's own layers" : `layer ${layers.join(", ")}`,
     points: answer.points.slice(at * scales.length, (at + 1) * scales.length),
   }));
-  return { cases: body.items ?? [], hasText: body.texts !== undefined, scales, answer, sets };
+  const start = adviseScale(card);
+  const away = scales.map((scale) => Math.abs(scale - (start ?? Infinity)));
+  const advised = start === undefined ? undefined : {
+    chosen: away.indexOf(Math.min(...away)),
+    set: Math.max(0, (body.layers ?? []).findIndex(([layer]) => layer === card?.about.recommendation?.layer)),
+  };
+  return { cases: body.items ?? [], hasText: body.texts !== undefined, scales, answer, sets, advised };
 }
 
 /** Everything that is known, a line for each set of layers, scale and target or text. */

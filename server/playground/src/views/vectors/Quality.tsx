@@ -9,14 +9,16 @@ import { Table, type TableColumn } from "../../parts/Table";
 export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?: number, scale?: number) => void }) {
   const { recommendation: best, quality, validation } = card.about;
   const layers = card.layers.filter((layer) => quality?.[layer]);
-  const column = (name: "auc" | "accuracy" | "effect_size") => layers.map((layer) => quality?.[layer]?.[name] ?? null);
+  const column = (name: "auc" | "accuracy" | "gain") => layers.map((layer) => quality?.[layer]?.[name] ?? null);
   const isHeldOut = typeof validation?.folds === "number";
   const columns: TableColumn<number>[] = [
     { name: "Layer", value: (layer) => layer },
     { name: "AUC", value: (layer) => quality?.[layer]?.auc, show: (layer) => describeArea(quality?.[layer]?.auc, isHeldOut ? card.about.pairs : null), isDescending: true },
     { name: "Accuracy", value: (layer) => quality?.[layer]?.accuracy, show: (layer) => fixed(quality?.[layer]?.accuracy, 3), isDescending: true },
     { name: "Pairs in order", value: (layer) => quality?.[layer]?.pair_accuracy, show: (layer) => fixed(quality?.[layer]?.pair_accuracy, 3), isDescending: true },
-    { name: "Effect size", value: (layer) => quality?.[layer]?.effect_size, show: (layer) => fixed(quality?.[layer]?.effect_size, 2), isDescending: true },
+    { name: "Scale", value: (layer) => quality?.[layer]?.scale, show: (layer) => number(quality?.[layer]?.scale) },
+    { name: "Gain", value: (layer) => quality?.[layer]?.gain, show: (layer) => fixed(quality?.[layer]?.gain, 2), isDescending: true },
+    { name: "Harm", value: (layer) => quality?.[layer]?.harm, show: (layer) => fixed(quality?.[layer]?.harm, 3) },
     { name: "Norm", value: (layer) => card.norms[layer], show: (layer) => number(card.norms[layer]) },
     { name: "Stream's norm", value: (layer) => quality?.[layer]?.activation_norm, show: (layer) => number(quality?.[layer]?.activation_norm) },
   ];
@@ -44,16 +46,16 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
             />
           </section>
           <section>
-            <h3>How far apart they are</h3>
+            <h3>What it does</h3>
             <LineChart
-              label="Difference of the two means in standard deviations, by layer."
+              label="Gain of preference for the positive continuation, in nats, by layer; empty where none was measured."
               x={layers}
               xLabel="Layer"
-              yLabel="Effect size"
+              yLabel="Nats"
               xFormat={nameLayer}
               yFormat={short}
               height={200}
-              series={[{ label: "effect size (Cohen's d)", values: column("effect_size"), points: true, colour: 2 }]}
+              series={[{ label: "gain of preference", values: column("gain"), points: true, colour: 2 }]}
               exportName={`${card.name}-effect`}
             />
           </section>
@@ -62,11 +64,10 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
       {best ? (
         <div class="recommended">
           <p>
-            Begin at <b>layer {best.layer}</b> with a scale from{" "}
-            <b class="num">{short(best.scales[0] ?? 0)}</b> to <b class="num">{short(best.scales.at(-1) ?? 0)}</b>,
-            or the same with a minus for the opposite: {best.reason}.
+            Begin at <b>layer {best.layer}</b> with scale <b class="num">{short(best.scale)}</b>, or the same with a
+            minus for the opposite: {best.reason}.
           </p>
-          <button type="button" class="run" onClick={() => onSteer(best.layer, best.scales.at(-1))}>
+          <button type="button" class="run" onClick={() => onSteer(best.layer, best.scale)}>
             <Icon name="steer" /> Steer with it
           </button>
         </div>

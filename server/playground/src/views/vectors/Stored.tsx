@@ -199,5 +199,5 @@ function describe(card: VectorCard): string {
     upload: `uploaded as ${about.format ?? "a file"}`,
     combination: "combined",
   }[about.source];
-  return `${made} · ${layers} · ${card.created.slice(0, 10)}`;
+  return `${made}${card.other_weights ? " on other weights" : ""} · ${layers} · ${card.created.slice(0, 10)}`;
 }

@@ -1,0 +1,144 @@
+"""A GGUF file as a model: dequantised once, by transformers' loader, into the user's cache.
+
+What its tokenizer puts in front of a text and its chat template are the file's own.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUFFIX = ".gguf"
+ADD_BOS = "tokenizer.ggml.add_bos_token"
+CONFIG = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+}
+"""Names of transformers' configurations, and those of a GGUF file."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of its model: the sizes among them as transformers' configurations do.
+
+    `kind`: the type of most numbers, such as Q4_1.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    num_parameters: int
+    kind: str
+    add_bos: bool | None
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether a model's path is that of a GGUF file."""
+    return path.endswith(SUFFIX) and Path(path).is_file()
+
+
+def read_header(file: str | Path) -> GgufHeader:
+    """Return what a file says of its model. Errors: ValueError where it is none or a part."""
+    from gguf import GGUFReader  # here: it takes a second
+
+    reader = GGUFReader(file)
+
+    def read(name: str) -> Any:
+        field = reader.get_field(name)
+        return None if field is None else field.contents()
+
+    architecture = read("general.architecture")
+    if architecture is None or (read("split.count") or 1) > 1:
+        raise ValueError(f"{file}: a model in one file is read; join its parts by llama-gguf-split")
+    config = {ours: read(f"{architecture}.{name}") for ours, name in CONFIG.items()}
+    sizes = Counter[str]()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    ((kind, _),) = sizes.most_common(1)
+    return GgufHeader(architecture, config, sizes.total(), kind, read(ADD_BOS))
+
+
+def describe_gguf(file: Path) -> str:
+    """Return what becomes of a file, for `--check`.
+
+    Errors: ValueError as `read_header`, and where transformers does not read its architecture.
+    """
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    header = read_header(file)
+    if header.architecture.replace("moe", "_moe") not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"transformers reads no GGUF file of architecture {header.architecture}; serve the "
+            "checkpoint's directory or hub id"
+        )
+    target = find_converted(file)
+    done = "lies dequantised" if target.is_dir() else "is dequantised at the first start, once,"
+    return f"{file.name} ({header.kind}) {done} in {target}, as float32"
+
+
+def find_converted(file: Path) -> Path:
+    """Return the directory that a file's checkpoint has, or gets, in the user's cache."""
+    stat, caches = file.stat(), os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    name = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return Path(caches, "logsteer", "gguf", f"{file.stem}-{digest}")
+
+
+def convert(file: Path) -> Path:
+    """Return the directory of a file's checkpoint, which is written where it is not there yet.
+
+    Its weights are float32. Errors: ValueError as `read_header`, or of transformers' loader.
+    """
+    target = find_converted(file)
+    if target.is_dir():
+        return target
+    header = read_header(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        own = Path(scratch, "checkpoint")
+        _write_checkpoint(file, own, header)
+        if not target.is_dir():  # another process may have written the same
+            own.rename(target)
+    return target
+
+
+def _write_checkpoint(file: Path, directory: Path, header: GgufHeader) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": file.parent, "gguf_file": file.name,
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.save_pretrained(directory)
+    if header.add_bos is not None and tokenizer.bos_token is not None:
+        _set_bos(directory / "tokenizer.json", tokenizer, header.add_bos)
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # It is not quantised any more, and as one that is it would not be saved.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(directory)
+
+
+def _set_bos(file: Path, tokenizer: Any, add_bos: bool) -> None:
+    """Have a tokenizer begin each text with BOS, or not, whatever its loader thought."""
+    bos = tokenizer.bos_token
+    parts = [{"SpecialToken": {"id": bos, "type_id": 0}}] * add_bos
+    content = json.loads(file.read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*parts, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            *parts, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+        ],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_token_id], "tokens": [bos]}},
+    }  # fmt: skip
+    file.write_text(json.dumps(content, ensure_ascii=False))

@@ -1,0 +1,72 @@
+"""What half precision costs on a model: a text's scores against those in float32, at the start."""
+
+import logging
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer_server.contract.engine import Engine, EngineSpec
+from logsteer_server.contract.jobs import JobResult, ScoreJob, ScoreOutput
+from logsteer_server.engines.machine import measure_memory
+from logsteer_server.engines.needs import estimate_weights
+from logsteer_server.engines.weights import locate_model
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 8 * 2**30
+"""Weights in float32 of the largest models that are measured: two thousand million parameters."""
+
+TEXT = (
+    "The lighthouse at the end of the pier was built in 1874, when most of the town still lived "
+    "from herring. Its keeper wrote down the weather every evening: wind from the west, rain after "
+    "ten, two boats not yet home. Today the lamp turns by itself, and his granddaughter sells "
+    'tickets at the door. "People ask me whether it is lonely up there," she says, "but on a clear '
+    'night you can count the lights of 12 villages, and each of them is somebody you know."'
+)
+
+
+def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
+    """Return how far log-probabilities of an engine in half precision are from float32's.
+
+    It is the largest difference of a token of TEXT, in nats. The reference is transformers on the
+    CPU. None where the engine is not in half precision, and where it was not measured: the weights
+    are quantised, the machine has no room for them in float32, or transformers lacks the model.
+    """
+    info = engine.info
+    if info.dtype not in ("bfloat16", "float16") or info.quantization:
+        return None
+    path = locate_model(spec.path)
+    size, free = estimate_weights(path, "float32"), measure_memory()[1]
+    if size > min(MOST_BYTES, free // 2):
+        log.info("%s: rounding not measured: its weights take %d bytes in float32", spec.id, size)
+        return None
+    try:
+        ids_T, exact_R = _score_in_float32(path, info.context_length)
+    except Exception:  # a model's own code may raise anything, and vLLM serves models of its own
+        log.warning("%s: rounding not measured: transformers failed", spec.id, exc_info=True)
+        return None
+    engine.add([(0, ScoreJob(ids_T[:-1], ids_T[1:]))])
+    results = list[tuple[int, JobResult]]()
+    while engine.busy:
+        results += engine.step()
+    scored = cast(ScoreOutput, results[0][1])
+    return float(np.abs(scored.columns["logprob"] - exact_R).max())
+
+
+def _score_in_float32(
+    path: Path, most: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return the tokens of TEXT, at most so many, and the log-probability of each but the first."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    ids_T = torch.tensor(AutoTokenizer.from_pretrained(path)(TEXT)["input_ids"][:most])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        log_p_RV = model(ids_T[None, :-1]).logits[0].log_softmax(-1)
+    exact_R = log_p_RV.gather(-1, ids_T[1:, None])[:, 0]
+    return ids_T.numpy().astype(np.int32), exact_R.numpy()

@@ -1,0 +1,148 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The cuts of a policy by a Triton kernel, for CUDA: no sort, and nothing that the host waits for.
+
+A cut keeps the tokens above some probability, and of those at it the first. The bits of a float32
+that is not negative, read as an integer, have its order; so a threshold is an integer of at most
+0x3F800000, the bits of 1. A pass over the row adds up what is at or above each of 8 thresholds,
+which leaves a ninth of the interval. Ten passes leave one value, as 9^10 is more than 2^30; fewer
+do where a single token is left. Masses are integers of 2^-61, so their sums are exact.
+
+A pass reads 4 bytes a probability: one for the largest and the total, ten at most for `top_p`, and
+8 bytes to apply it, 52 in all. `min_p` adds 2 passes, `top_k` 12, a cut between equal ones 1. The
+rest of a policy column moves about 84: z - max (12), / temperature (8), two softmaxes (16 each, as
+a long row is read three times), their largest (8), the entropy (24). So 2,048 rows of 128,256
+tokens move 36 GB, which takes 8.3 ms at an H200's 4.3 TB/s; their product with a head of width
+4,096 took 4.3 ms (bench/gpu-check.md). A pass is 48 instructions a probability on sm_90, by
+nvdisasm: at full issue 0.43 ms for these rows, 0.25 ms for their bytes. No GPU has run it yet.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from logsteer_server.numerics.sampling import Cuts
+
+BLOCK, WARPS = 1024, 8
+"""Probabilities that a program has at a time, and its warps."""
+SPLITS = tl.constexpr(8)
+UNSIGNED, NO_NUMBER = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+"""Bits but the sign's, and those from which on a number is infinite or none."""
+
+
+@triton.jit
+def _to_units(p):
+    return (p * 2305843009213693952.0).to(tl.int64)  # 2^61
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _measure(row_ptr, size, threshold_S, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    total_SN = tl.zeros([SPLITS, BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        v = start + tl.arange(0, BLOCK)[None, :]  # of two axes, so that all keeps one layout
+        p = tl.load(row_ptr + v, mask=v < size, other=-1.0)
+        each = _to_units(p) if BY_MASS else 1
+        is_above_SN = p.to(tl.int32, bitcast=True) >= threshold_S[:, None]
+        total_SN += tl.where(is_above_SN, each, 0).to(tl.int64)
+    return tl.sum(total_SN, axis=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _find_cut(
+    row_ptr, size, low, high, kept, whole, limit, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return the threshold, how many are kept of those at it and whether others are not, the total.
+
+    `whole` is the total from `low` on, `kept` the part of it that is kept, which reaches the limit.
+    A token is kept where the total in front of it does not.
+    """
+    beyond = tl.full([], 0, tl.int64)
+    each = _to_units(low.to(tl.float32, bitcast=True)) if BY_MASS else tl.full([], 1, tl.int64)
+    # Less than two of the least there can be are one.
+    while (high - low > 1) & (whole - beyond >= 2 * each):
+        step = (high - low + SPLITS) // (SPLITS + 1)
+        threshold_S = tl.minimum(low + (1 + tl.arange(0, SPLITS)) * step, high)
+        total_S = _measure(row_ptr, size, threshold_S, BY_MASS, BLOCK)
+        reaches_S = total_S >= limit
+        low = tl.max(tl.where(reaches_S, threshold_S, low), axis=0)
+        high = tl.min(tl.where(reaches_S, high, threshold_S), axis=0)
+        whole = tl.min(tl.where(reaches_S, total_S, whole), axis=0)
+        beyond = tl.max(tl.where(reaches_S, beyond, total_S), axis=0)
+        each = _to_units(low.to(tl.float32, bitcast=True)) if BY_MASS else each
+    each = tl.maximum(each, 1)
+    kept = tl.minimum(kept, whole)
+    first = tl.minimum((limit - beyond + each - 1) // each, (kept - beyond) // each)
+    is_tied = first < (whole - beyond) // each
+    return low, first, is_tied, tl.where(is_tied, beyond + first * each, whole)
+
+
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+def _cut_row(
+    p_ptr, out_ptr, min_p_ptr, top_k_ptr, top_p_ptr, head_mass_ptr, out_stride, out_step, size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = p_ptr + row * size
+    largest_N, mass_N = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        p = tl.load(row_ptr + v, mask=v < size, other=0.0)
+        largest_N = tl.maximum(largest_N, p.to(tl.int32, bitcast=True) & UNSIGNED)
+        mass_N += _to_units(p)
+    largest, whole = tl.max(largest_N, axis=0), tl.sum(mass_N, axis=0)
+    least = tl.load(min_p_ptr + row) * largest.to(tl.float32, bitcast=True)
+    low, is_number = least.to(tl.int32, bitcast=True), largest < NO_NUMBER
+    splits_S, first = tl.arange(0, SPLITS), tl.full([], 0, tl.int64)
+    is_tied = first > 0
+    kept, top_k = whole, tl.load(top_k_ptr + row)
+    if is_number & ((low > 0) | (top_k < size)):
+        kept = tl.max(_measure(row_ptr, size, low + 0 * splits_S, False, BLOCK), axis=0)
+        if kept > top_k:
+            low, first, is_tied, kept = _find_cut(
+                row_ptr, size, low, largest + 1, kept, kept, top_k, False, BLOCK
+            )
+        mass_S = _measure(row_ptr, size, low + tl.minimum(splits_S, 1), True, BLOCK)
+        whole = tl.max(mass_S, axis=0)
+        each = _to_units(low.to(tl.float32, bitcast=True))
+        kept = tl.where(is_tied, tl.min(mass_S, axis=0) + first * each, whole)
+    total = kept
+    limit = tl.ceil(tl.load(top_p_ptr + row) * total.to(tl.float64)).to(tl.int64)
+    if is_number & (total >= limit):
+        low, first, is_tied, kept = _find_cut(
+            row_ptr, size, low, largest + 1, total, whole, limit, True, BLOCK
+        )
+    share = tl.minimum(kept.to(tl.float64) / total.to(tl.float64), 1.0)
+    tl.store(head_mass_ptr + row, tl.where(is_number, share, float("nan")).to(tl.float32))
+    last = tl.full([], 0, tl.int32) + size
+    if is_tied:
+        seen = tl.full([], 0, tl.int32)
+        for start in range(0, size, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            bits = tl.load(row_ptr + v, mask=v < size, other=-1.0).to(tl.int32, bitcast=True)
+            at_low = (bits == low).to(tl.int32)
+            is_last = (at_low > 0) & (seen + tl.cumsum(at_low, axis=0) == first)
+            last = tl.minimum(last, tl.min(tl.where(is_last, v, size), axis=0))
+            seen += tl.sum(at_low, axis=0)
+    for start in range(0, size, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        bits = tl.load(row_ptr + v, mask=v < size, other=0.0).to(tl.int32, bitcast=True)
+        is_cut = (bits < low) | ((bits == low) & (v > last)) | ~is_number
+        own_ptr = out_ptr + row * out_stride + v.to(tl.int64) * out_step
+        tl.store(own_ptr, float("-inf"), mask=(v < size) & is_cut)
+
+
+def cut_rows(p_RV: Tensor, cuts: "Cuts", out_RV: Tensor) -> Tensor:
+    """Set what cannot be drawn from float32 probabilities to minus infinity in `out_RV`.
+
+    Return the mass that `top_p` leaves of 1 [R].
+    """
+    rows, size = p_RV.shape
+    head_mass_R = torch.empty(rows, dtype=torch.float32, device=p_RV.device)
+    _cut_row[(rows,)](
+        p_RV.contiguous(), out_RV, cuts.min_p_R1, cuts.top_k_R1, cuts.top_p_R1, head_mass_R,
+        *out_RV.stride(), size, BLOCK=min(BLOCK, triton.next_power_of_2(size)), num_warps=WARPS,
+    )  # fmt: skip
+    return head_mass_R

@@ -1,0 +1,46 @@
+"""Attention sinks: tokens whose activations are far longer than all others of a sequence.
+
+Models put them at the first token or two, where heads attend that have nothing to attend to (Xiao
+et al. 2023, arXiv 2309.17453; Sun et al. 2024, arXiv 2402.17762). In SmolLM2-135M the first
+token's stream has norm 22,650 at layers 12 to 27, all others 200 to 300: a mean over tokens is that
+one token. Divided by the median of their sequence, norms of sinks are 4 to 180 in SmolLM2-135M and
+in Gemma 3 270M, those of other tokens hardly ever above 2.8.
+
+Axis letters: T tokens, L layers, D width of an activation.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
+from logsteer_server.contract.plan import SteeringTrace
+
+Floats = npt.NDArray[np.float32]
+
+SINK_FACTOR = 3.0
+"""Times the median norm of a sequence's tokens at a layer: what is beyond is a sink."""
+
+
+def find_sinks(norms_T: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
+    """Return which of a sequence's activations are sinks, by their norms."""
+    found: npt.NDArray[np.bool_] = norms_T > SINK_FACTOR * np.median(norms_T)
+    return found
+
+
+def finish_capture(
+    job: CaptureJob, activations_LTD: Floats, trace: SteeringTrace | None = None
+) -> CaptureOutput:
+    """Return a job's output from the activations of each token that it reads.
+
+    A mean, summed in float64, is over those that are no sinks.
+    """
+    if job.read != "mean":
+        return CaptureOutput(activations_LTD, trace=trace)
+    means, sinks = [], {}
+    for layer, activations_TD in zip(job.layers, activations_LTD, strict=True):
+        sinks_T = find_sinks(np.linalg.norm(activations_TD, axis=-1))
+        means.append(activations_TD[~sinks_T].mean(0, dtype=np.float64))
+        if sinks_T.any():
+            sinks[layer] = job.places[sinks_T].tolist()
+    means_L1D = np.stack(means)[:, None].astype(np.float32)
+    return CaptureOutput(means_L1D, sinks, trace=trace)
