@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from logsteer import Client
 from logsteer_server.engines.vllm.arguments import is_cpu_build
+from logsteer_server.imports import import_tokenizers
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 from tests.template import TEMPLATE
 from tests.trained import convert_smollm2, find_gguf
@@ -188,6 +189,39 @@ def configure_longrope(directory: Path) -> Configuration:
     return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
 
 
+def configure_byte_level(directory: Path) -> Configuration:
+    """A tiny Llama with random weights, on both engines; its tokens are bytes and common words.
+
+    Its configuration names a class of tokenizers for another kind of vocabulary.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    import_tokenizers()  # a test may import transformers at the same time
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    signs = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = signs, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=signs.alphabet()
+    )
+    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
+    checkpoint = directory / "byte-level"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128,
+        bos_token_id=0, eos_token_id=1, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(checkpoint)
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    named = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(named | template))
+    return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
+
+
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     # What the page is looked at with: the demo model, and one that is compared with it.
     "playground": lambda _: {"models": [vllm_model("demo"), fake_model("other")]},
@@ -203,6 +237,7 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "precision": configure_precision,
     "chat": configure_chat,
     "longrope": configure_longrope,
+    "byte_level": configure_byte_level,
     # Both engines side by side, to be held against each other, and one in half precision.
     "parity": lambda _: uncached(
         vllm_model("vllm", hooks=HOOKS, compile=True),

@@ -190,9 +190,9 @@ def run(order: dict[str, Any], pipes: list[int]) -> None:
 def main() -> None:
     """Import what a server imports, then serve orders from standard input."""
     from logsteer_server import serving  # noqa: F401
-    from logsteer_server.text.tokenizer import TextCodec
+    from logsteer_server.imports import import_tokenizers
 
-    TextCodec.import_transformers()
+    import_tokenizers()
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1, threading.enumerate()

@@ -3,6 +3,11 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+_transformers_lock = Lock()  # two threads that import it at once find it half imported
 
 
 @contextmanager
@@ -21,6 +26,27 @@ def hold_collector() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def import_tokenizers() -> None:
+    """Import what most tokenizers are loaded with, which takes longer than to load one."""
+    with _transformers_lock, hold_collector():
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+
+def load_tokenizer(path: Path | str) -> Any:
+    """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none.
+
+    It is that of tokenizer.json where there is one. `AutoTokenizer` makes another of it where the
+    configuration names a class of another kind: of bytes as signs, LlamaTokenizer loses the spaces.
+    It also brings torch and 450 MB into the HTTP process.
+    """
+    with _transformers_lock:
+        if (Path(path) / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        return Tokenizer.from_pretrained(path)
 
 
 def leave_out_unused() -> None:

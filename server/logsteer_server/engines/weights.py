@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer_server.engines.gguf import convert, is_gguf
+from logsteer_server.imports import load_tokenizer
 
 WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 HASHED_WHOLE = 8 * 2**30
@@ -83,7 +84,7 @@ def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> t
     These are those of the generation configuration, or, where it names none, of the model's own;
     and the tokenizer's. Those outside the vocabulary are left out: a model cannot say them.
     """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     named: Any = None
     if (Path(path) / "generation_config.json").is_file():
@@ -91,8 +92,7 @@ def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> t
     if named is None:
         config = AutoConfig.from_pretrained(path)
         named = GenerationConfig.from_model_config(config).eos_token_id
-    own = AutoTokenizer.from_pretrained(tokenizer_path).eos_token_id
-    return choose_eos([named, own], vocab_size)
+    return choose_eos([named, load_tokenizer(tokenizer_path).eos_token_id], vocab_size)
 
 
 def choose_eos(named: Sequence[int | list[int] | None], vocab_size: int) -> tuple[int, ...]:

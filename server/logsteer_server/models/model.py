@@ -24,6 +24,7 @@ from logsteer_server.contract.batches import (
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output, Routing
 from logsteer_server.contract.plan import Cast
+from logsteer_server.imports import import_tokenizers
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
 from logsteer_server.observation.metrics import ModelMetrics, ModelReading
@@ -114,7 +115,7 @@ class ResidentModel:
 
     async def load_codec(self) -> None:
         """Load the tokenizer when the engine is ready; a failure shows in the model's state."""
-        await asyncio.to_thread(TextCodec.import_transformers)
+        await asyncio.to_thread(import_tokenizers)
         await self.handle.ready.wait()
         assert self.handle.info is not None
         try:

@@ -119,7 +119,7 @@ def plan_chat(
 
 
 def _check_calls_are_read(codec: TextCodec) -> None:
-    if CALL_BEGINS not in codec.find_template(has_tools=True):
+    if CALL_BEGINS not in codec.find_template(has_tools=True)[1]:
         detail = (
             f"tool_choice: auto looks for calls in the form {CALL_BEGINS}, which this model's chat "
             "template does not use: send required, a function's name, or none."
@@ -191,19 +191,15 @@ class TokenColumns:
         The alternatives name the token itself, too, as OpenAI's do; tokens that have one text have
         names of their own, the most probable that text.
         """
-        offsets = self.starts[:]
         counter.num_chars += self.num_chars
-        offsets += (counter.add(codec.shown_bytes(n)) for n in self.token_ids[len(offsets) :])
+        drawn = self.token_ids[len(self.starts) :]
+        offsets = self.starts + [counter.add(codec.shown_bytes(token_id)) for token_id in drawn]
         tokens: list[str] = []
         top: list[dict[str, float | None] | None] = []
         for token_id, logprob, ids, values in zip(
             self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True
         ):
-            if ids is None or values is None:
-                tokens.append(name_token(codec, token_id, as_ids))
-                top.append(None)
-                continue
-            entries: dict[int, float | None] = dict(zip(ids, values, strict=True))
+            entries: dict[int, float | None] = dict(zip(ids or (), values or (), strict=True))
             entries.setdefault(token_id, logprob)  # behind those that are more probable
             names: dict[int, str] = {}
             own: dict[str, float | None] = {}
@@ -211,7 +207,7 @@ class TokenColumns:
                 names[number] = name_token(codec, number, as_ids, own)
                 own[names[number]] = value
             tokens.append(names[token_id])
-            top.append(own)
+            top.append(None if ids is None else own)
         return {
             "tokens": tokens,
             "token_logprobs": self.logprobs,

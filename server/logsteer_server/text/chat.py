@@ -60,11 +60,11 @@ def find_template(tokenizer: Any, *, has_tools: bool = False) -> tuple[str, str]
     templates = list_templates(tokenizer)
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
-        has = f"chat templates named {', '.join(sorted(templates))}, and none named default"
+        named = f"chat templates named {', '.join(sorted(templates))}, and none named default"
         detail = (
-            f"This model has {has if templates else 'no chat template'}: write the conversation as "
-            "text, as the model was trained to read it, and send that: prompts, context, texts or "
-            "items."
+            f"This model has {named if templates else 'no chat template'}: write the conversation "
+            "as text, as the model was trained to read it, and send that: prompts, context, texts "
+            "or items."
         )
         raise api_error("invalid_request", detail, param="messages")
     return name, templates[name]

@@ -4,15 +4,13 @@ import codecs
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
-from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Message
-from logsteer_server.imports import hold_collector
+from logsteer_server.imports import load_tokenizer
 from logsteer_server.text.chat import ChatForm, find_template, list_templates, render
 from logsteer_server.text.division import divides_at_spaces, list_parts, may_divide
 
@@ -33,7 +31,6 @@ BYTE_OF_SIGN = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
 }
 """The byte that each sign of a byte-level vocabulary stands for, as in GPT-2."""
-_import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
 class EncodedText(NamedTuple):
@@ -53,8 +50,7 @@ class CharCounter:
     def add(self, piece: bytes) -> int:
         """Count a piece in; return where the character of its first byte begins."""
         self.num_chars += len(self._decoder.decode(piece[:1]))
-        is_whole = bool(piece) and not self._decoder.getstate()[0]
-        start = self.num_chars - is_whole
+        start = self.num_chars - (piece != b"" and not self._decoder.getstate()[0])
         self.num_chars += len(self._decoder.decode(piece[1:]))
         return start
 
@@ -77,6 +73,7 @@ class TextCodec:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.vocab_size = len(tokenizer)
         self.has_chat_template = "default" in list_templates(tokenizer)
+        self.find_template = partial(find_template, tokenizer)
         probe = tokenizer("a")["input_ids"]
         self._adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
@@ -102,22 +99,10 @@ class TextCodec:
         """The codec to which control text in a caller's strings is plain text."""
         return LiteralCodec(self)
 
-    @staticmethod
-    def import_transformers() -> None:
-        """Import what most tokenizers are loaded with, which takes longer than to load one."""
-        with _import_lock, hold_collector():
-            from transformers import PreTrainedTokenizerFast  # noqa: F401
-
     @classmethod
     def load(cls, path: str) -> "TextCodec":
         """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
-        with _import_lock:
-            if (Path(path) / "tokenizer.json").is_file():
-                # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
-                from transformers import PreTrainedTokenizerFast as Tokenizer
-            else:
-                from transformers import AutoTokenizer as Tokenizer
-            tokenizer = Tokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"{path}: its tokenizer has no fast form; add a tokenizer.json")
         content = tokenizer.backend_tokenizer.to_str().encode()
@@ -189,16 +174,12 @@ class TextCodec:
                     raise
                 yield api_error(error.code, error.detail)
 
-    def find_template(self, *, has_tools: bool = False) -> str:
-        """Return the chat template in use. Errors: as `chat.find_template`."""
-        return find_template(self._tokenizer, has_tools=has_tools)[1]
-
     def describe(self) -> dict[str, str | None]:
         """Class, special tokens and chat template, under the names of `TokenizerInfo`."""
         tokenizer = self._tokenizer
         found = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
         if self.has_chat_template:
-            found["chat_template_name"], found["chat_template"] = find_template(tokenizer)
+            found["chat_template_name"], found["chat_template"] = self.find_template()
         return {"tokenizer_class": type(tokenizer).__name__, **found}
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ from logsteer_server.engines.tlens.points import (
     find_points,
 )
 from logsteer_server.engines.weights import find_eos, limit_context
+from logsteer_server.imports import load_tokenizer
 from logsteer_server.numerics.hidden_rows import multiply_wide
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class BridgeModel(CausalModel):
         self.context_length = limit_context(path, text, spec.max_model_len)
         self.num_layers = int(bridge.cfg.n_layers)
         self.quantization = _name_quantization(causal.config)
-        self.tokenizer = bridge.tokenizer.backend_tokenizer
+        self.tokenizer = load_tokenizer(path).backend_tokenizer
         self._detach_head(unwrap(causal))
         self.vocab_size = self._compare_head(causal)
         self.eos_ids = find_eos(path, path, self.vocab_size)

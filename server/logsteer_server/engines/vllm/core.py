@@ -24,7 +24,6 @@ from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
@@ -42,6 +41,7 @@ from logsteer_server.engines.vllm.config import (
 )
 from logsteer_server.engines.vllm.extra_args import PLAN_NAMESPACE, SCORE
 from logsteer_server.engines.vllm.steps import StepQueue
+from logsteer_server.imports import load_tokenizer
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
 """Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
@@ -69,7 +69,8 @@ class VllmCore:
         kv_cache_utils.generate_block_hash_extra_keys = name_block
         executor = Executor.get_class(self.config)
         core = self.engine_core = EngineCore(self.config, executor, log_stats=False)
-        self.tokenizer = cached_tokenizer_from_config(self.config.model_config)
+        self.tokenizer = load_tokenizer(self.config.model_config.tokenizer)
+        core.structured_output_manager.tokenizer = self.tokenizer
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         PrefixHitLimit(core.scheduler.kv_cache_manager)
         self.freed_prefixes = FreedPrefixes(core.scheduler.kv_cache_manager)
