@@ -2174,6 +2174,14 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
 
     _name = "vectors"
 
+    async def list(self, *, model: str | NotGiven | None = NOT_GIVEN) -> VectorList:
+        """Return the card of every name, or of those that fit a model.
+
+        Args:
+            model: Id of a resident model; may be left out where there is only one.
+        """
+        return await self._ask("vectors.list", model=model)
+
     async def put(
         self,
         name: str,

@@ -105,10 +105,11 @@ def _store(
     `listing` is the query of the list.
     """
     path = f"/{name}/{{name}}"
+    of_list = "Return the card of every name, or of those that fit a model." if listing else ""
     positional = [field for field in query.model_fields if field != "overwrite"]
     parameters = {"name": f"What the {noun} is called from now on.", source[0]: source[1]}
     return [
-        Endpoint(f"{name}.list", "GET", f"/{name}", name, listed, query=listing),
+        Endpoint(f"{name}.list", "GET", f"/{name}", name, listed, query=listing, summary=of_list),
         Endpoint(f"{name}.get", "GET", path, name, card, positional=("name",)),
         Endpoint(
             f"{name}.put", "PUT", path, name, card, query=query, upload=upload,

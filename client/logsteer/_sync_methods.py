@@ -2170,6 +2170,14 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
 
     _name = "vectors"
 
+    def list(self, *, model: str | NotGiven | None = NOT_GIVEN) -> VectorList:
+        """Return the card of every name, or of those that fit a model.
+
+        Args:
+            model: Id of a resident model; may be left out where there is only one.
+        """
+        return self._ask("vectors.list", model=model)
+
     def put(
         self,
         name: str,

@@ -87,13 +87,12 @@ def test_means_over_the_pairs() -> None:
     assert above.relative_norm == pytest.approx((32 * 2 / 32 + 8 * 2 / 8) / 40)
 
 
-def test_the_recommended_layer_and_scales() -> None:
+def test_the_recommended_layer_and_scales_about_the_recommended_one() -> None:
     server = LinearServer()
     evaluate(server)
     (body,) = server.sweeps
-    assert body["scales"][6:] == [pytest.approx(scale) for scale in (1, 2, 5**0.5, 2.5, 5)]
-    assert body["scales"][:5] == [pytest.approx(-scale) for scale in (5, 2.5, 5**0.5, 2, 1)]
-    assert body["scales"][5] == 0
+    upward = [share * ADVICE["scale"] for share in (0.25, 0.5, 1, 2, 4)]
+    assert body["scales"] == [*(-scale for scale in reversed(upward)), 0, *upward]
     assert body["steering"]["vectors"][0]["layers"] == [ADVICE["layer"]]
     server = LinearServer(CARD | {"about": {"source": "upload"}})
     assert evaluate(server).layers is None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from logsteer.schemas import ALL_COLUMNS
-from tests.conftest import ROOT
+from tests.conftest import ROOT, VOCAB_SIZE
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
@@ -324,8 +324,12 @@ def check_on_error(http: httpx.Client, path: str) -> None:
     """A bad item is named, and with `report` it alone has no result."""
     body = with_text(path, f"an error of {path}")
     (name,) = {"items", "texts", "prompts"} & body.keys()
+    bad: Any = ""
+    if name == "items":
+        bad = {**body[name][0], "targets": ["a", ""]}
+    elif name == "texts":
+        body[name], bad = [[5, 6, 7]], [VOCAB_SIZE]
     good = body[name][0]
-    bad = {**good, "targets": ["a", ""]} if name == "items" else ""
     place = f"{name}[1]" + (".targets[1]" if name == "items" else "")
     alone = document_of(post(http, path, body))["results"][0]
     for mixed in ([good, bad, good], [good, bad, good, bad]):
