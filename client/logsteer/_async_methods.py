@@ -2175,7 +2175,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
     _name = "vectors"
 
     async def list(self, *, model: str | NotGiven | None = NOT_GIVEN) -> VectorList:
-        """Return the card of every name, or of those that fit a model.
+        """Return the card of every name; with a model, of each vector that fits it.
 
         Args:
             model: Id of a resident model; may be left out where there is only one.

@@ -105,7 +105,11 @@ def _store(
     `listing` is the query of the list.
     """
     path = f"/{name}/{{name}}"
-    of_list = "Return the card of every name, or of those that fit a model." if listing else ""
+    of_list = (
+        "Return the card of every name; with a model, of each vector that fits it."
+        if listing
+        else ""
+    )
     positional = [field for field in query.model_fields if field != "overwrite"]
     parameters = {"name": f"What the {noun} is called from now on.", source[0]: source[1]}
     return [
