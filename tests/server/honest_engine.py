@@ -182,7 +182,7 @@ class HonestEngine(ScriptedHandle):
     ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self._serial += 1
-        serial, replica = self._serial, len(self._open_calls) % 2
+        serial, replica = self._serial, self._serial % 2  # calls go to one and the other in turn
         self._open_calls.append(jobs)
         try:
             await asyncio.sleep(0.02)  # others come meanwhile
