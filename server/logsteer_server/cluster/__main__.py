@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Few cores start many processes at once.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Otherwise a request goes to a replica that hangs where the other is 0.1 s late with its count.
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",
 }
 NODE = ["-m", "ray.scripts.scripts", "start", "--block", "--min-worker-port=0"]
 NODE += ["--max-worker-port=0", "--object-store-memory=80000000"]
