@@ -63,7 +63,7 @@ def test_steer_streams_both_sides_to_what_the_api_answers(visit: OpenPage, api: 
     assert f"{answer.steering.tokens_steered} tokens were read under steering by mood" in receipt
     assert f"changed at {site.tokens} tokens" in receipt
     assert site.relative_norm is not None
-    assert f"{100 * site.relative_norm:.3g} %" in receipt
+    assert f"{100 * site.relative_norm:#.3g} %" in receipt
 
 
 def test_tokens_are_coloured_by_the_probe_and_say_what_it_read(
@@ -325,7 +325,7 @@ def test_a_cell_is_shown_in_numbers_and_generated_with(visit: OpenPage, api: Cli
     expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
     point = api.sweep(**seen.sent_to("/sweep")).points[1]
     assert point.relative_norm is not None
-    assert f"{100 * point.relative_norm:.3g} %" in words.inner_text()
+    assert f"{100 * point.relative_norm:#.3g} %" in words.inner_text()
     change = point.items[0].targets[0].change
     assert change is not None
     assert f"{change:+.2f}".replace("-", MINUS) in words.inner_text()

@@ -163,7 +163,8 @@ def test_bfloat16_parameters_are_rounded_once(tensors: Any, direction: Direction
     ids = draw_ids(np.random.default_rng(7), 30)
     model = moved_model(DEMO_MODEL, tensors, ETA, torch.bfloat16)
     with torch.no_grad():
-        rows = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1].float()
+        hidden_1TD = model.model(torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state
+        rows = hidden_1TD[0, :-1].float() @ model.lm_head.weight.float().T
     expected = rows.log_softmax(-1)[torch.arange(29), torch.from_numpy(ids[1:].astype(np.int64))]
     found = score(engine, whole(ids, override=at(direction, ETA)))[0]
     assert found == pytest.approx(expected.numpy(), abs=0.05)

@@ -94,7 +94,7 @@ def add_selftest(add: AddCommand) -> None:
         "selftest", _selftest, "measure on a model what the service promises",
         """
   logsteer selftest http://127.0.0.1:8000
-  logsteer selftest https://gpu-host --model demo --against demo-tlens --format csv
+  logsteer selftest https://gpu-host --model demo --format csv
 """, answer=SelftestAnswer,
     )  # fmt: skip
     text = "the server's address, in place of --base-url"
