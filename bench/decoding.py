@@ -24,7 +24,7 @@ from logsteer_server.engines.vllm.engine import VllmEngine
 
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""
-MEMORY = 2**30 if torch.cuda.is_available() else 2**27
+MEMORY = 2**30 if torch.cuda.is_available() else 2**29
 """Bytes of cached keys and values: on a CPU filled by the uncounted runs, so that no counted one
 gets new pages."""
 
