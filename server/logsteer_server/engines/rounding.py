@@ -12,6 +12,7 @@ from logsteer_server.contract.jobs import JobResult, ScoreJob, ScoreOutput
 from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import estimate_weights
 from logsteer_server.engines.weights import locate_model
+from logsteer_server.imports import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,11 @@ def _score_in_float32(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the tokens of TEXT, at most so many, and the log-probability of each but the first."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    ids_T = torch.tensor(AutoTokenizer.from_pretrained(path)(TEXT)["input_ids"][:most])
+    ids_T = torch.tensor(load_tokenizer(path)(TEXT)["input_ids"][:most])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         log_p_RV = model(ids_T[None, :-1]).logits[0].log_softmax(-1)
