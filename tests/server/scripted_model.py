@@ -38,7 +38,6 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry, ScratchSpace
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
 from tests.server import steering_cases
@@ -170,10 +169,5 @@ def register(*models: ResidentModel) -> ModelRegistry:
     return registry
 
 
-def finish(steps: Steps[T]) -> T:
-    """What the steps of a plan come to, run to their end at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
+def free(_tokens: int) -> None:
+    """Reserve nothing for what is planned."""

@@ -1,8 +1,8 @@
 """Admission: the arithmetic of the budget, and over HTTP that overload is told before anything.
 
 The fake engine is slow and one call fills its budget, so whatever else comes must be refused: with
-429, Retry-After and no byte of a stream. And planning in slices: turns between requests, room
-between slices, ends that are noticed.
+429, Retry-After and no byte of a stream. And planning: room for what is planned so far, threads for
+small and large requests, ends that are noticed.
 """
 
 import asyncio
@@ -26,17 +26,15 @@ from logsteer.schemas import GradientRequest
 from logsteer_server.contract.jobs import EXPECTED_TOKENS, GenerateJob
 from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission, Reservation
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.tasks import planning
 from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.planning import (
     BYTES_PER_CHAR,
     BYTES_PER_NUMBER,
+    LARGE_REQUEST,
     LONG_TEXT,
-    SLICE_S,
     THREADS,
     Capacity,
     Planner,
-    Steps,
 )
 from logsteer_server.tasks.run import Run
 from tests.conftest import ROOT, Server, ServerFactory, fake_model
@@ -351,87 +349,56 @@ def make_settings(**fields: int) -> Settings:
     return Settings(models=[ModelSettings(id="any", path="here")], **fields)
 
 
-def count_up(steps: int, seconds: float = 0.0, log: list[str] | None = None) -> Steps[str]:
-    for n in range(steps):
-        time.sleep(seconds)
-        if log is not None:
-            log.append(threading.current_thread().name)
-        yield 10 * (n + 1)
+def plan_slowly(planner: Planner, parts: int, planned: list[str]) -> str:
+    """A plan of ten tokens a part; `planned` gets the thread's name at each."""
+    for part in range(parts):
+        time.sleep(0.01)
+        planned.append(threading.current_thread().name.rpartition("_")[0])
+        planner.cover(10 * (part + 1))
     return "done"
 
 
-class Covered(Reservation):
-    """A reservation that notes what it is to cover."""
-
-    def __init__(self) -> None:
-        super().__init__(Admission(2**40))
-        self.amounts: list[int] = []
-
-    def cover(self, amount: int) -> None:
-        self.amounts.append(amount)
-
-
-async def advance(capacity: Capacity, steps: Steps[str], room: Reservation | None = None) -> str:
-    """What the steps of a request come to."""
-    return await Planner(capacity, room or Covered(), capacity.memory.enter()).advance(steps)
-
-
-def test_steps_return_what_they_come_to_and_tell_what_they_plan(
-    capacity: Capacity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "SLICE_S", 0.1)
-    room = Covered()
-    assert asyncio.run(advance(capacity, count_up(20, 0.03), room)) == "done"
-    assert room.amounts == sorted(room.amounts)
-    assert 3 <= len(room.amounts) < 20, "several steps are a slice"
-
-
-def test_cheap_steps_are_one_slice(capacity: Capacity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "SLICE_S", 60.0)
-    room = Covered()
-    assert asyncio.run(advance(capacity, count_up(50), room)) == "done"
-    assert room.amounts == []
-
-
-def test_what_cannot_be_covered_ends_the_steps(capacity: Capacity) -> None:
+def test_what_cannot_be_covered_ends_the_plan(capacity: Capacity) -> None:
     tokens = Admission(100)
-    ran: list[str] = []
-
-    async def run() -> None:
-        with tokens.enter() as room:
-            await advance(capacity, count_up(1000, SLICE_S, ran), room)
-
-    with pytest.raises(PayloadTooLargeError, match="at most 100"):
-        asyncio.run(run())
-    assert len(ran) < 20
+    planned: list[str] = []
+    with tokens.enter() as room:
+        planner = Planner(capacity, room, capacity.memory.enter())
+        with pytest.raises(PayloadTooLargeError, match="at most 100"):
+            asyncio.run(planner.run(plan_slowly, planner, 1000, planned))
+    assert len(planned) == 11
     assert tokens.pending == 0
 
 
-async def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
-    names: list[str] = []
-    long = [
-        asyncio.create_task(advance(capacity, count_up(1000, SLICE_S, names))) for _ in range(10)
+async def test_small_requests_do_not_wait_for_large_ones(capacity: Capacity) -> None:
+    planned: list[str] = []
+    room = Admission(10**6).enter()
+    memory = capacity.memory.enter()
+    memory.cover(LARGE_REQUEST + 1)
+    planner = Planner(capacity, room, memory)
+    large = [
+        asyncio.create_task(planner.run(plan_slowly, planner, 1000, planned)) for _ in range(10)
     ]
-    while not any(name.startswith("planning-long") for name in names):
-        await asyncio.sleep(SLICE_S)
-    before = len(names)
-    await advance(capacity, count_up(1))
-    waited = len(names) - before
-    for task in long:
-        task.cancel()
-    await asyncio.gather(*long, return_exceptions=True)
-    assert waited < 200, "of their 10,000 steps"
+    while not planned:
+        await asyncio.sleep(0.01)
+    small = make_planner(capacity)
+    assert await small.run(plan_slowly, small, 1, own := []) == "done"
+    assert not any(task.done() for task in large)
+    room.release()
+    await asyncio.gather(*large, return_exceptions=True)
+    assert (set(planned), own) == ({"planning-long"}, ["planning"])
 
 
 async def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
-    ran: list[str] = []
-    task = asyncio.create_task(advance(capacity, count_up(10_000, SLICE_S, ran)))
-    await asyncio.sleep(5 * SLICE_S)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    done = len(ran)
-    await asyncio.sleep(5 * SLICE_S)
-    assert len(ran) - done <= 1
+    planned: list[str] = []
+    with Admission(10**6).enter() as room:
+        planner = Planner(capacity, room, capacity.memory.enter())
+        task = asyncio.create_task(planner.run(plan_slowly, planner, 10_000, planned))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    done = len(planned)
+    await asyncio.sleep(0.1)
+    assert 0 < len(planned) <= done + 1
 
 
 def make_planner(capacity: Capacity) -> Planner:
@@ -474,8 +441,8 @@ def test_long_texts_are_encoded_in_a_thread_of_their_own(capacity: Capacity) -> 
     planner.cover_text(LONG_TEXT + 1)
     assert capacity.memory.pending == (LONG_TEXT + 1) * BYTES_PER_CHAR
     names: list[str] = []
-    asyncio.run(planner.advance(count_up(1, 0, names)))
-    assert [name.rpartition("_")[0] for name in names] == ["planning-texts"]
+    asyncio.run(planner.run(plan_slowly, planner, 1, names))
+    assert names == ["planning-texts"]
     with pytest.raises(APIError, match="max_text_chars"):
         planner.cover_text(capacity.settings.max_text_chars + 1)
 

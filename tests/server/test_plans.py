@@ -52,7 +52,7 @@ from tests.server.scripted_model import (
     INFO,
     SETTINGS,
     STORES,
-    finish,
+    free,
     load_codec,
     make_model,
     register,
@@ -73,7 +73,7 @@ def plan(
     info: EngineInfo = INFO,
 ) -> TargetPlan:
     given = [LogprobItem(**item) for item in items]
-    return finish(plan_targets(given, CODEC, info, options or TargetOptions(), read))
+    return plan_targets(given, CODEC, info, options or TargetOptions(), read, free)
 
 
 def refusal(*items: dict[str, Any], **more: Any) -> tuple[str, str | None]:
@@ -148,17 +148,16 @@ class TestTargets:
         tokenizer.chat_template += "{{- '\\n\\n' -}}"
         codec = TextCodec(tokenizer, CODEC.digest)
         chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
-        (read,), _ = finish(
-            plan_continuations(
-                Prompts(conversations=[chat.messages]),
-                GenerateJob(np.zeros(0, np.int32), 1, Policy()),
-                1,
-                codec,
-                INFO,
-            )
+        (read,), _ = plan_continuations(
+            Prompts(conversations=[chat.messages]),
+            GenerateJob(np.zeros(0, np.int32), 1, Policy()),
+            1,
+            codec,
+            INFO,
+            free,
         )
         options = TargetOptions(boundary)
-        made = finish(plan_targets([chat], codec, INFO, options, READ))
+        made = plan_targets([chat], codec, INFO, options, READ, free)
         (target,) = made.planned
         context = made.context(target).tolist()
         assert codec.decode(context).endswith("<|assistant|>\n\n")
@@ -238,7 +237,7 @@ class TestTargets:
         def score(*some: dict[str, Any]) -> list[Any]:
             made = plan(*some, info=info, options=options)
             outputs = ScoreOutputs.of([fake_scores(job)[0] for job in made.jobs])
-            return finish(assemble_targets(made, outputs, CODEC, Shown(READ.columns)))
+            return assemble_targets(made, outputs, CODEC, Shown(READ.columns))
 
         together = score(*items)
         for item, found in zip(items, together, strict=True):
@@ -330,8 +329,8 @@ class TestSweeps:
             LogprobItem(context="Once", targets=[" upon"]),
         ]
         texts = ["Once upon a time there was", "a cat"]
-        made = finish(
-            plan_sweep(items, texts, WINDOWS, CODEC, INFO, TargetOptions(bos="never"), READ)
+        made = plan_sweep(
+            items, texts, WINDOWS, CODEC, INFO, TargetOptions(bos="never"), READ, free
         )
         assert [read_text(job) for job in made.next_jobs] == [
             ([5, 6], [7]),
@@ -349,14 +348,14 @@ class TestSweeps:
         item = LogprobItem(context_ids=[5, 6, 7, 8], target_ids=[[9, 10]])
         options = TargetOptions(on_overflow="truncate_left")
         info = replace(INFO, context_length=4)
-        made = finish(plan_sweep([item], [], WINDOWS, CODEC, info, options, READ))
+        made = plan_sweep([item], [], WINDOWS, CODEC, info, options, READ, free)
         assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
 
     def test_precision_holds_for_all_that_is_scored(self) -> None:
         item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
         read = ColumnOptions.of((), precision="float64")
         texts = ["Once upon a time"]
-        made = finish(plan_sweep([item], texts, WINDOWS, CODEC, INFO, TargetOptions(), read))
+        made = plan_sweep([item], texts, WINDOWS, CODEC, INFO, TargetOptions(), read, free)
         assert [job.double for job in made.jobs] == [True, True, True]
 
 

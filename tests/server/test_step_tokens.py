@@ -23,7 +23,7 @@ from logsteer_server.engines.vllm.steering import StepSteering, TraceRecorder
 from logsteer_server.engines.vllm.tables import TraceSums
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from tests.refusals import refused
-from tests.server.scripted_model import finish
+from tests.server.scripted_model import free
 from tests.server.steering_cases import INFO
 
 LAYERS, WIDTH, ROWS = 4, 3, 60
@@ -188,7 +188,7 @@ def plan(length: int = 9, site: CaptureSite | None = None, **changes: object) ->
     site = site or CaptureSite("resid_post", [2, 0], "each")
     texts, places = [list(range(length))], ["items[0]"]
     policy = changes.pop("on_overflow", "error")
-    found = finish(plan_captures(texts, places, site, info(**changes), policy))  # type: ignore[arg-type]
+    found = plan_captures(texts, places, site, info(**changes), free, policy)  # type: ignore[arg-type]
     assert all(entry.truncated == max(0, length - INFO.context_length) for entry in found)
     return [entry.job for entry in found]
 

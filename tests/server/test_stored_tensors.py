@@ -55,7 +55,6 @@ from logsteer_server.stores.store import OVERRIDES, VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 from logsteer_server.tasks.sweep import plan_settings
 from tests.refusals import refused
-from tests.server.scripted_model import finish
 from tests.server.steering_cases import INFO, NoVectors
 from tests.server.store_cases import ABOUT, make_content, put_content
 
@@ -285,10 +284,8 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     assert wide.used == found.used | {"cast": "float32"}
     assert wide.override == replace(found.override, cast="float32")
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert finish(Interventions(override=found).apply([job])) == [
-        replace(job, override=found.override)
-    ]
-    assert finish(UNCHANGED.apply([job]))[0] is job
+    assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
+    assert UNCHANGED.apply([job])[0] is job
     assert resolve_override(None, store, INFO) is None
     with refused("unsupported_by_engine", "transformer_lens"):
         resolve_override(given, store, lacking)
@@ -503,21 +500,13 @@ def test_a_plan_that_reaches_no_token_is_an_error() -> None:
     changes = Interventions(steering)
     one_token = ScoreJob(IDS, IDS[-1:])
     with pytest.raises(APIError, match="reaches no token"):
-        finish(changes.apply([one_token]))
+        changes.apply([one_token])
     with pytest.raises(APIError, match="reaches no token"):
-        finish(changes.apply([GenerateJob(IDS, 1)]))
+        changes.apply([GenerateJob(IDS, 1)])
     with pytest.raises(APIError, match="the model reads none"):
-        finish(changes.apply([]))  # an echo without log-probabilities
+        changes.apply([])  # an echo without log-probabilities
     longer = ScoreJob(IDS, IDS[-2:])
-    assert [job.plan for job in finish(changes.apply([one_token, longer]))] == [steering.plan] * 2
-
-
-def test_positions_after_a_text_are_looked_for_a_job_a_step() -> None:
-    """A search decodes the prompt many times: so nobody waits for those of a whole request."""
-    steering = Steering(vectors=[{"data": {"1": ONES}}], positions={"after": "a"})  # type: ignore[list-item, arg-type]
-    resolved = resolve_steering(steering, NoVectors(), INFO, lambda ids: "ab"[: len(ids)])
-    jobs = [ScoreJob(IDS, IDS[-1:])] * 5
-    assert len(list(Interventions(resolved).apply(jobs))) >= 5
+    assert [job.plan for job in changes.apply([one_token, longer])] == [steering.plan] * 2
 
 
 @pytest.mark.parametrize("text", ["0-999999", "0-9999,0-9999", "1,2,2-1"])

@@ -44,7 +44,7 @@ from tests.server.scripted_model import (
     SETTINGS,
     STORES,
     ScriptedHandle,
-    finish,
+    free,
     load_codec,
     make_model,
     register,
@@ -87,9 +87,7 @@ class TestPrompts:
 def cut(
     *texts: str, read: ColumnOptions = READ, info: EngineInfo = INFO, **options: Any
 ) -> tuple[list[Any], list[int]]:
-    return finish(
-        cut_texts(texts, Windowing(**options).fit(info.context_length), read, CODEC, info)
-    )
+    return cut_texts(texts, Windowing(**options).fit(info.context_length), read, CODEC, info, free)
 
 
 class TestTexts:
@@ -184,7 +182,7 @@ class TestTexts:
         edges = [0, *sorted(seams), len(TEXT)]
         windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
         windows += text.finish()
-        whole, (count,) = finish(cut_texts([TEXT], options, READ, CODEC, INFO))
+        whole, (count,) = cut_texts([TEXT], options, READ, CODEC, INFO, free)
         assert text.num_tokens == count
         assert [(w.start, w.end) for w in windows] == [(w.start, w.end) for w in whole]
         for own, same in zip(windows, whole, strict=True):
@@ -199,7 +197,7 @@ FIRST = GenerateJob(np.zeros(0, np.int32), 4, Policy(0.7, 5), seed=11, stop=("."
 
 def continue_(prompts: Prompts, count: int = 1, **changes: Any) -> tuple[list[Any], list[int]]:
     first = replace(FIRST, **{name: changes.pop(name) for name in ("seed",) if name in changes})
-    return finish(plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes)))
+    return plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes), free)
 
 
 class TestContinuations:
@@ -275,7 +273,7 @@ def run_completion(**fields: Any) -> list[Event]:
 
 class TestCompletions:
     def plan(self, **fields: Any) -> list[Any]:
-        return finish(plan_completions(CompletionRequest(**fields), CODEC, INFO))
+        return plan_completions(CompletionRequest(**fields), CODEC, INFO, free)
 
     def test_samples_have_the_requests_options(self) -> None:
         prompts = self.plan(

@@ -49,7 +49,7 @@ from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
 from tests.refusals import refused
 from tests.server import steering_cases
-from tests.server.scripted_model import finish
+from tests.server.scripted_model import free
 from tests.server.store_cases import ABOUT
 
 WIDTH = 24
@@ -175,7 +175,7 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     codec = TextCodec.load(str(DEMO_MODEL))
     sides = list_sides(request.pairs)
     sequences = read_sides(sides, request.read, ChatForm(), request.bos, codec)
-    return finish(plan_pairs(sequences, len(sides), site, INFO, max_bytes))
+    return plan_pairs(sequences, len(sides), site, INFO, max_bytes, free)
 
 
 def test_a_job_for_each_text() -> None:

@@ -376,7 +376,7 @@ class LocalModel:
                 replace(job, plan=steering.plan.resolve(job.tokens[: job.prompt_len]))
                 for job in jobs
             ]
-            list(check_reach(steering, jobs))
+            check_reach(steering, jobs)
         rows = [accept_row(self._model, job) for job in jobs]
         hooked = [point for point, _ in self._find_hooks(changes)]
         if self._fit(changes):  # they are to act everywhere, whatever is hooked

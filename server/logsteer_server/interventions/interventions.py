@@ -3,7 +3,7 @@
 And the receipt that proves that steering was applied.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -46,8 +46,8 @@ from logsteer_server.stores.vectors import ParsedVectors, SaeStore, VectorStore
 from logsteer_server.text.tokenizer import TextCodec
 
 
-def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> Generator[int, None, None]:
-    """Make sure that steering reaches a token of some job; look at one job a step.
+def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
+    """Make sure that steering reaches a token of some job.
 
     Errors: APIError `invalid_request` where no token of any job would be steered.
     """
@@ -61,7 +61,6 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> Generator[in
             for part in plan.parts
         ):
             return
-        yield 0
     raise api_error(
         "invalid_request",
         f"steering reaches no token: positions {steering.where} selects none of the tokens "
@@ -268,29 +267,26 @@ class Interventions:
         """The same without steering."""
         return replace(self, steering=None)
 
-    def check_reach(self, jobs: Sequence[Job]) -> Generator[int, None, None]:
-        """Make sure, in steps, that steering reaches a token of some job.
+    def check_reach(self, jobs: Sequence[Job]) -> None:
+        """Make sure that steering reaches a token of some job.
 
         Errors: APIError `invalid_request` where it reaches none.
         """
         if self.steering is not None:
-            yield from check_reach(self.steering, jobs)
+            check_reach(self.steering, jobs)
 
-    def apply(self, jobs: Sequence[J]) -> Generator[int, None, Sequence[J]]:
-        """Return the jobs on the changed model, in steps: positions after a text are looked for in
-        each job's prompt. Errors: as `check_reach`.
+    def apply(self, jobs: Sequence[J]) -> Sequence[J]:
+        """Return the jobs on the changed model: positions after a text are looked for in each job's
+        prompt. Errors: as `check_reach`.
         """
         if self is UNCHANGED:
             return jobs
+        changed: Sequence[J]
         if self.plan is None or not self.plan.knows_tokens:
-            all_changed: Sequence[J] = change_all(jobs, self.change)
-            yield from self.check_reach(all_changed)
-            return all_changed
-        changed = []
-        for job in jobs:
-            changed.append(self.change(job))
-            yield 0
-        yield from self.check_reach(changed)
+            changed = change_all(jobs, self.change)
+        else:
+            changed = list(map(self.change, jobs))
+        self.check_reach(changed)
         return changed
 
     def change(self, job: J) -> J:

@@ -12,8 +12,10 @@ is computed. It extends the reservation as its jobs become known. For a budget o
 """
 
 from collections import Counter
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from threading import Lock
 
 from logsteer.errors import APIError, api_error
 
@@ -40,7 +42,8 @@ BYTES = Quantity("bytes of memory", "max_pending_bytes")
 class Admission:
     """A budget of accepted, unfinished work, at most `limit`.
 
-    Each tenant may use at most `share` of it, so that none locks out the others.
+    Each tenant may use at most `share` of it, so that none locks out the others. Threads may use
+    its reservations at the same time.
     """
 
     def __init__(self, limit: int, quantity: Quantity = TOKENS, share: float = 1.0) -> None:
@@ -51,6 +54,7 @@ class Admission:
         self.by_tenant: Counter[str] = Counter()
         self.share = share
         self.quantity = quantity
+        self.lock = Lock()
         self._per_s = 0.0
 
     def enter(self, tenant: str = "") -> "Reservation":
@@ -81,48 +85,53 @@ class Reservation(AbstractContextManager["Reservation"]):
     def __init__(self, admission: Admission, tenant: str = "") -> None:
         self._admission = admission
         self._tenant = tenant
-        self._amount = 0
         self._is_open = True
+        self.amount = 0
+        """What is reserved."""
         admission.num_open += 1
 
     def cover(self, amount: int) -> None:
         """Raise the reservation to at least this much.
 
         Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
-        the work would not fit even alone.
+        the work would not fit even alone; CancelledError after `release`.
         """
-        added = amount - self._amount
-        if added <= 0:
-            return
         admission, tenant = self._admission, self._tenant
-        limit = int(admission.limit * admission.share) if tenant else admission.limit
-        if amount > limit:
-            noun, setting = admission.quantity.noun, admission.quantity.setting
-            detail = (
-                f"The request needs {amount} {noun}, at most {limit} are allowed at once: "
-                f"split it, or raise {setting}."
-            )
-            raise api_error("payload_too_large", detail)
-        taken, own = admission.pending, admission.by_tenant[tenant]
-        if taken + added > admission.limit or own + added > limit:
-            raise admission.refuse(added)
-        admission.pending = taken + added
-        admission.by_tenant[tenant] = own + added
-        self._amount = amount
+        with admission.lock:
+            if not self._is_open:
+                raise CancelledError("the request has ended")
+            added = amount - self.amount
+            if added <= 0:
+                return
+            limit = int(admission.limit * admission.share) if tenant else admission.limit
+            if amount > limit:
+                noun, setting = admission.quantity.noun, admission.quantity.setting
+                detail = (
+                    f"The request needs {amount} {noun}, at most {limit} are allowed at once: "
+                    f"split it, or raise {setting}."
+                )
+                raise api_error("payload_too_large", detail)
+            taken, own = admission.pending, admission.by_tenant[tenant]
+            if taken + added > admission.limit or own + added > limit:
+                raise admission.refuse(added)
+            admission.pending = taken + added
+            admission.by_tenant[tenant] = own + added
+            self.amount = amount
 
     def add(self, amount: int) -> None:
         """Raise the reservation by this much. Errors: as `cover`."""
-        self.cover(self._amount + amount)
+        self.cover(self.amount + amount)
 
     def release(self, *_: object) -> None:
         """Release the reservation; a second call does nothing."""
         admission, tenant = self._admission, self._tenant
-        admission.pending -= self._amount
-        admission.by_tenant[tenant] -= self._amount
-        if not admission.by_tenant[tenant]:
-            del admission.by_tenant[tenant]
-        self._amount = 0
-        admission.num_open -= self._is_open
-        self._is_open = False
+        with admission.lock:
+            admission.pending -= self.amount
+            admission.by_tenant[tenant] -= self.amount
+            if not admission.by_tenant[tenant]:
+                del admission.by_tenant[tenant]
+            self.amount = 0
+            admission.num_open -= self._is_open
+            self._is_open = False
 
     __exit__ = release

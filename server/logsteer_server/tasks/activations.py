@@ -17,7 +17,7 @@ from logsteer_server.interventions.steering import place_positions
 from logsteer_server.numerics.sae import Floats
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import StoredContent
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
 from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec, check_ids
@@ -98,8 +98,9 @@ def plan_captures(
     places: Iterable[str],
     site: CaptureSite,
     info: EngineInfo,
+    cover: Cover,
     on_overflow: OverflowPolicy = "error",
-) -> Steps[list[PlannedCapture]]:
+) -> list[PlannedCapture]:
     """Plan one job a sequence, in their order; errors name its place in the request.
 
     Errors: APIError `unsupported_by_engine`, `invalid_request`, `context_too_long`, and
@@ -127,7 +128,7 @@ def plan_captures(
             raise api_error(failure.code, f"{place}: {failure.detail}.", param=place)
         planned.append(PlannedCapture(job, excess))
         num_planned += len(read)
-        yield num_planned
+        cover(num_planned)
     return planned
 
 
@@ -194,7 +195,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
             look_up = self._stores.saes.names.look_up
             self._sae = ChosenSae(*await planner.capacity.call_long(look_up, body.sae))
             site = self._sae.find_site(site)
-        self._planned = await planner.advance(self._plan(site))
+        self._planned = await planner.run(self._plan, site, planner)
         jobs = [capture.job for capture in self._planned]
         held = count_numbers(jobs, site.find_width(info))
         if self._sae is None:
@@ -226,14 +227,14 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         with self._stores.saes.open(sae.content) as file:
             return {feature: file.labels[feature] for feature in shown & file.labels.keys()}
 
-    def _plan(self, site: CaptureSite) -> Steps[list[PlannedCapture]]:
+    def _plan(self, site: CaptureSite, planner: Planner) -> list[PlannedCapture]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         form = ChatForm.of(body, is_whole=True)
         sequences = read_items(body.items, body.bos, self.codec, info.vocab_size, form)
         places = [f"items[{index}]" for index in range(len(body.items))]
-        planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
-        jobs = yield from self.interventions.apply([capture.job for capture in planned])
+        planned = plan_captures(sequences, places, site, info, planner.cover, body.on_overflow)
+        jobs = self.interventions.apply([capture.job for capture in planned])
         return [
             PlannedCapture(job, capture.truncated)
             for job, capture in zip(jobs, planned, strict=True)

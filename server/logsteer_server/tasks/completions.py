@@ -24,7 +24,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
     draw_seed,
 )
-from logsteer_server.tasks.planning import ItemProblems, Steps
+from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.reply_form import check_forced
 from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
 from logsteer_server.text.chat import ChatForm
@@ -54,8 +54,8 @@ class CompletionPrompt:
 
 
 def plan_completions(
-    request: CompletionRequest, codec: TextCodec, info: EngineInfo
-) -> Steps[list[CompletionPrompt]]:
+    request: CompletionRequest, codec: TextCodec, info: EngineInfo, cover: Cover
+) -> list[CompletionPrompt]:
     """Plan the prompts of a request. Errors: APIError `invalid_request`, `context_too_long`.
 
     Text is encoded with a BOS where the tokenizer adds one; ids are taken as they are.
@@ -82,7 +82,7 @@ def plan_completions(
         samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
-        yield num_planned
+        cover(num_planned)
     return prompts
 
 

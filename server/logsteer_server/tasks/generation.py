@@ -30,7 +30,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
+from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
 from logsteer_server.tasks.targets import aggregate_columns, show_columns
 from logsteer_server.text.chat import ChatForm
@@ -65,8 +65,9 @@ def plan_continuations(
     count: int,
     codec: TextCodec,
     info: EngineInfo,
+    cover: Cover,
     problems: ItemProblems | None = None,
-) -> Steps[tuple[list[GenerateJob], list[int]]]:
+) -> tuple[list[GenerateJob], list[int]]:
     """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
     `first` has everything but the tokens; seeds count on from its own over all completions, those
@@ -93,7 +94,7 @@ def plan_continuations(
         start = first.seed + index * count
         jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
         num_planned += count * jobs[-1].num_expected
-        yield num_planned
+        cover(num_planned)
     return jobs, truncated
 
 
@@ -313,7 +314,7 @@ class GenerationTask(BodyTask[P]):
         """Generate everything in one batch; in another, probes read the last tokens."""
         body = self._body
         planner.cover_text(find_longest_prompt(body.prompts or [], self._conversations))
-        self._continuations = await planner.advance(self._plan())
+        self._continuations = await planner.run(self._plan, planner)
         if not self._continuations.jobs:  # each prompt has a problem
             return
         tokens = len(self._continuations.jobs) * body.max_tokens
@@ -325,7 +326,7 @@ class GenerationTask(BodyTask[P]):
             ends = self._continuations.read_ends()
             yield Batch(ends, take_each(self._take_end), purpose="reference", silent=True)
 
-    def _plan(self) -> Steps[Continuations]:
+    def _plan(self, planner: Planner) -> Continuations:
         body = self._body
         interventions = Interventions.resolve(body, self._stores, self.info, self.codec)
         given = body.prompts or body.prompt_ids or []
@@ -345,13 +346,14 @@ class GenerationTask(BodyTask[P]):
             columns=tuple(self.columns),
             double=body.precision == "float64",
         )
-        steps = plan_continuations(prompts, first, body.n, self.codec, self.info, self._problems)
-        plain, self._truncated = yield from steps
+        plain, self._truncated = plan_continuations(
+            prompts, first, body.n, self.codec, self.info, planner.cover, self._problems
+        )
         self.interventions = interventions
         baseline: Sequence[GenerateJob] = []
         if self.has_baseline:
-            baseline = yield from interventions.unsteered.apply(plain)
-        steered = (yield from interventions.apply(plain)) if plain else []
+            baseline = interventions.unsteered.apply(plain)
+        steered = interventions.apply(plain) if plain else []
         return Continuations(steered, baseline, body.n, first.seed)
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:

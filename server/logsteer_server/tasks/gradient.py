@@ -20,7 +20,7 @@ from logsteer_server.interventions.references import (
 )
 from logsteer_server.interventions.steering import place_positions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
+from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
     ColumnOptions,
@@ -196,7 +196,7 @@ class GradientTask(BodyTask[GradientRequest]):
         """Differentiate all targets in one batch."""
         planner.cover_text(find_longest(self._body.items))
         problems = ItemProblems("items", self._body.on_error)
-        targets, jobs = await planner.advance(self._plan(problems))
+        targets, jobs = await planner.run(self._plan, planner, problems)
         collector = Collector()
         if jobs:
             yield Batch(jobs, collector.take)
@@ -219,7 +219,9 @@ class GradientTask(BodyTask[GradientRequest]):
             described.append(found)
         return described
 
-    def _plan(self, problems: ItemProblems) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
+    def _plan(
+        self, planner: Planner, problems: ItemProblems
+    ) -> tuple[TargetPlan, Sequence[GradientJob]]:
         body, wrt, info = self._body, self._body.wrt, self.info
         self._path = AttributionPath.choose(body)
         check_feature("gradient", info, None)
@@ -231,20 +233,20 @@ class GradientTask(BodyTask[GradientRequest]):
             on_overflow=body.on_overflow,
             chat=body,
         )
-        targets = yield from plan_targets(
-            body.items, self.codec, info, options, ColumnOptions(), problems
+        targets = plan_targets(
+            body.items, self.codec, info, options, ColumnOptions(), planner.cover, problems
         )
         if not targets.planned:
             return targets, ()
         if wrt is None:
             assert self._path is not None, "a request has wrt or attribution"
             plain = self._path.plan(targets, MAX_NUMBERS)
-            return targets, (yield from self.interventions.apply(plain))
+            return targets, self.interventions.apply(plain)
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
         plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
-        return targets, (yield from self.interventions.apply(plain))
+        return targets, self.interventions.apply(plain)
 
     def report(self) -> dict[str, Any]:
         """Return the derivatives of each item's targets, and the direction where there is one."""

@@ -14,7 +14,7 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, Facts, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
@@ -23,7 +23,9 @@ from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
 
-def plan_labels(request: ScoreRequest, codec: TextCodec, info: EngineInfo) -> Steps[list[ScoreJob]]:
+def plan_labels(
+    request: ScoreRequest, codec: TextCodec, info: EngineInfo, cover: Cover
+) -> list[ScoreJob]:
     """Plan one job an item, which reads all labels from its last row.
 
     Text is encoded with a BOS where the tokenizer adds one. Errors: APIError `invalid_request`,
@@ -48,7 +50,7 @@ def plan_labels(request: ScoreRequest, codec: TextCodec, info: EngineInfo) -> St
             raise api_error("context_too_long", detail, param=f"items[{index}]")
         jobs.append(ScoreJob(np.array(ids, np.int32), labels, shares_row=len(labels) > 1))
         num_planned += len(ids)
-        yield num_planned
+        cover(num_planned)
     return jobs
 
 
@@ -103,7 +105,7 @@ class LabelTask(BodyTask[ScoreRequest]):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves what they begin with."""
         planner.cover_text(self._longest)
-        jobs = await planner.advance(self._plan())
+        jobs = await planner.run(self._plan, planner)
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
         collector = Collector()
         yield Batch(jobs, collector.take, cache=True)
@@ -118,10 +120,10 @@ class LabelTask(BodyTask[ScoreRequest]):
         longest = max((len(item) for item in items if isinstance(item, str)), default=0)
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
-    def _plan(self) -> Steps[Sequence[ScoreJob]]:
+    def _plan(self, planner: Planner) -> Sequence[ScoreJob]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
-        jobs = yield from plan_labels(self._body, self.codec, self.info)
-        return (yield from self.interventions.apply(jobs))
+        jobs = plan_labels(self._body, self.codec, self.info, planner.cover)
+        return self.interventions.apply(jobs)
 
     def report(self) -> dict[str, Any]:
         """Return the scores of each item, with a flag where there are some that are null."""

@@ -27,7 +27,7 @@ from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
+from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
     ColumnOptions,
@@ -73,7 +73,7 @@ class LensTask(BodyTask[LensRequest]):
         items = self._items()
         planner.cover_text(find_longest(items))
         problems = ItemProblems("items", body.on_error)
-        plan, layers = await planner.advance(self._plan(items, problems))
+        plan, layers = await planner.run(self._plan, items, planner, problems)
         if not plan.jobs:  # each item has a problem
             self.results = problems.fill([], self.request_id)
             return
@@ -90,17 +90,16 @@ class LensTask(BodyTask[LensRequest]):
         rows = sum(capture.num_rows for capture in captures)
         planner.hold_activations(HELD * rows * len(layers) * info.hidden_size)
         captured, scored = Collector(), Collector()
-        applied = await planner.advance(self.interventions.apply(captures))
+        applied = await planner.run(self.interventions.apply, captures)
         yield Batch(applied, captured.take)
-        steps = self._list_jobs(plan, layers, captured.outputs)
-        jobs = await planner.advance(collect(steps))
+        jobs = await planner.run(list, self._list_jobs(plan, layers, captured.outputs))
         yield Batch(jobs, scored.take, cache=body.cache, purpose="readout")
-        found = await planner.advance(self._write(plan, layers, scored.scores))
+        found = await planner.run(self._write, plan, layers, scored.scores)
         self.results = problems.fill(found, self.request_id)
 
     def _plan(
-        self, items: Sequence[LogprobItem], problems: ItemProblems
-    ) -> Steps[tuple[TargetPlan, tuple[int, ...]]]:
+        self, items: Sequence[LogprobItem], planner: Planner, problems: ItemProblems
+    ) -> tuple[TargetPlan, tuple[int, ...]]:
         body, info = self._body, self.info
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
@@ -110,7 +109,7 @@ class LensTask(BodyTask[LensRequest]):
         )
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
-        plan = yield from plan_targets(items, self.codec, info, options, read, problems)
+        plan = plan_targets(items, self.codec, info, options, read, planner.cover, problems)
         return plan, layers
 
     def _list_jobs(
@@ -132,7 +131,7 @@ class LensTask(BodyTask[LensRequest]):
 
     def _write(
         self, plan: TargetPlan, layers: tuple[int, ...], outputs: ScoreOutputs
-    ) -> Steps[list[dict[str, Any]]]:
+    ) -> list[dict[str, Any]]:
         """Return the `LensItem` of each item; a layer's rows are those of the planned jobs."""
         begins, ends = plan.find_rows(plan.jobs.target_starts)
         num_rows = len(plan.jobs.targets)
@@ -153,7 +152,6 @@ class LensTask(BodyTask[LensRequest]):
                 "truncated_tokens": planned.truncated,
                 "flags": [] if finite else ["non_finite"],
             })  # fmt: skip
-            yield 0
         return [{"targets": [targets[index] for index in item.targets]} for item in plan.items]
 
     def _write_rows(self, outputs: ScoreOutputs, begin: int, end: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import read_rows, reserve_references
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
+from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
     Column,
@@ -40,9 +40,6 @@ from logsteer_server.tasks.targets import (
 )
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
-
-WRITTEN_AT_ONCE = 32
-"""Targets that a step writes."""
 
 LEFT_OUT = "merged_left_out"
 """Flag of an item of which merged targets take no part in the comparison with exact ones."""
@@ -74,7 +71,7 @@ def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
 
 def assemble_targets(
     plan: TargetPlan, outputs: ScoreOutputs, codec: TextCodec, shown: Shown
-) -> Steps[list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
     begins, ends = plan.find_rows(outputs.row_starts)
     totals = add_between(outputs.columns["logprob"].astype(np.float64), begins, ends).tolist()
@@ -94,14 +91,8 @@ def assemble_targets(
             readings = outputs.readings[target.job] if outputs.readings else None
             score |= shown.interventions.show_readings(readings, first)
         scores.append(score)
-        if shown.interventions.probes or not len(scores) % WRITTEN_AT_ONCE:
-            yield 0
-    results = [] if shown.interventions.probes else FiniteDocuments()
-    for item in plan.items:
-        results.append(_score_item(item, scores, shown.space))
-        if not len(results) % WRITTEN_AT_ONCE:
-            yield 0
-    return results
+    results = [_score_item(item, scores, shown.space) for item in plan.items]
+    return results if shown.interventions.probes else FiniteDocuments(results)
 
 
 def _score_item(
@@ -241,7 +232,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         body = self._body
         planner.cover_text(find_longest(body.items))
         self._problems = ItemProblems("items", body.on_error)
-        plan, jobs = await planner.advance(self._plan())
+        plan, jobs = await planner.run(self._plan, planner)
         if not jobs:  # each item has a problem
             self.results = self._problems.fill([], self.request_id)
             return
@@ -265,26 +256,29 @@ class LogprobTask(BodyTask[LogprobRequest]):
             vocabulary = await planner.capacity.call_long(read) if files else []
         window = body.window if isinstance(body, DiagnosticsRequest) else None
         shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
-        steps = assemble_targets(plan, collector.scores, self.codec, shown)
-        self.results = await planner.advance(steps)
+        self.results = await planner.run(
+            assemble_targets, plan, collector.scores, self.codec, shown
+        )
         if vocabulary:
             _add_rows(self.results, plan, vocabulary)
         if self._problems:
             self.results = self._problems.fill(self.results, self.request_id)
 
-    def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
+    def _plan(self, planner: Planner) -> tuple[TargetPlan, Sequence[ScoreJob]]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow, body)
         top = min(body.top, info.vocab_size)
         reads_end = bool(self.interventions.probes)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
-        plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
+        plan = plan_targets(
+            body.items, self.codec, info, options, read, planner.cover, self._problems
+        )
         if body.step_tokens is not None:
             check_feature("step_tokens", info, "step_tokens")
             like = replace(plan.jobs.like, step_tokens=body.step_tokens)
             plan = replace(plan, jobs=replace(plan.jobs, like=like))
-        return plan, (yield from self.interventions.apply(plan.jobs)) if plan.jobs else ()
+        return plan, self.interventions.apply(plan.jobs) if plan.jobs else ()
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:
         """Return the answer as the tensors of a file, as `LogprobAnswer` says."""

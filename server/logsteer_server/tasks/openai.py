@@ -38,7 +38,7 @@ from logsteer_server.tasks.generation import (
     make_end,
     read_end,
 )
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.reply_form import check_reply
 from logsteer_server.tasks.run import (
     Batch,
@@ -83,7 +83,7 @@ class OpenAITask(BodyTask[S]):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
         planner.cover_text(self._longest)
-        self._prompts, jobs = await planner.advance(self._plan())
+        self._prompts, jobs = await planner.run(self._plan, planner)
         if not self.streams:
             self._expect(planner, jobs)
             collector = Collector()
@@ -127,11 +127,11 @@ class OpenAITask(BodyTask[S]):
         """Whether prompts are given back before their completions."""
         return False
 
-    def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
+    def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
-        prompts = yield from self._plan_prompts()
+        prompts = self._plan_prompts(planner)
         jobs = [job for each in prompts for job in each.jobs]
-        return prompts, (yield from self.interventions.apply(jobs))
+        return prompts, self.interventions.apply(jobs)
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
         """Reserve memory for the answer. Errors: as `Planner.expect_rows`."""
@@ -149,7 +149,7 @@ class OpenAITask(BodyTask[S]):
         """Characters, or ids, of the longest prompt."""
 
     @abstractmethod
-    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+    def _plan_prompts(self, planner: Planner) -> list[CompletionPrompt]:
         """Return the prompts with their plain jobs."""
 
     @abstractmethod
@@ -263,8 +263,8 @@ class CompletionTask(OpenAITask[CompletionRequest]):
             return len(given)
         return max(len(entry) for entry in given if not isinstance(entry, int))
 
-    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
-        return plan_completions(self._body, self.codec, self.info)
+    def _plan_prompts(self, planner: Planner) -> list[CompletionPrompt]:
+        return plan_completions(self._body, self.codec, self.info, planner.cover)
 
     @property
     def echoes(self) -> bool:
@@ -370,9 +370,9 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def _longest(self) -> int:
         return find_longest_prompt([], [self._body.messages])
 
-    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+    def _plan_prompts(self, planner: Planner) -> list[CompletionPrompt]:
         prompt = plan_chat(self._body, self.codec, self.info)
-        yield sum(job.num_expected for job in prompt.jobs)
+        planner.cover(sum(job.num_expected for job in prompt.jobs))
         return [prompt]
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps, collect
+from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
@@ -189,7 +189,7 @@ class PatchTask(BodyTask[PatchRequest]):
         """
         body, info = self._body, self.info
         planner.cover_text(find_longest(_list_items(body.pairs)))
-        pairs, layer_sets = await planner.advance(self._plan())
+        pairs, layer_sets = await planner.run(self._plan, planner)
         site = CaptureSite(body.hook, sorted(set().union(*layer_sets)), "each")
         layers = site.find_layers(info)
         places = sum(len(pair.positions) for pair in pairs)
@@ -202,25 +202,25 @@ class PatchTask(BodyTask[PatchRequest]):
         planner.hold_activations(held * site.find_width(info))
         captures = [CaptureJob(tokens, layers, body.hook, "each") for tokens in sources]
         captured, scored = Collector(), Collector()
-        applied = await planner.advance(self.interventions.apply(captures))
+        applied = await planner.run(self.interventions.apply, captures)
         yield Batch(applied, captured.take)
         async with AsyncExitStack() as stack:
             if body.metric == "kl":
-                clean = await planner.advance(
-                    self.interventions.apply([pair.runs["clean"].jobs[0] for pair in pairs])
-                )
+                first = [pair.runs["clean"].jobs[0] for pair in pairs]
+                clean = await planner.run(self.interventions.apply, first)
                 files = await stack.enter_async_context(
                     reserve_references(clean, info.vocab_size, planner, self._scratch, "pairs")
                 )
                 yield Batch(export_jobs(clean, files), purpose="reference")
                 pairs = [pair.compare(file) for pair, file in zip(pairs, files, strict=True)]
-            steps = self._list_jobs(pairs, layer_sets, layers, captured.outputs)
-            jobs = await planner.advance(collect(steps))
+            jobs = await planner.run(
+                list, self._list_jobs(pairs, layer_sets, layers, captured.outputs)
+            )
             yield Batch(jobs, scored.take, cache=body.cache)
         outputs = iter(scored.outputs)
         self.results = [self._write(pair, layer_sets, outputs) for pair in pairs]
 
-    def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
+    def _plan(self, planner: Planner) -> tuple[list[PlannedPair], list[list[int]]]:
         body, codec, info = self._body, self.codec, self.info
         check_feature("steering", info, "hook")
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
@@ -231,9 +231,8 @@ class PatchTask(BodyTask[PatchRequest]):
             chat=body,
         )
         read = ColumnOptions.of((), precision=body.precision)
-        plan = yield from plan_targets(
-            _list_items(body.pairs), codec, info, options, read, PairProblems("pairs")
-        )
+        items, problems = _list_items(body.pairs), PairProblems("pairs")
+        plan = plan_targets(items, codec, info, options, read, planner.cover, problems)
         pairs = []
         for n, pair in enumerate(body.pairs):
             clean, corrupted = (

@@ -30,7 +30,7 @@ from logsteer_server.tasks.comparison import (
     export_files,
     export_jobs,
 )
-from logsteer_server.tasks.planning import ItemProblems, Planner, Steps
+from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.targets import ColumnOptions, show_columns
 from logsteer_server.text.chat import ChatForm
@@ -160,8 +160,9 @@ def cut_texts(
     read: ColumnOptions,
     codec: TextCodec,
     info: EngineInfo,
+    cover: Cover,
     problems: ItemProblems | None = None,
-) -> Steps[tuple[list[TextWindow], list[int]]]:
+) -> tuple[list[TextWindow], list[int]]:
     """Cut whole texts; return their windows in order, and the number of tokens of each text.
 
     `options` fit the model. What is wrong with a text, which then has no window, is added to
@@ -184,7 +185,7 @@ def cut_texts(
                     found = cut.feed(piece)
                     windows += found
                     num_planned += sum(window.job.num_expected for window in found)
-                    yield num_planned
+                    cover(num_planned)
                 windows += cut.finish()
             if index in problems:
                 del windows[first:]
@@ -410,7 +411,7 @@ class PerplexityTask(WindowTask):
             self._comparison = Comparison(self.model, self._reference)
         settings, body = planner.settings, self._body
         planner.cover_text(find_longest_prompt(body.texts or [], self._conversations))
-        windows = self._windows = await planner.advance(self._cut())
+        windows = self._windows = await planner.run(self._cut, planner)
         self._windows_total = len(windows)
         if body.tokens:
             rows = sum(window.num_scored for window in windows)
@@ -422,7 +423,7 @@ class PerplexityTask(WindowTask):
         if not windows and self._problems:
             return
         plain = [window.job for window in windows]
-        jobs = await planner.advance(self.interventions.apply(plain))
+        jobs = await planner.run(self.interventions.apply, plain)
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
@@ -440,7 +441,7 @@ class PerplexityTask(WindowTask):
                     take = take_each(partial(self._take_compared, part.start))
                     yield Batch(compare_jobs(compared, files), take, room=room)
 
-    def _cut(self) -> Steps[list[TextWindow]]:
+    def _cut(self, planner: Planner) -> list[TextWindow]:
         info = self.info
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
@@ -460,8 +461,9 @@ class PerplexityTask(WindowTask):
         windowing = self.windowing
         if self._conversations and body.bos == "auto" and body.protocol in ("sliding", "disjoint"):
             windowing = replace(windowing, bos="never")  # it stands in the template, or nowhere
-        steps = cut_texts(texts, windowing, read, self.codec, info, self._problems)
-        windows, lengths = yield from steps
+        windows, lengths = cut_texts(
+            texts, windowing, read, self.codec, info, planner.cover, self._problems
+        )
         for score, length in zip(self._scores, lengths, strict=True):
             score.sums.num_tokens = length
         return windows
@@ -557,7 +559,7 @@ class PerplexityStreamTask(WindowTask):
         self._windows = windows
         self._shows_events = not silent
         if not self._windows_done:
-            list(self.interventions.check_reach([window.job for window in windows]))
+            self.interventions.check_reach([window.job for window in windows])
         jobs = [self.interventions.change(window.job) for window in windows]
         return Batch(jobs, take_each(self._take), cache=self._query.cache, silent=silent)
 

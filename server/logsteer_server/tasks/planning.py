@@ -1,21 +1,16 @@
-"""Planning in slices: threads that requests share fairly, and room that grows with what is planned.
+"""Planning in threads, with room that grows with what is planned.
 
-What a request asks for is known only once its text is cut into tokens, which may take long. So
-plans are made in steps, by generators: each step yields how many tokens the plan has so far, and
-the last one returns it. Requests take turns by slices of some milliseconds. Between two slices a
-request's room is made to cover what it has planned, and a request that nobody waits for any more
-ends there.
-
-    request a   ▇▇▇   ▇▇▇   ▇▇▇ ...     a thread of those that take long, after LONG_AFTER_S
-    request b      ▇▇▇                  planned in one slice
-                     └ cover
+What a request asks for is known only once its text is cut into tokens, which may take long. A plan
+is an ordinary function that returns the request's jobs. It runs in a thread: small requests, large
+requests and long texts have threads of their own, so that none of one kind waits for another kind.
+As it goes on, a plan calls `Planner.cover` with the tokens that it has so far. That reserves room
+for them, and ends the plan of a request that was refused or given up.
 
 What is wrong with an item is found while it is planned, and refuses the request or that item.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -90,11 +85,14 @@ class ItemProblems:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Steps = Generator[int, None, T]
-"""Work in steps: each yields the tokens planned so far, and the last returns what came of it."""
+Cover = Callable[[int], None]
+"""Reserves room for the tokens planned so far. Errors: as `Reservation.cover`."""
 
 LONG_TEXT = 2**17
-"""Characters of a text from which on its encoding takes longer than a slice."""
+"""Characters of a text from which on its encoding takes long, and much memory."""
+LARGE_REQUEST = 2**17
+"""Memory of a request's body, here 16 KiB of JSON, above which its plan has the threads of large
+requests."""
 BYTES_PER_CHAR = 250
 """Memory of a character while its text is encoded: 187 in English, up to 790 where every byte is a
 token. Such texts are encoded one at a time."""
@@ -112,11 +110,7 @@ BYTES_PER_ALTERNATIVE = 56
 """An alternative's id, text and log-probability."""
 
 THREADS = 2
-"""One encodes, outside of Python's lock, while the other has that; a third would only wait."""
-SLICE_S = 0.01
-"""Seconds after which a request lets others have the thread."""
-LONG_AFTER_S = 0.1
-"""Seconds of a request's slices after which it takes the threads of those that take long."""
+"""Of each kind: one encodes, outside of Python's lock, while the other has that."""
 
 
 class Capacity:
@@ -133,7 +127,7 @@ class Capacity:
         self.texts = ThreadPoolExecutor(1, "planning-texts")
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that is no longer than a slice, done in a thread."""
+        """Return what short blocking work returns, done in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.short, partial(work, *args, **kwargs))
 
@@ -148,31 +142,10 @@ class Capacity:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def collect(values: Iterable[T]) -> Steps[list[T]]:
-    """Return what there is to come, one value a step."""
-    found = []
-    for value in values:
-        found.append(value)
-        yield 0
-    return found
-
-
-def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
-    """Run steps for a while; return the tokens planned, the result if that is all, and seconds."""
-    began = time.perf_counter()
-    planned = 0
-    while (seconds := time.perf_counter() - began) < SLICE_S:
-        try:
-            planned = next(steps)
-        except StopIteration as stop:
-            return planned, (stop.value,), time.perf_counter() - began
-    return planned, None, seconds
-
-
 class Planner:
     """What one run plans with: the server's settings and threads, and its own reservations.
 
-    `tokens` has room for what steps yield, `memory` for texts and the answer.
+    `tokens` has room for the planned tokens, `memory` for the request's body, texts and the answer.
     """
 
     def __init__(
@@ -184,27 +157,21 @@ class Planner:
     ) -> None:
         self.settings = capacity.settings
         self.expected_bytes = 0
-        self._takes_long = False
+        self._has_long_text = False
+        self._is_large = memory.amount > LARGE_REQUEST
         self._packs_arrays = packs_arrays
         self.capacity = capacity
-        self._tokens = tokens
+        self.cover: Cover = tokens.cover
+        """Reserves room for the tokens planned so far; plans call it in their threads."""
         self._memory = memory
 
-    async def advance(self, steps: Steps[T]) -> T:
-        """Return what steps come to; between slices, the room covers the tokens that are planned.
-
-        Errors: those of the steps and of `Reservation.cover`.
-        """
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what blocking work returns, done in a thread for requests of this size."""
         capacity, loop = self.capacity, asyncio.get_running_loop()
-        spent = 0.0
-        while True:
-            threads = capacity.short if spent < LONG_AFTER_S else capacity.long
-            threads = capacity.texts if self._takes_long else threads
-            planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
-            spent += seconds
-            if ended is not None:
-                return ended[0]
-            self._tokens.cover(planned)
+        threads = capacity.texts if self._has_long_text else capacity.short
+        if self._is_large and not self._has_long_text:
+            threads = capacity.long
+        return await loop.run_in_executor(threads, partial(work, *args, **kwargs))
 
     def cover_text(self, longest: int) -> None:
         """Reserve memory for the longest text while it is encoded, of so many characters.
@@ -219,8 +186,8 @@ class Planner:
                 "it, send it to /perplexity/stream, or raise max_text_chars."
             )
             raise api_error("payload_too_large", detail)
-        self._takes_long = longest > LONG_TEXT
-        if self._takes_long:
+        self._has_long_text = longest > LONG_TEXT
+        if self._has_long_text:
             self._memory.add(longest * BYTES_PER_CHAR)
 
     def expect_rows(self, rows: int, numbers: int, alternatives: int = 0) -> None:

@@ -24,7 +24,7 @@ from logsteer_server.tasks.comparison import (
 )
 from logsteer_server.tasks.logprob import sum_targets
 from logsteer_server.tasks.perplexity import TextWindow, cut_texts
-from logsteer_server.tasks.planning import Planner, Steps, collect
+from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
@@ -93,7 +93,8 @@ def plan_sweep(
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
-) -> Steps[SweepPlan]:
+    cover: Cover,
+) -> SweepPlan:
     """Plan what is scored at each setting; `windowing` fits the model.
 
     Errors: those of `plan_targets` and `cut_texts`.
@@ -101,7 +102,7 @@ def plan_sweep(
     targets = None
     next_jobs = []
     if items:
-        targets = yield from plan_targets(items, codec, info, options, read)
+        targets = plan_targets(items, codec, info, options, read, cover)
         firsts = [targets.planned[item.targets[0]] for item in targets.items]
         next_jobs = [
             ScoreJob(
@@ -112,7 +113,7 @@ def plan_sweep(
             )
             for first in firsts
         ]
-    windows, _ = yield from cut_texts(texts, windowing, read, codec, info)
+    windows, _ = cut_texts(texts, windowing, read, codec, info, cover)
     return SweepPlan(targets, next_jobs, windows, len(texts))
 
 
@@ -156,10 +157,10 @@ class SweepTask(BodyTask[SweepRequest]):
         body, info = self._body, self.info
         planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
         planner.hold_activations(self._count_numbers())
-        plan = await planner.advance(self._plan())
+        plan = await planner.capacity.call_long(self._plan, planner)
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
-        unsteered = await planner.advance(self.interventions.apply(plan.next_jobs))
+        unsteered = await planner.run(self.interventions.apply, plan.next_jobs)
         async with reserve_references(
             unsteered, info.vocab_size, planner, self._scratch, "items"
         ) as files:
@@ -168,7 +169,7 @@ class SweepTask(BodyTask[SweepRequest]):
             compared = compare_jobs(plan.next_jobs, files)
             each = replace(plan, next_jobs=compared).jobs
             changed = (own.interventions.change(job) for own in self._settings for job in each)
-            jobs = await planner.advance(collect(changed))
+            jobs = await planner.capacity.call_long(list, changed)
             collector = Collector()
             yield Batch(jobs, collector.take, cache=self._body.cache)
         self._points = await planner.capacity.call_long(
@@ -183,7 +184,7 @@ class SweepTask(BodyTask[SweepRequest]):
         parts = MAX_PARTS if any(one.positions for one in vectors) else 1
         return len(body.scales) * layers * parts * len(vectors) * info.hidden_size
 
-    def _plan(self) -> Steps[SweepPlan]:
+    def _plan(self, planner: Planner) -> SweepPlan:
         body, codec, info = self._body, self.codec, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, codec)
         settings = plan_settings(
@@ -195,7 +196,10 @@ class SweepTask(BodyTask[SweepRequest]):
             info,
             codec.decode,
         )
-        self._settings = yield from collect(settings)
+        self._settings = []
+        for setting in settings:
+            planner.cover(0)
+            self._settings.append(setting)
         options = TargetOptions(
             body.boundary,
             bos=body.bos,
@@ -206,10 +210,12 @@ class SweepTask(BodyTask[SweepRequest]):
         windowing = Windowing(bos=body.bos).fit(info.context_length)
         if body.texts:
             self.windowing = windowing
-        plan = yield from plan_sweep(body.items, body.texts, windowing, codec, info, options, read)
+        plan = plan_sweep(
+            body.items, body.texts, windowing, codec, info, options, read, planner.cover
+        )
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
-            yield from steered[0].interventions.check_reach(plan.jobs)
+            steered[0].interventions.check_reach(plan.jobs)
         return plan
 
     def report(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Ids, Policy, ScoreJob
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.planning import ItemProblems, Steps
+from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.chat import ChatForm, count_chars
@@ -111,13 +111,6 @@ def _aggregate(values: npt.NDArray[np.float64], window: int) -> dict[str, float 
     }
     return {name: float(n) if math.isfinite(n) else None for name, n in numbers.items()}
 
-
-TARGET_WORK = 64
-"""Tokens that take as long to look at as everything else of a target does."""
-PAUSE_AFTER = 4096
-"""Tokens of such work that a step takes, or a conversation, whose template may take long."""
-STEP_TEXTS = 256
-"""Texts that are compared, or put into their places, in a step."""
 
 MAX_TARGETS = 65_536
 """Targets of one request, all items: four for each of as many items as a request may have."""
@@ -225,27 +218,25 @@ def plan_targets(
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
+    cover: Cover,
     problems: ItemProblems | None = None,
-) -> Steps[TargetPlan]:
+) -> TargetPlan:
     """Plan one job a target, but one for all single tokens after a context that are not read.
 
     What is wrong with an item is added to `problems`; the first is raised where that is None.
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
     problems = ItemProblems("items") if problems is None else problems
-    laid = yield from _lay_out_items(given, codec, info, options, problems)
+    laid = _lay_out_items(given, codec, info, options, cover, problems)
     decoded: dict[int, str] = {}  # by the list's address
     targets = list(laid.distinct.values())
     for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
         decoded[id(target_ids)] = text
-        if not len(decoded) % STEP_TEXTS:
-            yield 0
     pairs = [target for target in laid.scored if not isinstance(target, Cut)]
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
     planned: list[PlannedTarget] = []
     numbers: list[int | None] = []
-    work = 0
     for place, target in enumerate(laid.scored):
         numbers.append(len(planned))
         cut: Cut | APIError
@@ -262,10 +253,7 @@ def plan_targets(
             planned.append(builder.place(text, cut if cut.context_ids else cut.read_first()))
         except APIError as error:
             laid.add_problem(problems, place, error)
-        work += TARGET_WORK + len(cut.target_ids)
-        if work >= PAUSE_AFTER:
-            work = 0
-            yield builder.num_tokens
+        cover(builder.num_tokens)
     items = laid.items
     if problems or None in numbers:
         items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
@@ -306,19 +294,20 @@ def _lay_out_items(
     codec: TextCodec,
     info: EngineInfo,
     options: TargetOptions,
+    cover: Cover,
     problems: ItemProblems,
-) -> Steps[_LaidItems]:
+) -> _LaidItems:
     """List what is scored of the items, which are checked and rendered."""
-    laid, work = _LaidItems(), 0
+    laid = _LaidItems()
     scored = laid.scored
     for index, item in enumerate(given):
         first = len(scored)
         laid.firsts.append(first)
+        cover(0)  # ends the plan of a request that was given up
         try:
             if item.context_ids is not None:
                 scored += _cut_ids(codec, info, options.bos, item, laid.distinct)
                 laid.items.append(PlannedItem(list(range(first, len(scored))), None))
-                work += TARGET_WORK + len(item.context_ids) + sum(map(len, item.target_ids or ()))
             else:
                 context, rendered = item.context or "", False
                 if item.messages is not None:
@@ -346,14 +335,10 @@ def _lay_out_items(
                         variants.append((place, place + 1))
                         scored += [(context, with_space, rendered), (context, bare, rendered)]
                 laid.items.append(PlannedItem(places, variants, targets))
-                work += PAUSE_AFTER if rendered else TARGET_WORK
         except APIError as error:
             problems.add(index, error)
             del scored[first:]
             laid.items.append(PlannedItem([], None))
-        if work >= PAUSE_AFTER:
-            work = 0
-            yield 0
     return laid
 
 

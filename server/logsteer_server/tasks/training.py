@@ -37,7 +37,7 @@ from logsteer_server.tasks.effect import (
     cut_texts,
     find_contrasts,
 )
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import (
     Double,
@@ -110,7 +110,8 @@ def plan_pairs(
     site: CaptureSite,
     info: EngineInfo,
     max_bytes: int,
-) -> Steps[list[CaptureJob]]:
+    cover: Cover,
+) -> list[CaptureJob]:
     """Plan one job for each of `count` sequences, those of `read_sides`, in order.
 
     Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
@@ -124,7 +125,7 @@ def plan_pairs(
         )
         raise api_error("payload_too_large", detail)
     places = map(name_side, range(count))
-    planned = yield from plan_captures(sequences, places, site, info)
+    planned = plan_captures(sequences, places, site, info, cover)
     return [capture.job for capture in planned]
 
 
@@ -281,7 +282,9 @@ class TrainTask(BodyTask[TrainRequest]):
         planner.cover_text(max(*lengths, *map(len, body.harm_texts)))
         form = ChatForm.of(body, is_whole=True)
         sequences = read_sides(sides, body.read, form, body.bos, self.codec)
-        jobs = await planner.advance(plan_pairs(sequences, len(sides), site, info, MAX_BYTES))
+        jobs = await planner.run(
+            plan_pairs, sequences, len(sides), site, info, MAX_BYTES, planner.cover
+        )
         tokens = [job.tokens.tolist() for job in jobs]
         contrasts = find_contrasts(body.pairs, tokens, self.codec.bos_id)
         ends = {one.pair: (tuple(one.positive), tuple(one.negative)) for one in contrasts}

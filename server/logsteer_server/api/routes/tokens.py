@@ -1,6 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`."""
 
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -8,7 +9,6 @@ from logsteer.schemas import (
     BosPolicy,
     DetokenizeAnswer,
     DetokenizeRequest,
-    Message,
     TokenizeAnswer,
     TokenizeRequest,
     list_conversations,
@@ -19,13 +19,12 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.models.admission import Reservation
+from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
-
-T = TypeVar("T")
 
 BYTES_PER_TOKEN = 200
 """Of an answer while it is made: the token's id, text and offsets, as objects and as text."""
@@ -44,15 +43,16 @@ async def tokenize(
     codec, info = model.require()
     codec = codec.literal if body.special_tokens == "text" else codec
     planner = Planner(capacity, request.state.memory, request.state.memory)
-    texts = body.texts or ([] if conversations else [body.prompt or ""])
-    planner.cover_text(find_longest_prompt(texts, conversations))
+    texts: Iterable[str] = body.texts or ([] if conversations else [body.prompt or ""])
+    planner.cover_text(find_longest_prompt(body.texts or [body.prompt or ""], conversations))
     bos = body.bos
     if conversations:
         bos, form = "never", ChatForm.of(body)
-        texts = await _run(request, planner, _render(codec, conversations, form))
+        texts = (codec.render_chat(messages, form) for messages in conversations)
     elif body.prompt is not None:
         bos = "auto" if body.add_special_tokens else "never"
-    results = await _run(request, planner, _encode(codec, texts, bos))
+    work = planner.run(_encode, codec, texts, bos, request.state.memory)
+    results = await run_within(request, capacity.settings.request_timeout_s, work)
     if not body.is_single:
         return answer(request, {"model": model.id, "results": results})
     ids = results[0]["token_ids"]
@@ -66,31 +66,18 @@ async def tokenize(
     return answer(request, document)
 
 
-async def _run(request: Request, planner: Planner, steps: Steps[T]) -> T:
-    """Return what the steps come to, within the deadline; they yield bytes of the answer."""
-    work = planner.advance(steps)
-    return await run_within(request, planner.settings.request_timeout_s, work)
-
-
-def _render(
-    codec: TextCodec, conversations: list[list[Message]], form: ChatForm
-) -> Steps[list[str]]:
-    texts = []
-    for messages in conversations:
-        texts.append(codec.render_chat(messages, form))
-        yield 0
-    return texts
-
-
-def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> Steps[list[dict[str, Any]]]:
+def _encode(
+    codec: TextCodec, texts: Iterable[str], bos: BosPolicy, memory: Reservation
+) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     num_tokens = 0
+    texts = list(texts)
     for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
         for encoded in codec.encode(texts[part.start : part.stop]):
             front = codec.bos_ids(bos, encoded.ids)
             ids = front + encoded.ids
             num_tokens += len(ids)
-            yield num_tokens * BYTES_PER_TOKEN
+            memory.cover(num_tokens * BYTES_PER_TOKEN)
             results.append(
                 {
                     "token_ids": ids,
@@ -114,16 +101,17 @@ async def detokenize(
         check_ids(ids, info.vocab_size, f"token_ids[{index}]")
     planner = Planner(capacity, request.state.memory, request.state.memory)
     planner.cover_text(max(map(len, sequences), default=0))
-    texts = await _run(request, planner, _decode(codec, sequences))
+    work = planner.run(_decode, codec, sequences, planner.cover)
+    texts = await run_within(request, capacity.settings.request_timeout_s, work)
     document: dict[str, Any] = {"model": model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]
     return answer(request, document)
 
 
-def _decode(codec: TextCodec, sequences: list[list[int]]) -> Steps[list[str]]:
+def _decode(codec: TextCodec, sequences: list[list[int]], cover: Cover) -> list[str]:
     texts = []
     for ids in sequences:
+        cover(0)
         texts.append(codec.decode(ids))
-        yield 0
     return texts
