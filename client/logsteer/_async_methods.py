@@ -747,6 +747,14 @@ class AsyncClientMethods(AsyncCaller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -794,6 +802,16 @@ class AsyncClientMethods(AsyncCaller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -845,6 +863,14 @@ class AsyncClientMethods(AsyncCaller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -881,6 +907,14 @@ class AsyncClientMethods(AsyncCaller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -930,6 +964,16 @@ class AsyncClientMethods(AsyncCaller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -981,6 +1025,14 @@ class AsyncClientMethods(AsyncCaller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1017,6 +1069,14 @@ class AsyncClientMethods(AsyncCaller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1063,6 +1123,16 @@ class AsyncClientMethods(AsyncCaller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1112,6 +1182,14 @@ class AsyncClientMethods(AsyncCaller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1147,6 +1225,14 @@ class AsyncClientMethods(AsyncCaller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1195,6 +1281,16 @@ class AsyncClientMethods(AsyncCaller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1244,6 +1340,14 @@ class AsyncClientMethods(AsyncCaller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1866,6 +1970,14 @@ class AsyncClientMethods(AsyncCaller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1923,6 +2035,16 @@ class AsyncClientMethods(AsyncCaller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1977,6 +2099,14 @@ class AsyncClientMethods(AsyncCaller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             model=model,
             bos=bos,

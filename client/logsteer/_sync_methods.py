@@ -743,6 +743,14 @@ class ClientMethods(Caller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -790,6 +798,16 @@ class ClientMethods(Caller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -841,6 +859,14 @@ class ClientMethods(Caller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -877,6 +903,14 @@ class ClientMethods(Caller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -926,6 +960,16 @@ class ClientMethods(Caller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -977,6 +1021,14 @@ class ClientMethods(Caller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1013,6 +1065,14 @@ class ClientMethods(Caller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1059,6 +1119,16 @@ class ClientMethods(Caller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1108,6 +1178,14 @@ class ClientMethods(Caller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1143,6 +1221,14 @@ class ClientMethods(Caller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -1191,6 +1277,16 @@ class ClientMethods(Caller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1240,6 +1336,14 @@ class ClientMethods(Caller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             on_error=on_error,
             model=model,
@@ -1862,6 +1966,14 @@ class ClientMethods(Caller):
         top_p: float | NotGiven = NOT_GIVEN,
         top_k: int | NotGiven = NOT_GIVEN,
         min_p: float | NotGiven = NOT_GIVEN,
+        repetition_penalty: float | NotGiven = NOT_GIVEN,
+        presence_penalty: float | NotGiven = NOT_GIVEN,
+        frequency_penalty: float | NotGiven = NOT_GIVEN,
+        logit_bias: Mapping[str, float] | NotGiven = NOT_GIVEN,
+        allowed_token_ids: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        bad_words: Sequence[str] | NotGiven = NOT_GIVEN,
+        min_tokens: int | NotGiven = NOT_GIVEN,
+        stop_token_ids: Sequence[int] | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1919,6 +2031,16 @@ class ClientMethods(Caller):
             top_k: 0: every token. Default 0.
             min_p: Never draw a token less probable than this share of the most probable one.
                 Default 0.0.
+            repetition_penalty: Divides positive logits of tokens in the prompt or the
+                continuation, and multiplies negative ones. Default 1.0.
+            presence_penalty: Taken off logits of tokens in the continuation. Default 0.0.
+            frequency_penalty: Taken off for each time that a token is in the continuation.
+                Default 0.0.
+            logit_bias: Added to logits, by token id.
+            allowed_token_ids: The only tokens that may come.
+            bad_words: Texts whose tokens may not come.
+            min_tokens: The end of sequence may not come before so many tokens have. Default 0.
+            stop_token_ids: Tokens that end a continuation, beside the end of sequence.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1973,6 +2095,14 @@ class ClientMethods(Caller):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
             precision=precision,
             model=model,
             bos=bos,

@@ -11,15 +11,27 @@ from typing import Any
 import numpy as np
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Job, Policy, ScoreJob
+from logsteer_server.contract.jobs import (
+    Adjustments,
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    Policy,
+    ScoreJob,
+)
 from tests.probes import drain, finish, start_vllm
 
+ADJUSTED = Adjustments(
+    1.4, 0.3, 0.2, bias=((300, 2.0),), bad_words=((265,), (312, 277)), min_tokens=6,
+    end_ids=(277, 534),
+)  # fmt: skip
 POLICIES = [
     Policy(), Policy(1e-3), Policy(0.0), Policy(1e-6, top_k=3), Policy(0.7, top_p=0.9),
     Policy(1.4, top_k=40), Policy(top_k=10**12), Policy(1.0, 200, 0.95, 0.01), Policy(5e-3),
     Policy(min_p=0.02), Policy(2.0), Policy(0.9, top_p=0.5),
+    Policy(0.9, top_p=0.95, adjustments=ADJUSTED), Policy(0.0, adjustments=ADJUSTED),
 ]  # fmt: skip
-SEEDS = [0, 1, 2, 2**31, 2**62, -1, -(2**63), 2**63 + 4, 11, 12, 13, 11]
+SEEDS = [0, 1, 2, 2**31, 2**62, -1, -(2**63), 2**63 + 4, 11, 12, 13, 11, 14, 15]
 LENGTH = 40
 
 

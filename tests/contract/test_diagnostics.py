@@ -66,16 +66,38 @@ def test_samples_are_those_of_one_request_whatever_their_batches(client: Client)
         assert (found.completion.columns or {}).keys() == {"log_q"}
 
 
-def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client) -> None:
-    answer = client.generate(PROMPTS, diagnostics=True, **SAMPLING)
+PENALISED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.3,
+    "logit_bias": {"265": -1.0, "300": 2.5},
+    "bad_words": ["."],
+    "min_tokens": 4,
+    "stop_token_ids": [534],
+}
+
+
+@pytest.mark.parametrize("adjusted", [{}, PENALISED], ids=["plain", "penalised"])
+def test_diagnostics_of_a_sample_are_those_it_was_generated_with(
+    client: Client, adjusted: dict[str, Any]
+) -> None:
+    sampling, policy = SAMPLING | adjusted, POLICY | adjusted
+    answer = client.generate(PROMPTS, diagnostics=True, **sampling)
     contexts = [client.tokenize(prompt).results[0].token_ids for prompt in PROMPTS]
     assert answer.usage.generated_tokens > 0
+    if adjusted:
+        first = answer.results[0].completions[0]
+        assert "." not in first.text
+        item = {"context_ids": contexts[0], "target_ids": [first.token_ids]}
+        plain = client.diagnostics([item], policy=POLICY).results[0].targets[0]
+        changes = finite(plain.columns["log_q"]) - finite(first.columns["log_q"])
+        assert np.abs(changes).max() > 0.1
     assert answer.usage.scored_tokens == 0, "what is generated is not read again"
     assert answer.usage.prompt_tokens == SAMPLING["n"] * sum(map(len, contexts))
     for context, result in zip(contexts, answer.results, strict=True):
         targets = [completion.token_ids for completion in result.completions]
         again = client.diagnostics(
-            [{"context_ids": context, "target_ids": targets}], policy=POLICY, cache=False
+            [{"context_ids": context, "target_ids": targets}], policy=policy, cache=False
         )
         for completion, target in zip(result.completions, again.results[0].targets, strict=True):
             assert target.logprobs == pytest.approx(completion.logprobs, abs=1e-4)

@@ -15,6 +15,7 @@ import torch
 
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.engines.weights import find_eos
+from logsteer_server.numerics.adjustments import adjust_rows, place_targets
 from logsteer_server.numerics.drawing import find_uniform
 from logsteer_server.numerics.sampling import is_greedy, shape_rows
 from tests.conftest import DEMO_MODEL
@@ -67,9 +68,14 @@ def tlens(checkpoint: Path, prompt: np.ndarray) -> dict[str, Any]:
 
 @torch.inference_mode()
 def read_rows(reference: Any, job: GenerateJob, drawn: list[int]) -> torch.Tensor:
-    """The logits of transformers that each token was drawn from [N, V]."""
+    """The logits that each token was drawn from [N, V]: those of transformers, adjusted."""
     ids = torch.tensor([[*job.tokens.tolist(), *drawn]])
-    return reference(ids).logits[0, len(job.tokens) - 1 : -1].double()
+    logits_NV = reference(ids).logits[0, len(job.tokens) - 1 : -1].double()
+    if (adjustments := job.policy.adjustments) is None:
+        return logits_NV
+    before = place_targets(job.tokens, np.array(drawn), False, logits_NV.device)
+    histories, counts = zip(*before, strict=True)
+    return adjust_rows(logits_NV, [adjustments] * len(drawn), histories, counts)
 
 
 def check_draws(reference: Any, job: GenerateJob, drawn: list[int]) -> None:

@@ -138,7 +138,7 @@ def test_errors_have_openais_shape(outside: openai.OpenAI, model: str, client: C
         ({"prompt": ""}, "prompt", "empty"),
         ({"max_tokens": 10**6}, "prompt", "max_tokens|context"),
         ({"prompt": [10**6]}, "prompt", "vocabulary|token ids"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "own probabilities"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
         ({"temperature": -1}, "temperature", "0.0 or more"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         ({"extra_body": {"sterring": {}}}, "sterring", "did you mean `steering`"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from logsteer_server.contract.plan import CONFIG_KEY
 from tests.conftest import DEMO_MODEL
 from tests.contract import v2_probe
+from tests.contract.draws_probe import POLICIES
 from tests.contract.lora import write_adapter
 from tests.contract.test_exactness import deviate
 from tests.contract.v2_probe import KINDS
@@ -30,7 +31,7 @@ CASES = (
     "plain", "shared row", "adapter", "adapter, steered",
     *(f"{what}, {kind}" for what in ("score", "generate", "stop") for kind in KINDS),
     *(f"capture, {number}" for number in range(5)),
-    *(f"draw, {number}" for number in range(24)),
+    *(f"draw, {number}" for number in range(2 * len(POLICIES))),
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from logsteer_server.tasks.generation import (
 from logsteer_server.tasks.openai import CompletionTask
 from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
 from logsteer_server.tasks.planning import Capacity
+from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
@@ -92,7 +93,7 @@ def cut(
 
 class TestTexts:
     def test_windows_read_what_was_asked_for(self) -> None:
-        policy = SamplingPolicy(temperature=0.5, top_k=3)
+        policy = Policy(0.5, 3)
         read = ColumnOptions.of(["entropy", "log_q"], policy, "float64")
         windows, lengths = cut(TEXT, "a cat", read=read, context_length=16)
         assert lengths == list(map(len, encode(TEXT, "a cat", bos=False)))
@@ -372,7 +373,7 @@ class TestCompletions:
 class TestColumns:
     def test_policy_and_precision_of_a_request(self) -> None:
         policy = SamplingPolicy(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
-        read = ColumnOptions.of(["log_q"], policy, "float64", top=3)
+        read = ColumnOptions.of(["log_q"], plan_policy(policy, CODEC, INFO), "float64", top=3)
         assert (read.policy, read.double, read.top) == (Policy(0.5, 7, 0.9, 0.1), True, 3)
         assert ColumnOptions.of([]) == ColumnOptions()
 

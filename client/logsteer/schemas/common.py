@@ -237,10 +237,44 @@ class DrawOptions(Request):
         le=1,
         description="Never draw a token less probable than this share of the most probable one.",
     )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="Divides positive logits of tokens in the prompt or the continuation, and "
+        "multiplies negative ones.",
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-2, le=2, description="Taken off logits of tokens in the continuation."
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Taken off for each time that a token is in the continuation.",
+    )
+    logit_bias: dict[
+        Annotated[str, Field(pattern=r"^\d{1,8}$")], Annotated[float, Field(ge=-100, le=100)]
+    ] = Field(default_factory=dict, max_length=1024, description="Added to logits, by token id.")
+    allowed_token_ids: list[TokenId] | None = Field(
+        default=None, min_length=1, max_length=4096, description="The only tokens that may come."
+    )
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=128, description="Texts whose tokens may not come."
+    )
+    min_tokens: Index = Field(
+        default=0, description="The end of sequence may not come before so many tokens have."
+    )
+    stop_token_ids: list[TokenId] = Field(
+        default_factory=list,
+        max_length=1024,
+        description="Tokens that end a continuation, beside the end of sequence.",
+    )
 
 
 class SamplingPolicy(DrawOptions):
-    """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised.
+    """How tokens are drawn: bans, biases and penalties, then temperature, then min_p, then top_k,
+    then top_p, renormalised.
 
     Of equally probable tokens those with smaller ids are kept. Every engine draws by this.
     """

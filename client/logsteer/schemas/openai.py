@@ -46,15 +46,9 @@ LABELS = frozenset(
 )
 """Fields of OpenAI's that say something of the caller, and change no answer."""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
-_OWN_DISTRIBUTION = "tokens are drawn from the model's own probabilities; leave it out"
 _TOOLS = "its successors are taken: send tools and tool_choice"
 _NO_SEARCH = "nothing is searched here; leave it out"
 _TEXT_ALONE = "text is read and written, and nothing else; leave it out"
-_SAMPLING: Mapping[str, Unsupported] = {
-    "presence_penalty": Unsupported(_OWN_DISTRIBUTION, (0,)),
-    "frequency_penalty": Unsupported(_OWN_DISTRIBUTION, (0,)),
-    "logit_bias": Unsupported(_OWN_DISTRIBUTION, ({},)),
-}
 
 
 class StreamOptions(Request):
@@ -102,8 +96,6 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
 class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     """Fields that completions and chat completions share."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
-
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
@@ -136,7 +128,6 @@ class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`: prompts as text or token ids, one or several."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **_SAMPLING,
         "best_of": Unsupported("every completion is given, not the best; send n", (1,)),
         "suffix": Unsupported("nothing is inserted before other text; leave it out", ("",)),
     }
@@ -199,7 +190,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **_SAMPLING,
         "functions": Unsupported(_TOOLS, ([],)),
         "function_call": Unsupported(_TOOLS, ("none", "auto")),
         "web_search_options": Unsupported(_NO_SEARCH),

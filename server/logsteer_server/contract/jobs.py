@@ -32,6 +32,30 @@ Scores = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What is done to logits before a policy draws; the defaults do nothing.
+
+    `bias`: ids, and what is added to their logits. `allowed`: the ids that may come; None: all.
+    `bad_words`: sequences of ids that may not come after the prompt. The `end_ids` may not come
+    before `min_tokens` others have.
+    """
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether it depends on which tokens came before."""
+        return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """How a token is drawn from logits; temperature 0 is greedy, the other defaults cut nothing."""
 
@@ -39,6 +63,7 @@ class Policy:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    adjustments: Adjustments | None = None
 
 
 EXPECTED_TOKENS = 1024
@@ -317,8 +342,9 @@ class GenerateJob(Job):
     """One prompt of T tokens to continue by at most `max_tokens` ones that `policy` draws.
 
     The same seed gives the same tokens whatever else is in the batch; a job without one has a seed
-    drawn. Generation ends at a token that ends the sequence, or where the text contains a string of
-    `stop`, which is left out unless `include_stop`; with `ignore_eos` only at the latter. With
+    drawn. Generation ends at a token that ends the sequence, unless `ignore_eos`, at one of
+    `stop_ids`, or where the text contains a string of `stop`, which is left out unless
+    `include_stop`; at none of these before the policy's `min_tokens`. With
     `stream` the output comes in pieces. Without `logprobs` log-probabilities, columns and
     alternatives are left out.
 
@@ -334,6 +360,7 @@ class GenerateJob(Job):
     policy: Policy = Policy()
     seed: int = field(default_factory=draw_seed)
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
     top: int = 0
@@ -348,6 +375,11 @@ class GenerateJob(Job):
         """What the job needs of an engine."""
         needed = find_features(self)
         return needed if self.json_schema is None else (*needed, "structure")
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the continuation."""
+        return self.policy.adjustments.min_tokens if self.policy.adjustments else 0
 
     @property
     def num_read(self) -> int:

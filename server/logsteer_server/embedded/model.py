@@ -150,6 +150,8 @@ class DifferentiableRows:
 
 
 def _check_derivative(policy: Policy) -> None:
+    if policy.adjustments is not None:
+        raise ValueError("penalties, biases and bans have no derivative here: leave them out")
     if is_greedy(policy):
         raise ValueError("temperature 0 draws one token for certain: there is no derivative")
 

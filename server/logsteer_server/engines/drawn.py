@@ -41,8 +41,8 @@ class GrowingText:
         self._text = ""
         self._out = 0
 
-    def add(self, token: int) -> bool:
-        """Take a token in, and return whether a stop string ends the text here."""
+    def add(self, token: int, may_end: bool = True) -> bool:
+        """Take a token in, and return whether a stop string ends the text here, if it may."""
         self._ids.append(token)
         piece = self._decode_piece()
         waits = not piece or piece.endswith(INCOMPLETE)
@@ -51,7 +51,7 @@ class GrowingText:
         if piece:
             self._begin = self._done
         self._done = len(self._ids)
-        return self._extend(piece)
+        return self._extend(piece, may_end)
 
     def add_all(self, tokens: Sequence[int]) -> None:
         """Take in all tokens of a text without stop strings.
@@ -71,20 +71,20 @@ class GrowingText:
         """Take in what is left of a character that no token completed, and return as `add` does."""
         piece = self._decode_piece()
         self._begin = self._done = len(self._ids)
-        return self._extend(piece)
+        return self._extend(piece, may_end=True)
 
     def _decode_piece(self) -> str:
         """Return what the tokens add whose text is not out to the text before them."""
         before = self._decode(self._ids[self._begin : self._done])
         return self._decode(self._ids[self._begin :])[len(before) :]
 
-    def _extend(self, piece: str) -> bool:
+    def _extend(self, piece: str, may_end: bool) -> bool:
         searched = max(0, len(self._text) - self._held)
         self._text += piece
         found = [
             (at, at + len(stop) if self._include_stop else at)
             for stop in self._stop
-            if (at := self._text.find(stop, searched)) >= 0
+            if may_end and (at := self._text.find(stop, searched)) >= 0
         ]
         if found:
             _, end = min(found)
@@ -141,7 +141,8 @@ class DrawnTokens:
 
     def __init__(self, job: GenerateJob, eos_ids: tuple[int, ...], tokenizer: Any) -> None:
         self._job = job
-        self._end_ids = () if job.ignore_eos else eos_ids
+        self._end_ids = job.stop_ids if job.ignore_eos else (*job.stop_ids, *eos_ids)
+        self._hidden_ids = () if job.include_stop else self._end_ids
         self._grows = job.stream or bool(job.stop)
         prompt = job.tokens[-CONTEXT_TOKENS:].tolist()
         self._text = GrowingText(tokenizer, prompt, job.stop, job.include_stop)
@@ -159,7 +160,9 @@ class DrawnTokens:
         self._ids.append(token)
         if values_1W is not None:
             self._values.add(values_1W)
-        if token in self._end_ids or (self._grows and self._text.add(token)):
+        may_end = self.num_tokens > self._job.min_tokens
+        has_stop = self._grows and token not in self._hidden_ids and self._text.add(token, may_end)
+        if token in self._end_ids or has_stop:
             return "stop"
         if self.num_tokens < self._job.max_tokens:
             return None
@@ -173,7 +176,7 @@ class DrawnTokens:
         ids, self._ids = self._ids, []
         if finish_reason:
             if not self._grows:
-                self._text.add_all([token for token in ids if token not in self._end_ids])
+                self._text.add_all([token for token in ids if token not in self._hidden_ids])
             self._text.end()
         text = self._text.take(finish_reason is not None)
         token_ids = np.array(ids, dtype=np.int32)

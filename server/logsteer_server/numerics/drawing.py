@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import GenerateJob
+from logsteer_server.contract.jobs import Adjustments, GenerateJob
+from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
 from logsteer_server.numerics.rows import NEUTRAL, Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import PolicyRows, is_greedy, pick_rows
 
@@ -100,6 +101,7 @@ class _DrawnRows:
     """Rows that are drawn at once, of which the same is read.
 
     `policies` is None where the most probable tokens are taken, and no policy column is asked for.
+    `adjustments` are of all of them, or of none.
     """
 
     places: np.ndarray
@@ -107,6 +109,7 @@ class _DrawnRows:
     spec: RowSpec
     policies: PolicyRows | None
     seeds: np.ndarray
+    adjustments: list[Adjustments]
 
 
 class RowSampler:
@@ -117,6 +120,7 @@ class RowSampler:
             no token is wanted of, which has 0.
         seeds: of the rows; any integers, which count modulo 2^64.
         argmax: does what `find_best` does, where an engine has a faster one.
+        histories: of the rows whose policy has adjustments; drawn tokens are added to them.
 
     """
 
@@ -125,9 +129,11 @@ class RowSampler:
         specs: Sequence[RowSpec | None],
         seeds: Sequence[int],
         argmax: Callable[[Tensor], Tensor] = find_best,
+        histories: Sequence[TokenHistory | None] = (),
     ) -> None:
         self._argmax = argmax
         self._num_rows = len(specs)
+        self._histories = histories
         self._seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
         self._specs = specs
         self._parts: list[_DrawnRows] | None = None
@@ -173,6 +179,10 @@ class RowSampler:
         drawn_rV = own_rV
         if allowed_RV is not None:
             drawn_rV = own_rV.masked_fill(~allowed_RV[part.rows], -torch.inf)
+        histories = [one for p in part.places if part.adjustments and (one := self._histories[p])]
+        counts = index_R[part.places].tolist()
+        if histories:
+            drawn_rV = adjust_rows(drawn_rV, part.adjustments, histories, counts)
         shaped = part.policies.shape(drawn_rV) if part.policies else None
         if shaped is None:
             ids_r = self._argmax(drawn_rV)
@@ -182,6 +192,8 @@ class RowSampler:
             uniform_r = torch.from_numpy(uniform).to(own_rV.device, non_blocking=True)
             ids_r = draw_rows(shaped.q_RV, uniform_r)
             finite_r = shaped.pick_logits(ids_r).isfinite()
+        for history, count, id_ in zip(histories, counts, ids_r, strict=False):
+            history.following_N[count] = id_
         if not spec.width:
             return Drawn(ids_r, finite_r, own_rV[:, :0])
         rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
@@ -189,22 +201,21 @@ class RowSampler:
 
     def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:
         """Return the rows in parts of as many as are shaped at once."""
-        groups: dict[tuple[RowSpec, bool], list[int]] = {}
+        groups: dict[tuple[RowSpec, bool, bool], list[int]] = {}
         for row, spec in enumerate(self._specs):
             if spec is not None:
                 is_shaped = spec.looks_at_policy or not is_greedy(spec.policy)
-                groups.setdefault((replace(spec, policy=NEUTRAL), is_shaped), []).append(row)
+                kind = replace(spec, policy=NEUTRAL), is_shaped, bool(spec.policy.adjustments)
+                groups.setdefault(kind, []).append(row)
         at_once = CHUNK_LOGITS["cuda" if device.type == "cuda" else "cpu"] // size
         parts = []
-        for (spec, is_shaped), members in groups.items():
+        for (spec, is_shaped, _), members in groups.items():
             step = max(1, at_once // 2 if spec.double else at_once)
             for start in range(0, len(members), step):
                 own = members[start : start + step]
                 policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]
                 shaped = PolicyRows(policies, size, spec.dtype, device) if is_shaped else None
-                parts.append(
-                    _DrawnRows(
-                        np.array(own), pick_rows(own, device), spec, shaped, self._seed_R[own]
-                    )
-                )
+                adjustments = [one.adjustments for one in policies if one.adjustments]
+                places, rows = np.array(own), pick_rows(own, device)
+                parts.append(_DrawnRows(places, rows, spec, shaped, self._seed_R[own], adjustments))
         return parts

@@ -5,7 +5,7 @@ one row or for hundreds; columns need many times the room of the logits that the
 Axis letters: R rows, T targets, V vocabulary, D hidden size, W values of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.rows import RowFiles, Rows, RowSpec, read_rows
 
 BYTES_PER_MADE_LOGIT = 4
@@ -108,14 +109,24 @@ def join_equal(index_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """R hidden states [R, D], and T targets: target t follows row `row_T[t]`, in order of rows."""
+    """R hidden states [R, D], and T targets: target t follows row `row_T[t]`, in order of rows.
+
+    `before`: as `Rows` takes it, for each target.
+    """
 
     hidden_RD: Tensor
     targets_T: Tensor
     row_T: np.ndarray
+    before: Sequence[tuple[TokenHistory, int]] = ()
 
     @classmethod
-    def take(cls, hidden_ND: Tensor, index_T: np.ndarray, targets_T: np.ndarray) -> "HiddenRows":
+    def take(
+        cls,
+        hidden_ND: Tensor,
+        index_T: np.ndarray,
+        targets_T: np.ndarray,
+        before: Sequence[tuple[TokenHistory, int]] = (),
+    ) -> "HiddenRows":
         """Take the hidden states at the targets' places, once where targets share one."""
         index_R, row_T = join_equal(index_T)
         device = hidden_ND.device
@@ -123,6 +134,7 @@ class HiddenRows:
             hidden_ND[torch.from_numpy(index_R).to(device)],
             torch.from_numpy(targets_T).to(device, torch.int64),
             row_T,
+            before,
         )
 
     @classmethod
@@ -145,7 +157,11 @@ class HiddenRows:
 
 
 def make_rows(
-    logits_RV: Tensor, targets_R: Tensor, reference_RV: Tensor | None, spec: RowSpec
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    reference_RV: Tensor | None,
+    spec: RowSpec,
+    before: Sequence[tuple[TokenHistory, int]] = (),
 ) -> Rows:
     """Return rows that are read by the kernel on a GPU, except in float64."""
     kind = Rows
@@ -153,7 +169,15 @@ def make_rows(
         from logsteer_server.numerics.row_kernel import FusedRows
 
         kind = FusedRows
-    return kind(logits_RV, targets_R, reference_RV, spec.policy, spec.eos_ids, spec.double)
+    return kind(
+        logits_RV,
+        targets_R,
+        reference_RV,
+        spec.policy,
+        spec.eos_ids,
+        spec.double,
+        before=before,
+    )
 
 
 def read_hidden(
@@ -207,7 +231,8 @@ def _read_targets(
     if files.reference:
         reference_tV = files.reference.read(place, count, logits_rV.device)
     logits_tV = rows.pick(logits_rV, first, targets)
-    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec)
+    before = rows.before[targets]
+    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec, before)
     if files.export:
         files.export.write(place, found.log_probs_RV)
     return read_rows(found, spec), found.finite_R

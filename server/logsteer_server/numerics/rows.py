@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
 
@@ -76,6 +77,8 @@ class Rows:
         policy: what q is: the distribution that it draws from.
         eos_ids: tokens that end a sequence.
         shaped: what the policy draws from, where that is known.
+        before: of each row the history of its sequence, and how many tokens after the prompt stand
+            before the row's target; for a policy with adjustments.
 
     """
 
@@ -88,6 +91,7 @@ class Rows:
         eos_ids: Sequence[int] = (),
         double: bool = False,
         shaped: ShapedRows | None = None,
+        before: Sequence[tuple[TokenHistory, int]] = (),
     ) -> None:
         self._given_RV = logits_RV
         self._double = double
@@ -95,6 +99,7 @@ class Rows:
         self._reference_RV = reference_RV
         self._policy = policy
         self._shaped = shaped
+        self._before = before
         self.eos_ids = eos_ids
 
     @property
@@ -161,7 +166,13 @@ class Rows:
     @cached_property
     def shaped(self) -> ShapedRows:
         """What the policy draws from."""
-        return self._shaped or shape_rows(self.logits_RV, [self._policy] * len(self.targets_R))
+        if self._shaped is not None:
+            return self._shaped
+        logits_RV, policies = self.logits_RV, [self._policy] * len(self.targets_R)
+        if (own := self._policy.adjustments) is not None:
+            histories, counts = zip(*self._before, strict=True)
+            logits_RV = adjust_rows(logits_RV, [own] * len(policies), histories, counts)
+        return shape_rows(logits_RV, policies)
 
     @cached_property
     def sampling_entropy_R(self) -> Tensor:

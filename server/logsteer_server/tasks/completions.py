@@ -25,11 +25,14 @@ from logsteer_server.contract.jobs import (
     draw_seed,
 )
 from logsteer_server.tasks.planning import Cover, ItemProblems
+from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.reply_form import check_forced
 from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import CharCounter, TextCodec
+
+GREEDY = Policy(temperature=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,11 @@ def plan_completions(
     prompts: list[CompletionPrompt] = []
     num_planned = 0
     top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
+    policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
     for index, (text, ids) in enumerate(read_prompts(request.prompt, codec)):
         scores_echo = request.echo and top is not None
-        is_greedy = request.temperature == 0 and request.n == 1
+        is_greedy = policy == GREEDY and request.n == 1
         # Probes are read at the token that is generated, too.
         may_read = is_greedy and not request.probes
         reads_next = scores_echo and request.max_tokens == 1 and may_read
@@ -79,7 +83,9 @@ def plan_completions(
         if text is None:  # not before it is known to be short: millions of ids take gigabytes
             text = codec.decode(ids)
         starts = _find_starts(text if is_given else None, ids, codec) if scores_echo else []
-        samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
+        samples = []
+        if generates:
+            samples = _plan_samples(request, ids, request.max_tokens, top, policy)
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         cover(num_planned)
@@ -108,7 +114,8 @@ def plan_chat(
     schema = find_schema(request)
     if schema is None and request.tools and request.tool_choice == "auto":
         _check_calls_are_read(codec)
-    samples = _plan_samples(request, ids, max_tokens, top)
+    policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
+    samples = _plan_samples(request, ids, max_tokens, top, policy)
     samples = [replace(sample, json_schema=schema) for sample in samples]
     if schema is not None:
         param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
@@ -140,7 +147,7 @@ def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
 
 
 def _plan_samples(
-    request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None
+    request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None, policy: Policy
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
@@ -149,9 +156,10 @@ def _plan_samples(
         GenerateJob(
             tokens,
             max_tokens,
-            Policy(request.temperature, request.top_k, request.top_p, request.min_p),
+            policy,
             seed=seed + index,
             stop=request.stop_strings,
+            stop_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             top=top or 0,
             logprobs=top is not None,

@@ -22,7 +22,6 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
-    Policy,
     ScoreJob,
     ScoreOutput,
     draw_seed,
@@ -31,6 +30,7 @@ from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
+from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
 from logsteer_server.tasks.targets import aggregate_columns, show_columns
 from logsteer_server.text.chat import ChatForm
@@ -337,10 +337,11 @@ class GenerationTask(BodyTask[P]):
         first = GenerateJob(
             NO_TOKENS,
             body.max_tokens,
-            Policy(body.temperature, body.top_k, body.top_p, body.min_p),
+            plan_policy(body, self.codec, self.info, ignore_eos=body.ignore_eos),
             seed=draw_seed() if body.seed is None else body.seed,
             stop=tuple(body.stop),
             include_stop=body.include_stop,
+            stop_ids=tuple(body.stop_token_ids),
             ignore_eos=body.ignore_eos,
             stream=body.stream,
             columns=tuple(self.columns),

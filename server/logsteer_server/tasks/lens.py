@@ -28,6 +28,7 @@ from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.logprob import list_top
 from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import ItemProblems, Planner
+from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
     ColumnOptions,
@@ -108,7 +109,9 @@ class LensTask(BodyTask[LensRequest]):
             body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=body
         )
         top = min(body.top, info.vocab_size)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
+        policy = plan_policy(body.policy, self.codec, info)
+        refuse_adjustments(policy)
+        read = ColumnOptions.of(body.columns, policy, body.precision, top)
         plan = plan_targets(items, self.codec, info, options, read, planner.cover, problems)
         return plan, layers
 

@@ -24,8 +24,10 @@ from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import read_rows, reserve_references
 from logsteer_server.tasks.planning import ItemProblems, Planner
+from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
+    NEUTRAL,
     Column,
     ColumnOptions,
     PlannedItem,
@@ -270,7 +272,10 @@ class LogprobTask(BodyTask[LogprobRequest]):
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow, body)
         top = min(body.top, info.vocab_size)
         reads_end = bool(self.interventions.probes)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision, top, reads_end=reads_end)
+        policy = NEUTRAL
+        if "policy" in body.model_fields_set:
+            policy = plan_policy(body.policy, self.codec, info)
+        read = ColumnOptions.of(body.columns, policy, body.precision, top, reads_end=reads_end)
         plan = plan_targets(
             body.items, self.codec, info, options, read, planner.cover, self._problems
         )

@@ -31,6 +31,7 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
 )
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
+from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.targets import ColumnOptions, show_columns
 from logsteer_server.text.chat import ChatForm
@@ -448,7 +449,9 @@ class PerplexityTask(WindowTask):
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         reads_end = bool(self.interventions.probes)
-        read = ColumnOptions.of(body.columns, body.policy, body.precision, reads_end=reads_end)
+        policy = plan_policy(body.policy, self.codec, info)
+        refuse_adjustments(policy)
+        read = ColumnOptions.of(body.columns, policy, body.precision, reads_end=reads_end)
         self.windowing = Windowing.of(body).fit(info.context_length)
         if reads_end and self.windowing.protocol == "rolling":
             _check_room(self.windowing, info.context_length)

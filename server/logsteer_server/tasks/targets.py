@@ -21,7 +21,6 @@ from logsteer.schemas import (
     ChatFields,
     LogprobItem,
     OverflowPolicy,
-    SamplingPolicy,
 )
 from logsteer.schemas.common import Precision
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
@@ -36,6 +35,8 @@ from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_ids
 
 Column = npt.NDArray[Any]
+
+NEUTRAL = Policy()
 
 ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
 """Columns that stand beside `columns` in an answer, under these names."""
@@ -58,7 +59,7 @@ class ColumnOptions:
     def of(
         cls,
         columns: Iterable[str],
-        policy: SamplingPolicy | None = None,
+        policy: Policy = NEUTRAL,
         precision: Precision = "float32",
         top: int = 0,
         *,
@@ -66,8 +67,7 @@ class ColumnOptions:
     ) -> "ColumnOptions":
         """Return the options of a request's fields."""
         wanted = tuple(dict.fromkeys(["logprob", *columns]))
-        cut = Policy(**policy.model_dump()) if policy else Policy()
-        return cls(wanted, top, cut, precision == "float64", reads_end)
+        return cls(wanted, top, policy, precision == "float64", reads_end)
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from logsteer_server.engines.tlens.queue import (
     accept_row,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import RowSampler
 
 MAX_RUNNING_DELTAS = 2
@@ -46,6 +47,7 @@ class GenerationRow(Entry):
     """One job's row of a batch."""
 
     drawn: DrawnTokens
+    history: TokenHistory | None
 
     @classmethod
     def start(
@@ -53,7 +55,10 @@ class GenerationRow(Entry):
     ) -> "GenerationRow":
         """Return the row of a job that has no token yet."""
         drawn = DrawnTokens(job, model.eos_ids, model.tokenizer)
-        return cls(job_id, job, steered, drawn=drawn)
+        history = None
+        if job.policy.adjustments:
+            history = TokenHistory.of(job.tokens, np.zeros(job.max_tokens), model.device)
+        return cls(job_id, job, steered, drawn=drawn, history=history)
 
     @property
     def length(self) -> int:
@@ -240,7 +245,8 @@ class RunningBatch:
         """Steer and sample the rows that there are now."""
         self._steering = BatchSteering([row.steered for row in self.rows])
         specs = [row.drawn.spec for row in self.rows]
-        self._sampler = RowSampler(specs, [row.job.seed for row in self.rows])
+        seeds, histories = [row.job.seed for row in self.rows], [row.history for row in self.rows]
+        self._sampler = RowSampler(specs, seeds, histories=histories)
 
 
 class GenerateQueue(JobQueue[GenerationRow]):

@@ -25,6 +25,7 @@ from logsteer_server.engines.tlens.queue import (
     read_behind_contexts,
 )
 from logsteer_server.engines.tlens.steering import SteeredRow
+from logsteer_server.numerics.adjustments import place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, unpack
 from logsteer_server.numerics.sinks import finish_capture
@@ -121,12 +122,16 @@ class ScoreQueue(ModelQueue):
         index_R = np.concatenate([batch[b].job.rows - begins[b] + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec, vocab_size = RowSpec.of(jobs[0], self._model.eos_ids), self._model.vocab_size
+        before = []
+        for job in jobs if spec.policy.adjustments else ():
+            prompt, device = job.tokens[: job.prompt_len], hidden_BTD.device
+            before += place_targets(prompt, job.targets, job.shares_row, device)
         export, reference = (
             ReferenceFile(path, vocab_size) if path else None
             for path in (jobs[0].export, jobs[0].reference)
         )
         values_RW = read_hidden(
-            HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R),
+            HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R, before),
             self._model.project,
             vocab_size,
             spec,

@@ -124,7 +124,7 @@ class VllmCore:
             max_tokens=job.max_tokens,
             temperature=0.0,
             ignore_eos=True,
-            stop_token_ids=[] if job.ignore_eos else list(eos_ids),
+            stop_token_ids=[*job.stop_ids, *(() if job.ignore_eos else eos_ids)],
             logprobs=job.top if job.logprobs else None,
             detokenize=False,
             extra_args=extra_args,

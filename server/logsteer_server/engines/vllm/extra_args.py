@@ -18,7 +18,8 @@ READ = "logsteer_read"
 CAPTURE = "logsteer_capture"
 """Which activations of a request are captured, and in which rows: a `CaptureWish`."""
 DRAW = "logsteer_draw"
-"""What a request's tokens are drawn by: a `RowSpec`, with what is read with them; a seed."""
+"""What a request's tokens are drawn by: a `RowSpec`, with what is read with them; a seed; for a
+policy with adjustments the prompt, and how many tokens may follow it."""
 
 
 def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
             "shares_row": job.shares_row,
             "first_row": job.first_row,
             "spec": spec,
+            "prompt": job.tokens[: job.prompt_len].tobytes() if spec.policy.adjustments else b"",
             "export": job.export,
             "reference": job.reference,
             "step_tokens": job.step_tokens,
@@ -38,7 +40,8 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
 
 def describe_draw(job: GenerateJob, spec: RowSpec) -> dict[str, Any]:
     """Return the extra arguments of a request that generates; `spec` is its `spec_of_draw`."""
-    return {DRAW: (spec, job.seed % 2**64)}
+    prompt = job.tokens.tobytes() if spec.policy.adjustments else b""
+    return {DRAW: (spec, job.seed % 2**64, prompt, job.max_tokens)}
 
 
 def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:

@@ -40,20 +40,25 @@ from logsteer_server.engines.vllm.points import PointProbe, SharingProbe
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
+from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import Drawn, RowSampler, unpack_bits
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
 
 WARM_UP = RowSpec(PUBLIC_COLUMNS, 1, Policy(top_p=0.9), (0,))
 """What rows of no request are drawn by, from which vLLM learns how much memory drawing takes."""
+NO_DRAW = (None, 0, b"", 0)
+"""How a request is drawn that generates nothing."""
 
 
 class StepDraws:
     """Draw each request's token by its own policy, seed, and the number of its tokens so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.req_ids: list[str] = []
         self._row_sampler = _make_sampler([])
+        self._histories: dict[str, TokenHistory] = {}
         self._index_R: np.ndarray | None = None
         self.grammars: Any = None
         """vLLM's `GrammarOutput` of a step: the tokens that requests of a given form may have."""
@@ -65,8 +70,24 @@ class StepDraws:
         self._index_R = index_R
         if req_ids != self.req_ids:
             self.req_ids = req_ids.copy()
-            draws = [read_extra_args(params_of(req_id)).get(DRAW, (None, 0)) for req_id in req_ids]
-            self._row_sampler = _make_sampler(draws)
+            draws = [read_extra_args(params_of(req_id)).get(DRAW, NO_DRAW) for req_id in req_ids]
+            histories = [self._find_history(*each) for each in zip(req_ids, draws, strict=True)]
+            self._row_sampler = _make_sampler([draw[:2] for draw in draws], histories)
+
+    def _find_history(self, req_id: str, draw: tuple[Any, ...]) -> TokenHistory | None:
+        """Return what a request whose policy has adjustments has drawn, preempted or not."""
+        spec, _, prompt, max_tokens = draw
+        if spec is None or spec.policy.adjustments is None:
+            return None
+        if req_id not in self._histories:
+            ids, none = np.frombuffer(prompt, np.int32), np.zeros(max_tokens)
+            self._histories[req_id] = TokenHistory.of(ids, none, self._device)
+        return self._histories[req_id]
+
+    def end(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        for req_id in req_ids:
+            self._histories.pop(req_id, None)
 
     def draw(self, logits: Tensor) -> Drawn | None:
         """Return what is drawn of the rows that were expected, once; None where none were."""
@@ -99,9 +120,11 @@ def warm_up(logits: Tensor) -> Drawn:
     return _make_sampler([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows))
 
 
-def _make_sampler(draws: Sequence[tuple[RowSpec | None, int]]) -> RowSampler:
+def _make_sampler(
+    draws: Sequence[tuple[RowSpec | None, int]], histories: Sequence[TokenHistory | None] = ()
+) -> RowSampler:
     specs, seeds = [spec for spec, _ in draws], [seed for _, seed in draws]
-    return RowSampler(specs, seeds, Sampler.greedy_sample)
+    return RowSampler(specs, seeds, Sampler.greedy_sample, histories)
 
 
 def read_extra_args(params: Any) -> dict[str, Any]:
@@ -148,7 +171,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         vocab_size = self.model_config.get_vocab_size()
         self.row_reader = RowReader(bounds, vocab_size, rank, ranks)
-        self.draws = StepDraws()
+        self.draws = StepDraws(self.device)
         self.steering = None
         self.stream_probe = None
 
@@ -221,6 +244,8 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
 
     def end_requests(self, req_ids: Iterable[str]) -> None:
         """Forget requests that have ended, before a step that may have no tokens."""
+        req_ids = list(req_ids)
+        self.draws.end(req_ids)
         if self.steering is not None:
             self.steering.record()
             for req_id in req_ids:

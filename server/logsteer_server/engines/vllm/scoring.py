@@ -14,6 +14,7 @@ from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.numerics.adjustments import TokenHistory, place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import POLICY_COLUMNS, ReferenceFile, RowFiles, RowSpec
 
@@ -38,11 +39,15 @@ class PartialRows:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """What one request wants: the targets of its last rows, and what is read from them."""
+    """What one request wants: the targets of its last rows, and what is read from them.
+
+    `prompt`: the tokens in front of them, for a policy with adjustments.
+    """
 
     targets: np.ndarray
     shares_row: bool
     spec: RowSpec
+    prompt: np.ndarray
     export: str | None
     reference: str | None
 
@@ -53,6 +58,7 @@ class RowRequest:
             np.frombuffer(wanted["targets"], dtype=np.int32),
             wanted["shares_row"],
             wanted["spec"],
+            np.frombuffer(wanted["prompt"], dtype=np.int32),
             wanted["export"],
             wanted["reference"],
         )
@@ -120,6 +126,14 @@ class StepRows:
     def targets(self) -> np.ndarray:
         """The targets of these rows."""
         return self.wanted.targets[self.first : self.first + self.count]
+
+    def place(self, device: torch.device) -> list[tuple[TokenHistory, int]]:
+        """Return what stands before each target, for a policy with adjustments."""
+        wanted = self.wanted
+        if wanted.spec.policy.adjustments is None:
+            return []
+        places = place_targets(wanted.prompt, wanted.targets, wanted.shares_row, device)
+        return places[self.first : self.first + self.count]
 
 
 HIDDEN = torch.empty(0)
@@ -224,8 +238,9 @@ class RowReader:
         if with_rows:
             index_R = np.concatenate([step.index_R for step in with_rows])
             targets_R = np.concatenate([step.targets for step in with_rows])
+            before = [place for step in with_rows for place in step.place(hidden_TD.device)]
             values_RW = read_hidden(
-                HiddenRows.take(hidden_TD, index_R, targets_R),
+                HiddenRows.take(hidden_TD, index_R, targets_R, before),
                 project,
                 self._vocab_size,
                 with_rows[0].wanted.spec,

@@ -1,0 +1,104 @@
+"""Penalties, biases and bans: changes of logits that depend on the tokens before a row.
+
+They are part of a sampling policy and come before its temperature. The definitions are vLLM's, so
+that a client may send either server the same request. Axis letters: R rows, V vocabulary, N tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from logsteer_server.contract.jobs import Adjustments
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The tokens of one sequence on a device: its prompt's, each id once, and those that follow it.
+
+    `following_N` has room for all tokens that may follow; how many of them stand before a row is
+    known where the row is.
+    """
+
+    prompt_N: Tensor
+    following_N: Tensor
+
+    @classmethod
+    def of(cls, prompt: np.ndarray, following: np.ndarray, device: torch.device) -> "TokenHistory":
+        """Return the history of these ids."""
+        both = (torch.from_numpy(ids.astype(np.int64)) for ids in (np.unique(prompt), following))
+        return cls(*(ids.to(device) for ids in both))
+
+    def before(self, count: int) -> Tensor:
+        """Return the first `count` tokens that follow the prompt."""
+        return self.following_N[:count]
+
+
+def place_targets(
+    prompt: np.ndarray, targets: np.ndarray, shares_row: bool, device: torch.device
+) -> list[tuple[TokenHistory, int]]:
+    """Return the history of the sequence, and the number of tokens after the prompt, of each target
+    of a score job.
+    """
+    history = TokenHistory.of(prompt, targets, device)
+    return [(history, 0 if shares_row else row) for row in range(len(targets))]
+
+
+def adjust_rows(
+    logits_RV: Tensor,
+    adjustments: Sequence[Adjustments],
+    histories: Sequence[TokenHistory],
+    counts: Sequence[int],
+) -> Tensor:
+    """Return logits with each row's adjustments; `counts`: its tokens after the prompt so far.
+
+    First a token that may not come is set to minus infinity, and biases are added. Then a logit of
+    a token that is in the prompt or after it is divided by the repetition penalty if it is
+    positive, else multiplied by it; each time that a token has come after the prompt takes off the
+    frequency penalty, and the presence penalty once.
+    """
+    adjusted_RV = logits_RV.clone()
+    for row, (own, history, count) in enumerate(zip(adjustments, histories, counts, strict=True)):
+        _ban(adjusted_RV[row], own, history.before(count))
+    if any(own.has_penalty for own in adjustments):
+        following = [one.before(count) for one, count in zip(histories, counts, strict=True)]
+        times_RV = _count(following, adjusted_RV)
+        seen_RV = (times_RV > 0) | (_count([one.prompt_N for one in histories], adjusted_RV) > 0)
+        numbers = [(own.repetition, own.frequency, own.presence) for own in adjustments]
+        repetition_R1, frequency_R1, presence_R1 = adjusted_RV.new_tensor(numbers).T[..., None]
+        factor_RV = torch.where(adjusted_RV > 0, 1 / repetition_R1, repetition_R1)
+        adjusted_RV = torch.where(seen_RV, adjusted_RV * factor_RV, adjusted_RV)
+        adjusted_RV -= frequency_R1 * times_RV + presence_R1 * (times_RV > 0)
+    return adjusted_RV
+
+
+def _count(ids: Sequence[Tensor], like_RV: Tensor) -> Tensor:
+    """Return how many times each token is among a row's ids [R, V]."""
+    rows, size = like_RV.shape
+    padded_RN = pad_sequence(list(ids), batch_first=True, padding_value=size)
+    times_RW = like_RV.new_zeros((rows, size + 1))
+    padded_RN = padded_RN.to(like_RV.device)
+    return times_RW.scatter_add_(1, padded_RN, torch.ones_like(padded_RN).to(like_RV))[:, :size]
+
+
+def _ban(logits_V: Tensor, own: Adjustments, following_N: Tensor) -> None:
+    """Set what may not come next to minus infinity, and add biases, in place."""
+    if own.allowed is not None:
+        allowed = list(own.allowed)
+        kept_V = torch.full_like(logits_V, -torch.inf)
+        kept_V[allowed] = logits_V[allowed]
+        logits_V.copy_(kept_V)
+    if len(following_N) < own.min_tokens:
+        logits_V[list(own.end_ids)] = -torch.inf
+    for *front, last in own.bad_words:
+        if len(front) > len(following_N):
+            continue
+        comes = following_N[len(following_N) - len(front) :] == following_N.new_tensor(front)
+        comes = comes.all().to(logits_V.device)
+        logits_V[last] = torch.where(comes, -torch.inf, logits_V[last])
+    if own.bias:
+        ids, values = zip(*own.bias, strict=True)
+        logits_V[list(ids)] += logits_V.new_tensor(values)
