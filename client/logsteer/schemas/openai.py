@@ -5,6 +5,7 @@ change the answer and are not supported. Such a field is taken where its value a
 null stands for a field that is left out.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -41,14 +42,40 @@ class Unsupported(NamedTuple):
     off: tuple[object, ...] = ()
 
 
-LABELS = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-)
-"""Fields of OpenAI's that say something of the caller, and change no answer."""
+LABELS = frozenset({
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "session_id", "spaces_between_special_tokens", "include_reasoning",
+})  # fmt: skip
+"""Fields that change no answer here: they say something of the caller, or of other tokenizers and
+models.
+"""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
 _TOOLS = "its successors are taken: send tools and tool_choice"
 _NO_SEARCH = "nothing is searched here; leave it out"
 _TEXT_ALONE = "text is read and written, and nothing else; leave it out"
+_ONE_SERVER = "keys and values stay on this server; leave it out"
+_OF_VLLM: Mapping[str, Unsupported] = {
+    "logprob_token_ids": Unsupported("send /logprob, whose targets may be any tokens"),
+    "use_beam_search": Unsupported(_NO_SEARCH, (False,)),
+    "length_penalty": Unsupported(_NO_SEARCH, (1,)),
+    "watermarking": Unsupported("text is drawn as the policy says; leave it out", (False,)),
+    "truncation_side": Unsupported("prompts are cut at the left; leave it out", ("left",)),
+    "prompt_embeds": Unsupported("a prompt is text or token ids"),
+    "routed_experts_prompt_start": Unsupported("no experts are told; leave it out", (0,)),
+    "return_token_offsets": Unsupported("/tokenize gives offsets", (False,)),
+    "return_prompt_text": Unsupported("/tokenize and /detokenize give it", (False,)),
+    "mm_payload": Unsupported(_TEXT_ALONE, ("tensors",)),
+    "return_mm_kwargs": Unsupported(_TEXT_ALONE, (False,)),
+    "media_io_kwargs": Unsupported(_TEXT_ALONE, ({},)),
+    "mm_processor_kwargs": Unsupported(_TEXT_ALONE, ({},)),
+    "kv_transfer_params": Unsupported(_ONE_SERVER),
+    "ec_transfer_params": Unsupported(_ONE_SERVER),
+    "vllm_xargs": Unsupported("there is no processor of yours to read it; leave it out", ({},)),
+    "repetition_detection": Unsupported("send stop strings or penalties"),
+    "thinking_token_budget": Unsupported("send max_tokens", (-1,)),
+    "stream_interval": Unsupported("a stream has a piece a token; leave it out", (1,)),
+}
+"""Fields of vLLM 0.32's requests, whose neutral values ask for nothing."""
 
 
 class StreamOptions(Request):
@@ -93,64 +120,6 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
         return kept
 
 
-class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
-    """Fields that completions and chat completions share."""
-
-    n: int = Field(default=1, ge=1, le=1024)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_tokens_as_token_ids: bool = Field(
-        default=False, description="Name tokens by their ids in `logprobs`: `token_id:123`."
-    )
-
-    @model_validator(mode="after")
-    def _options_are_those_of_a_stream(self) -> "SamplingRequest":
-        if self.stream_options is not None and not self.stream:
-            raise name_refusal({"stream_options": "goes with stream: true; leave out one of them"})
-        return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end a completion, empty ones left out."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in given if text)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-
-class CompletionRequest(SamplingRequest):
-    """`POST /v1/completions`: prompts as text or token ids, one or several."""
-
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "best_of": Unsupported("every completion is given, not the best; send n", (1,)),
-        "suffix": Unsupported("nothing is inserted before other text; leave it out", ("",)),
-    }
-
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: Index = 16
-    echo: bool = Field(default=False, description="Give the prompt back before the completion.")
-    logprobs: int | None = Field(default=None, ge=0, le=1000, description="Alternatives a token.")
-
-    @model_validator(mode="after")
-    def _has_something_to_do(self) -> "CompletionRequest":
-        if not self.prompt or (isinstance(self.prompt, list) and "" in self.prompt):
-            raise name_refusal({"prompt": "it is empty: give text or token ids"})
-        if self.max_tokens == 0 and not self.echo:
-            raise name_refusal(
-                {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
-            )
-        if self.echo and self.probes is not None:
-            reason = "they are read where tokens are generated; leave out echo, or send /logprob"
-            raise name_refusal({"probes": reason})
-        return self
-
-
 class JsonSchemaFormat(Request):
     """A JSON Schema that a reply follows."""
 
@@ -172,6 +141,136 @@ class ResponseFormat(Request):
             raise name_refusal({"response_format": "type json_schema goes with json_schema"})
         return self
 
+    @property
+    def forces(self) -> bool:
+        """Whether it is another form than any text."""
+        return self.type != "text"
+
+
+def _read_structured(given: Any) -> dict[str, Any]:
+    """Return vLLM's `structured_outputs` as a `response_format`."""
+    asked = {name: value for name, value in dict(given).items() if value not in (None, False)}
+    if asked == {"json_object": True}:
+        return {"type": "json_object"}
+    if asked.keys() != {"json"}:
+        reason = "a reply is forced into a JSON Schema or an object: send json or json_object"
+        raise name_refusal({"structured_outputs": reason})
+    schema = asked["json"]
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+
+
+class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
+    """Fields that completions and chat completions share, of OpenAI's and of vLLM's."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _OF_VLLM
+
+    top_k: int = Field(default=0, ge=-1, description="0 or -1: every token.")
+    include_stop_str_in_output: bool = Field(
+        default=False, description="Keep what ended a completion in its text."
+    )
+    skip_special_tokens: bool = Field(
+        default=True, description="Leave special tokens out of the text."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Read the last so many tokens of a prompt; -1: as many as fit.",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Log-probabilities of the prompt's tokens, and so many alternatives for each; "
+        "-1: all tokens of the vocabulary.",
+    )
+    return_token_ids: bool = Field(
+        default=False, description="Give the ids of the prompt and of the completion."
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None,
+        description="Force the reply into this form. vLLM's `structured_outputs` with `json` or "
+        "`json_object` is the same.",
+    )
+    request_id: str | None = Field(
+        default=None, max_length=128, description="What the answer's id ends with."
+    )
+    priority: int = Field(default=0, description="Above 0: as priority batch.")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Share cached prefixes and results with requests of the same salt alone.",
+    )
+    n: int = Field(default=1, ge=1, le=1024)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    ignore_eos: bool = Field(default=False, description="Continue after the end of sequence.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="Name tokens by their ids in `logprobs`: `token_id:123`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_vllms_form(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "structured_outputs" in data:
+            given = data["structured_outputs"]
+            data = {n: v for n, v in data.items() if n != "structured_outputs"}
+            if given is not None:
+                data["response_format"] = _read_structured(given)
+        return data
+
+    @model_validator(mode="after")
+    def _options_are_those_of_a_stream(self) -> "SamplingRequest":
+        if self.stream_options is not None and not self.stream:
+            raise name_refusal({"stream_options": "goes with stream: true; leave out one of them"})
+        if self.prompt_logprobs is not None and self.stream:
+            raise name_refusal({"prompt_logprobs": "a stream has none; leave out one of them"})
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a completion, empty ones left out."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in given if text)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(SamplingRequest):
+    """`POST /v1/completions`: prompts as text or token ids, one or several."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_OF_VLLM,
+        "best_of": Unsupported("every completion is given, not the best; send n", (1,)),
+        "suffix": Unsupported("nothing is inserted before other text; leave it out", ("",)),
+    }
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Index = 16
+    echo: bool = Field(default=False, description="Give the prompt back before the completion.")
+    logprobs: int | None = Field(default=None, ge=0, le=1000, description="Alternatives a token.")
+    add_special_tokens: bool = Field(
+        default=True, description="Put a BOS before text where the tokenizer does."
+    )
+
+    @model_validator(mode="after")
+    def _has_something_to_do(self) -> "CompletionRequest":
+        if not self.prompt or (isinstance(self.prompt, list) and "" in self.prompt):
+            raise name_refusal({"prompt": "it is empty: give text or token ids"})
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise name_refusal(
+                {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
+            )
+        if self.echo and self.probes is not None:
+            reason = "they are read where tokens are generated; leave out echo, or send /logprob"
+            raise name_refusal({"probes": reason})
+        return self
+
 
 class FunctionName(Request):
     """A function by name."""
@@ -190,6 +289,8 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_OF_VLLM,
+        "chat_template": Unsupported("the checkpoint's own is used; send chat_template_kwargs"),
         "functions": Unsupported(_TOOLS, ([],)),
         "function_call": Unsupported(_TOOLS, ("none", "auto")),
         "web_search_options": Unsupported(_NO_SEARCH),
@@ -207,8 +308,14 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
     }
 
     messages: list[Message] = Field(min_length=1)
-    response_format: ResponseFormat | None = Field(
-        default=None, description="Force the reply into this form."
+    documents: list[dict[str, str]] | None = Field(
+        default=None, min_length=1, description="Documents that the template reads."
+    )
+    echo: bool = Field(
+        default=False, description="Begin the reply with the assistant's last turn, if it is last."
+    )
+    add_special_tokens: bool = Field(
+        default=False, description="Put a BOS before what the template gives."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = Field(
         default="auto",
@@ -233,7 +340,7 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
         if isinstance(choice, NamedChoice) and choice.function.name not in names:
             reason = f"no tool is called {choice.function.name!r:.80}; name one of tools"
             raise name_refusal({"tool_choice": reason})
-        shapes = wanted is not None and wanted.type != "text"
+        shapes = wanted is not None and wanted.forces
         if shapes and forced:
             raise name_refusal({"response_format": "tool_choice forces another form; send one"})
         if self.ignore_eos and (shapes or forced):
@@ -259,6 +366,9 @@ class CompletionChoice(Reply):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     probes: list[ProbeReadings] | None = None
 
 
@@ -289,6 +399,7 @@ class ChatChoice(Reply):
     delta: dict[str, Any] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: ChatFinishReason | None
+    token_ids: list[int] | None = None
     probes: list[ProbeReadings] | None = None
 
 
@@ -301,6 +412,8 @@ class ChatCompletionAnswer(AppliedInterventions):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class ScoreRequest(CompatibleRequest):

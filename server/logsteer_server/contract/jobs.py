@@ -344,7 +344,8 @@ class GenerateJob(Job):
     The same seed gives the same tokens whatever else is in the batch; a job without one has a seed
     drawn. Generation ends at a token that ends the sequence, unless `ignore_eos`, at one of
     `stop_ids`, or where the text contains a string of `stop`, which is left out unless
-    `include_stop`; at none of these before the policy's `min_tokens`. With
+    `include_stop`; at none of these before the policy's `min_tokens`. With `skip_special` special
+    tokens are left out of the text. With
     `stream` the output comes in pieces. Without `logprobs` log-probabilities, columns and
     alternatives are left out.
 
@@ -362,6 +363,7 @@ class GenerateJob(Job):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    skip_special: bool = True
     ignore_eos: bool = False
     top: int = 0
     logprobs: bool = True

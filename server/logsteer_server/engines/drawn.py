@@ -24,11 +24,16 @@ class GrowingText:
 
     A token's text depends on the one before it (a leading space) and may be part of a character.
     So each new piece is what decoding adds to tokens whose text is already out, and it waits until
-    its last character is whole. Special tokens are left out.
+    its last character is whole. Special tokens are left out with `skip_special`.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], include_stop: bool
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._ids = list(prompt[-CONTEXT_TOKENS:])
@@ -36,6 +41,7 @@ class GrowingText:
         self._done = len(self._ids)
         self._stop = stop
         self._include_stop = include_stop
+        self._skip_special = skip_special
         # A stop string may begin in one token and end in a later one.
         self._held = max(map(len, stop), default=1) - 1
         self._text = ""
@@ -99,7 +105,7 @@ class GrowingText:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
 
 
 class DrawnValues:
@@ -145,7 +151,7 @@ class DrawnTokens:
         self._hidden_ids = () if job.include_stop else self._end_ids
         self._grows = job.stream or bool(job.stop)
         prompt = job.tokens[-CONTEXT_TOKENS:].tolist()
-        self._text = GrowingText(tokenizer, prompt, job.stop, job.include_stop)
+        self._text = GrowingText(tokenizer, prompt, job.stop, job.include_stop, job.skip_special)
         self.spec = spec_of_draw(job, eos_ids)
         self._values = DrawnValues(self.spec)
         self._ids: list[int] = []

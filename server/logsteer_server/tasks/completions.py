@@ -6,12 +6,13 @@ nothing is generated.
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from logsteer.errors import api_error
+from logsteer.schemas.common import BosPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -37,7 +38,7 @@ GREEDY = Policy(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt: its text, its tokens, and the job that scores it where it is echoed so.
+    """One prompt: its text, its tokens, and the job that scores it where that is asked for.
 
     `reads_next`: the last row of that job gives the one greedy token that was asked for. `starts`:
     where in the text each token begins, in characters, of a prompt that is echoed.
@@ -68,24 +69,29 @@ def plan_completions(
     top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
-    for index, (text, ids) in enumerate(read_prompts(request.prompt, codec)):
+    bos: BosPolicy = "auto" if request.add_special_tokens else "never"
+    schema = find_schema(request)
+    for index, (text, given) in enumerate(read_prompts(request.prompt, codec, bos)):
+        ids = truncate(given, request, request.max_tokens, info)
+        text = text if len(ids) == len(given) else None
         scores_echo = request.echo and top is not None
         is_greedy = policy == GREEDY and request.n == 1
         # Probes are read at the token that is generated, too.
         may_read = is_greedy and not request.probes
-        reads_next = scores_echo and request.max_tokens == 1 and may_read
+        reads_next = scores_echo and request.max_tokens == 1 and may_read and schema is None
         generates = request.max_tokens > 0 and not reads_next
         with problems.catch(index):
             check_prompt(text, ids, info.vocab_size)
             fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
-        echo_job = _plan_echo(ids, top, reads_next) if scores_echo and top is not None else None
+        echo_job = _plan_echo(ids, request, info, top if scores_echo else None, reads_next)
         is_given = text is not None
         if text is None:  # not before it is known to be short: millions of ids take gigabytes
             text = codec.decode(ids)
         starts = _find_starts(text if is_given else None, ids, codec) if scores_echo else []
         samples = []
         if generates:
-            samples = _plan_samples(request, ids, request.max_tokens, top, policy)
+            samples = _plan_samples(request, ids, request.max_tokens, top, policy, schema)
+            _check_form(request, samples[0], info)
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         cover(num_planned)
@@ -106,6 +112,9 @@ def plan_chat(
     """Plan a conversation. Errors: APIError `invalid_request`, `context_too_long`."""
     text = codec.render_chat(request.messages, ChatForm.of(request))
     ids = codec.encode_ids([text])[0]
+    if request.add_special_tokens:
+        ids = codec.bos_ids("auto", ids) + ids
+    ids = truncate(ids, request, request.max_completion_tokens or request.max_tokens or 1, info)
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
     with ItemProblems("messages", is_one=True).catch(0):
@@ -115,14 +124,32 @@ def plan_chat(
     if schema is None and request.tools and request.tool_choice == "auto":
         _check_calls_are_read(codec)
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
-    samples = _plan_samples(request, ids, max_tokens, top, policy)
-    samples = [replace(sample, json_schema=schema) for sample in samples]
-    if schema is not None:
-        param = "response_format" if request.tool_choice in ("none", "auto") else "tool_choice"
-        if failure := info.refuse(samples[0]):
-            raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-        check_forced(schema, request.n, param)
-    return CompletionPrompt(text, ids, None, False, samples)
+    samples = _plan_samples(request, ids, max_tokens, top, policy, schema)
+    is_tool = request.tool_choice not in ("none", "auto")
+    _check_form(request, samples[0], info, "tool_choice" if is_tool else "response_format")
+    echo_job = _plan_echo(ids, request, info, None, reads_next=False)
+    return CompletionPrompt(text, ids, echo_job, False, samples)
+
+
+def truncate(
+    ids: list[int], request: SamplingRequest, max_tokens: int, info: EngineInfo
+) -> list[int]:
+    """Return the last tokens of a prompt, as many as the request asks for."""
+    asked = request.truncate_prompt_tokens
+    if asked is None:
+        return ids
+    return ids[-asked:] if asked > 0 else ids[-max(1, info.context_length - max_tokens) :]
+
+
+def _check_form(
+    request: SamplingRequest, sample: GenerateJob, info: EngineInfo, param: str = "response_format"
+) -> None:
+    """Refuse a form that replies cannot be forced into. Errors: APIError, as `check_forced`."""
+    if sample.json_schema is None:
+        return
+    if failure := info.refuse(sample):
+        raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
+    check_forced(sample.json_schema, request.n, param)
 
 
 def _check_calls_are_read(codec: TextCodec) -> None:
@@ -134,20 +161,40 @@ def _check_calls_are_read(codec: TextCodec) -> None:
         raise api_error("invalid_request", detail, param="tool_choice")
 
 
-def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
-    """Return the job that scores a prompt from its second token on, and reads the next row."""
+def _plan_echo(
+    ids: list[int],
+    request: SamplingRequest,
+    info: EngineInfo,
+    echoed: int | None,
+    reads_next: bool,
+) -> ScoreJob | None:
+    """Return the job that scores a prompt from its second token on, and reads the next row.
+
+    It lists as many alternatives as the echo and `prompt_logprobs` show, at least.
+    """
+    asked = request.prompt_logprobs
+    columns = ("logprob",) if asked is None else ("logprob", "rank")
+    if asked is None and echoed is None:
+        return None
+    shown = info.vocab_size if asked == -1 else asked or 0
+    top = min(info.vocab_size, max(echoed or 0, shown))
     if reads_next:
         # No target follows the last row; the alternatives that are read there say what would.
         targets = np.array([*ids[1:], 0], dtype=np.int32)
-        return ScoreJob(np.array(ids, dtype=np.int32), targets, top=max(1, top))
+        return ScoreJob(np.array(ids, dtype=np.int32), targets, columns, top=max(1, top))
     if len(ids) < 2:
         return None
     tokens, targets = np.array(ids[:-1], dtype=np.int32), np.array(ids[1:], dtype=np.int32)
-    return ScoreJob(tokens, targets, top=top)
+    return ScoreJob(tokens, targets, columns, top=top)
 
 
 def _plan_samples(
-    request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None, policy: Policy
+    request: SamplingRequest,
+    ids: list[int],
+    max_tokens: int,
+    top: int | None,
+    policy: Policy,
+    schema: str | None,
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
@@ -160,10 +207,13 @@ def _plan_samples(
             seed=seed + index,
             stop=request.stop_strings,
             stop_ids=tuple(request.stop_token_ids),
+            include_stop=request.include_stop_str_in_output,
+            skip_special=request.skip_special_tokens,
             ignore_eos=request.ignore_eos,
             top=top or 0,
             logprobs=top is not None,
             stream=request.stream,
+            json_schema=schema,
         )
         for index in range(request.n)
     ]
@@ -282,6 +332,32 @@ def read_next(
         "stop" if ends else "length",
         cached_tokens=output.cached_tokens,
     )
+
+
+def list_prompt_logprobs(
+    prompt: CompletionPrompt, output: ScoreOutput | None, shown: int, codec: TextCodec
+) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probabilities in vLLM's shape: null for the first token, then for each
+    token and its `shown` alternatives, by id, log-probability, rank and text.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    if output is None:
+        return found
+    own, ranks = output.columns["logprob"].tolist(), output.columns["rank"].tolist()
+    count = len(prompt.ids) - 1
+    top_ids = _cut(output.top_ids, count, shown)
+    top_logprobs = _cut(output.top_logprobs, count, shown)
+    for row, token in enumerate(prompt.ids[1:]):
+        ranked = zip(top_ids[row], top_logprobs[row], strict=True)
+        entries = {id_: (value, place) for place, (id_, value) in enumerate(ranked, 1)}
+        entries.setdefault(token, (own[row], ranks[row]))
+        found.append(
+            {
+                str(id_): {"logprob": value, "rank": rank, "decoded_token": codec.piece(id_)}
+                for id_, (value, rank) in entries.items()
+            }
+        )
+    return found
 
 
 def render_chat_logprobs(columns: TokenColumns, codec: TextCodec, as_ids: bool) -> dict[str, Any]:

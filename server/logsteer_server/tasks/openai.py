@@ -4,6 +4,7 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from logsteer.schemas.openai import (
@@ -17,6 +18,7 @@ from logsteer_server.contract.jobs import (
     GenerateOutput,
     Job,
     Output,
+    Routing,
     ScoreJob,
     ScoreOutput,
 )
@@ -26,6 +28,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.completions import (
     CompletionPrompt,
     TokenColumns,
+    list_prompt_logprobs,
     plan_chat,
     plan_completions,
     read_echo,
@@ -72,7 +75,11 @@ class OpenAITask(BodyTask[S]):
     def __init__(self, body: S, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._created = int(time.time())
+        if body.request_id:
+            self.id = f"{self.kind}-{body.request_id}"
         self._num_generated = 0
+        self._named: set[int] = set()
+        """Completions of which the prompt's ids were given."""
         self._drawn: defaultdict[int, list[int]] = defaultdict(list)
         """Of each completion, where probes will read its end."""
         self._latest: GenerateOutput
@@ -90,7 +97,8 @@ class OpenAITask(BodyTask[S]):
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
             for n, output in enumerate(self._found) if self._schema else ():
-                await planner.capacity.call_long(self._check_reply, n, output)
+                if isinstance(output, GenerateOutput):
+                    await planner.capacity.call_long(self._check_reply, n, output)
             if self.interventions.probes:
                 ends = {
                     n: read_end(job, self._found[n].token_ids.tolist())
@@ -122,10 +130,32 @@ class OpenAITask(BodyTask[S]):
         if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
+    def route(self, routing: Routing) -> Routing:
+        """Return how the task's jobs are queued, and whose cached work they may see."""
+        if self._body.priority > 0:
+            routing = replace(routing, priority="batch")
+        if self._body.cache_salt:
+            salted = f"{routing.cache_namespace}\0{self._body.cache_salt}"
+            routing = replace(routing, cache_namespace=salted)
+        return routing
+
     @property
     def echoes(self) -> bool:
         """Whether prompts are given back before their completions."""
         return False
+
+    def _list_ids(self, output: GenerateOutput | None) -> dict[str, Any]:
+        """Return the ids of (a piece of) a completion, where they are asked for."""
+        if not self._body.return_token_ids:
+            return {}
+        return {"token_ids": [] if output is None else output.token_ids.tolist()}
+
+    def _list_prompt(self, index: int) -> dict[str, Any]:
+        """Return the ids of a completion's prompt, once, where they are asked for."""
+        if not self._body.return_token_ids or index in self._named:
+            return {}
+        self._named.add(index)
+        return {"prompt_token_ids": self._prompts[index // self._body.n].ids}
 
     def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
@@ -199,6 +229,8 @@ class OpenAITask(BodyTask[S]):
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
         document = {**self._head, "choices": [choice]}
+        if self.kind == "chatcmpl" and not self._named:
+            document |= self._list_prompt(0)
         if self._body.includes_usage:
             document["usage"] = None
         if last is not None:
@@ -289,7 +321,8 @@ class CompletionTask(OpenAITask[CompletionRequest]):
                 index += 1
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
-        return self._choose(index, output.text, read_generated(output), output.finish_reason)
+        choice = self._choose(index, output.text, read_generated(output), output.finish_reason)
+        return choice | self._list_prompt(index) | self._list_ids(output)
 
     def _choose(
         self, index: int, text: str, columns: TokenColumns | None, finish_reason: str | None
@@ -348,7 +381,11 @@ class CompletionTask(OpenAITask[CompletionRequest]):
         if self._body.echo:
             own = read_echo(prompt, echo, self._body.logprobs or 0)
             columns = own if columns is None else own + columns
-        return self._choose(index, text, columns, output.finish_reason if output else "length")
+        choice = self._choose(index, text, columns, output.finish_reason if output else "length")
+        if (shown := self._body.prompt_logprobs) is not None:
+            shown = self.info.vocab_size if shown < 0 else shown
+            choice["prompt_logprobs"] = list_prompt_logprobs(prompt, echo, shown, self.codec)
+        return choice | self._list_prompt(index) | self._list_ids(output)
 
 
 class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
@@ -382,8 +419,11 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
                 read_generated(output), self.codec, self._body.return_tokens_as_token_ids
             )
         role = {} if index in self._started else {"role": "assistant"}
-        self._started.add(index)
         said, calls = self._read_said(index, output)
+        last = self._body.messages[-1]
+        if self._body.echo and role and last.role == "assistant":
+            said = last.content + (said or "")
+        self._started.add(index)
         reason = output.finish_reason
         if calls and reason == "stop" and not isinstance(self._body.tool_choice, NamedChoice):
             reason = "tool_calls"
@@ -392,6 +432,7 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             "delta" if self._body.stream else "message": role | {"content": said} | calls,
             "logprobs": logprobs,
             "finish_reason": reason,
+            **self._list_ids(output),
         }
 
     def _read_said(
@@ -415,9 +456,16 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
     def report(self) -> dict[str, Any]:
         """Return the choices."""
+        (prompt,) = self._prompts
+        drawn = self._found[1 if prompt.echo_job else 0 :]
         choices = [
             self._render(index, output) | self._show_readings(index, output)
-            for index, output in enumerate(self._found)
+            for index, output in enumerate(drawn)
         ]
-        self._num_generated = sum(len(output.token_ids) for output in self._found)
-        return {"choices": choices}
+        self._num_generated = sum(len(output.token_ids) for output in drawn)
+        found = {"choices": choices, **self._list_prompt(0)}
+        if (shown := self._body.prompt_logprobs) is not None:
+            shown = self.info.vocab_size if shown < 0 else shown
+            echo = self._found[0] if prompt.echo_job else None
+            found["prompt_logprobs"] = list_prompt_logprobs(prompt, echo, shown, self.codec)
+        return found

@@ -39,7 +39,7 @@ def plan_policy(
         end_ids=end_ids if asked.min_tokens else (),
     )
     changed = None if adjustments == Adjustments() else adjustments
-    return Policy(asked.temperature, asked.top_k, asked.top_p, asked.min_p, changed)
+    return Policy(asked.temperature, max(0, asked.top_k), asked.top_p, asked.min_p, changed)
 
 
 def refuse_adjustments(policy: Policy) -> None:

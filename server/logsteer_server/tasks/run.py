@@ -26,7 +26,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance, SpecialTokens
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Job
+from logsteer_server.contract.jobs import GenerateJob, Job, Routing
 from logsteer_server.interventions.interventions import (
     UNCHANGED,
     AppliedReport,
@@ -171,6 +171,10 @@ class Task(ABC):
         Events that no output causes may be yielded between batches, not before the first.
         """
 
+    def route(self, routing: Routing) -> Routing:
+        """Return how the task's jobs are queued, given how the caller's are."""
+        return routing
+
     def report(self) -> dict[str, Any]:
         """Return the answer's own fields, once the plan has ended."""
         return {"results": self.results}
@@ -296,7 +300,7 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    routing = self.caller.routing
+                    routing = self.task.route(self.caller.routing)
                     prepared = await model.prepare(batch.jobs, batch.cache, routing)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)

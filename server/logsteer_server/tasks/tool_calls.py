@@ -6,24 +6,29 @@ from typing import Any
 from uuid import uuid4
 
 from logsteer.schemas.chat import Tool
-from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice
+from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice, SamplingRequest
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """What models of the families Qwen and Hermes write before and after a call."""
 
 
-def find_schema(request: ChatCompletionRequest) -> str | None:
+def find_schema(request: SamplingRequest) -> str | None:
     """Return the JSON Schema that the whole reply is to follow, as text; None: any reply will do.
 
     Of a named function it is that of its arguments, of any one that of a list of calls.
     """
-    tools, choice, wanted = request.tools or [], request.tool_choice, request.response_format
+    wanted, tools = request.response_format, []
     found: dict[str, Any] | None = None
+    choice: str | NamedChoice = "none"
+    most = None
+    if isinstance(request, ChatCompletionRequest):
+        tools, choice = request.tools or [], request.tool_choice
+        most = None if request.parallel_tool_calls else 1
     if isinstance(choice, NamedChoice):
         (tool,) = [one for one in tools if one.function.name == choice.function.name]
         found = tool.function.parameters or {"type": "object"}
     elif choice == "required":
-        found = _describe_calls(tools, 1 if request.parallel_tool_calls is False else None)
+        found = _describe_calls(tools, most)
     elif wanted is not None and wanted.type == "json_object":
         found = {"type": "object"}
     elif wanted is not None and wanted.json_schema is not None:

@@ -28,8 +28,9 @@ class ChatForm:
     def of(cls, request: ChatFields, *, is_whole: bool = False) -> "ChatForm":
         """Return the form that a request asks for."""
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        documents = getattr(request, "documents", None)
         return cls(
-            request.chat_template_kwargs or {},
+            (request.chat_template_kwargs or {}) | ({"documents": documents} if documents else {}),
             request.continue_final_message,
             request.add_generation_prompt,
             tools or None,
@@ -133,6 +134,7 @@ def _rewrite(value: Any, write: Callable[[str], str]) -> Any:
 def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
     """Refuse what the template would not notice. Errors: APIError `invalid_request`."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    own -= {"documents"}
     for name in form.variables:
         if name in own:
             detail = (
