@@ -137,8 +137,9 @@ class VectorStore:
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
         card, found = self.files.find_content(sha256)
-        digest = card.about.weights_digest
-        return StoredVectors(None, sha256, self._load(found), weights_digest=digest)
+        return StoredVectors(
+            None, sha256, self._load(found), weights_digest=card.about.weights_digest
+        )
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
         """Return the vectors of a feature: see `SaeStore.find_feature`."""

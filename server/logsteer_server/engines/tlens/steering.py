@@ -218,7 +218,7 @@ class _SiteGroup:
             after_NGW = after_NGW + offset_NW[:, None]
         if self._depth:
             after_NGW = self._apply_ops(after_NGW, slot_N)
-        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), slot_N)
+        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), self._tokens)
         if is_whole:
             return after_NGW.reshape(activation.shape)
         # Never in place: the tensor may also be the residual that goes past this module.
@@ -253,15 +253,14 @@ class _SiteGroup:
         )
         return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
 
-    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, slot_N: Tensor) -> None:
+    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, tokens: _TokenIndex) -> None:
         change_N = vector_norm(after_NGW - before_NGW, dim=(1, 2))
         norm_N = vector_norm(before_NGW, dim=(1, 2))
         # Nothing is relative to an activation of 0.
         ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
-        assert self._tokens is not None
-        first_N = ratio_N.masked_fill(~self._tokens.is_first_N, 0.0)
-        self._ratios_S2.index_add_(0, slot_N, torch.stack([ratio_N, first_N], 1).double())
-        self._counts_S.index_add_(0, slot_N, (ratio_N != 0).long())
+        first_N = ratio_N.masked_fill(~tokens.is_first_N, 0.0)
+        self._ratios_S2.index_add_(0, tokens.part_N, torch.stack([ratio_N, first_N], 1).double())
+        self._counts_S.index_add_(0, tokens.part_N, (ratio_N != 0).long())
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and reset it."""

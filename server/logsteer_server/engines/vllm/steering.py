@@ -150,11 +150,12 @@ class TraceRecorder:
         positions_t = positions_T[index_t]
         is_new_t = positions_t >= self._entries["recorded"][entries_t]
         ends_T = fields_T["end"]
-        stays_T = (steered_T & is_even_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
-        stays_T &= positions_T > 0  # the first token is measured apart
+        # The first token is measured apart.
+        stays_T = steered_T & is_even_T & (ends_T == _ENDLESS) & (positions_T > 0) | (
+            positions_T >= ends_T
+        )
         repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
-        is_first_t = positions_t == 0
-        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t, is_first_t)
+        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t, positions_t == 0)
         self._latest = _LatestMarked(
             list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
         )

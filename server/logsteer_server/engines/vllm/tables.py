@@ -91,8 +91,8 @@ class TraceSums:
         The plain form, for CPUs. A ratio that is not finite counts as changed.
         """
         ratios = ratios_Sn.double().numpy()
-        total_n = ratios.sum(0)
-        all_n3 = np.stack([(ratios != 0).sum(0), total_n, np.where(is_first_n, total_n, 0)], axis=1)
+        first = np.where(is_first_n, ratios, 0)
+        all_n3 = np.stack([(ratios != 0).sum(0), ratios.sum(0), first.sum(0)], axis=1)
         np.add.at(self.sums_EL3[:, layer].numpy(), entries_n, all_n3)
 
     def keep(self, entries_t: Indices) -> None:
