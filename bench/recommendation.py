@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench.recommendation --model MODEL [--sets mood …] [--engine vllm]
 
-Each set of `contrasts.json` has eight pairs to train on and four unseen ones: a beginning, and two
+Each set of `contrasts.json` has eight pairs to train on and eight unseen ones: a beginning, and two
 continuations. Of the vector at its bare name, and of every layer at one scale, gain and harm are
 measured as `tasks/effect.py` defines them, on the unseen pairs and on what the unsteered model says
 after their beginnings. The best of the sweep is the largest gain at the harm of the bare name: a

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Route, expect
 from safetensors.numpy import load
 
 from logsteer import Client
@@ -42,6 +42,34 @@ def own(api: Client) -> str:
 
 
 # ------------------------------------------------------------------ Steer
+
+
+def test_one_layer_s_direction_is_used_at_all_of_them(visit: OpenPage) -> None:
+    seen = visit("steer?vector=mood&scale=1.5&layers=3&max_tokens=4")
+    view = seen.see("steer")
+    view.get_by_label("Its direction at all layers").check()
+    seen.button("Generate").click()
+    receipt = view.get_by_role("region", name="Receipt")
+    expect(receipt).to_contain_text("Layer 0 changed")
+    (vector,) = seen.sent_to("/steer")["steering"]["vectors"]
+    assert vector == {"name": "mood", "from_layer": 3, "scale": 1.5}
+
+
+def test_vectors_of_other_weights_are_marked(visit: OpenPage) -> None:
+    seen = visit()
+
+    def mark(route: Route) -> None:
+        listing = route.fetch().json()
+        for card in listing["vectors"]:
+            card["other_weights"] = True
+        route.fulfill(json=listing)
+
+    seen.page.route("**/vectors?*", mark)
+    seen.open("steer")
+    expect(seen.see("steer").get_by_label("Vector", exact=True)).to_contain_text(
+        "mood (of other weights)"
+    )
+    expect(seen.show("vectors").locator("[data-vector=mood]")).to_contain_text("on other weights")
 
 
 def test_steer_streams_both_sides_to_what_the_api_answers(visit: OpenPage, api: Client) -> None:

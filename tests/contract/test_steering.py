@@ -92,9 +92,10 @@ def test_each_operation_is_a_plain_hook(client: Client, hooked: HookedReference,
     assert np.abs(found - wanted).max() < PER_TOKEN
     assert np.abs(wanted - hooked.logprobs(context, target)).max() > 0.05
     moved = moves[0][moves[0] > 0]  # of the last token nothing is read
+    average = moves[0][1:][moves[0][1:] > 0].mean()  # the first is a sink in many models
     site = answer.steering.layers[str(LAYER)]
     assert (site.tokens, site.relative_norm) == (
-        len(moved), pytest.approx(float(moved.mean()), rel=1e-3),
+        len(moved), pytest.approx(float(average), rel=1e-3),
     )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ CONDITIONAL = (
 )
 PLACES = np.arange(1, 14)
 STEERED = SteeredTokens(
-    PLACES, np.array([1, 2, 3, 4, 5, 3, 5, *[6] * 6]), np.arange(1, 14), PLACES != 4
+    PLACES, np.array([1, 2, 3, 4, 5, 3, 5, *[6] * 6]), np.arange(1, 14), PLACES != 4,
+    PLACES % 3 == 1,
 )
 READ = ReadTokens(
     np.arange(8, 16), np.array([6, 6, 6, 6, 6, 6, 3, 7]), np.arange(8, 16),
@@ -116,7 +117,7 @@ for dtype in (torch.float32, torch.bfloat16):
             "readings": (read - fused.probes.readings_TGR).abs().max().item(),
             "read": (read != 0).any(-1).sum(-1).tolist(),
             "hidden": (a.float() - b.float()).abs().max().item(),
-            "ratios": (sums - fused.sums.sums_EL2[:16]).abs().max().item(),
+            "ratios": (sums - fused.sums.sums_EL3[:16]).abs().max().item(),
             "counted": sums[:, LAYER, 0].tolist(),
             "elsewhere": sums[:, 0].abs().max().item(),
             "decided": plain.sums.decided_E[9].item() >> 1 & 1,

@@ -195,7 +195,7 @@ def test_tables_have_a_row_for_each_hook_of_each_layer() -> None:
     plan = SteeringPlan((Site(1, "resid_post", v), Site(2, "attn_out", 2 * v)))
     tables.load({1: numbers.rewrite(plan)})
     one = np.array([0])
-    tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0)))
+    tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0, one == 0)))
     moved = torch.zeros(len(hooks) * 3, 4, WIDTH)
     for number in range(len(moved)):
         tables.apply(moved[number], None, number)

@@ -203,7 +203,7 @@ def test_the_last_of_as_many_conditions_as_there_may_be_is_kept() -> None:
     for step, component in enumerate([0.9, -5.0]):
         read = recorder.find(["a"], np.array([0, 1]), np.array([step]))
         one = np.array([0])
-        tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0), read=read))
+        tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0, one == 0), read=read))
         hidden = torch.tensor([[component, 0.0]])
         tables.apply(hidden, None, 0)
         tables.probes.decide_prompts()

@@ -263,7 +263,8 @@ class TraceRank:
             computed = np.array([begin for begin, _ in step.values()])
             tokens = self.recorder.find(names, starts, computed)
             entries = tokens.entries_t[tokens.is_new_t]
-            self.sums.add(1, entries, torch.full((1, len(entries)), 0.5))
+            first = tokens.is_first_t[tokens.is_new_t]
+            self.sums.add(1, entries, torch.full((1, len(entries)), 0.5), first)
             for place in tokens.index_t:
                 row = int(np.searchsorted(starts, place, side="right")) - 1
                 found.setdefault(names[row], set()).add(int(computed[row] + place - starts[row]))
@@ -272,7 +273,7 @@ class TraceRank:
     def read(self, name: str) -> tuple[int, dict[int, tuple[int, float]]]:
         """How many tokens were steered; by layer, how many changed, and their ratios' sum."""
         sums_Ln = self.sums.fetch([self.entries[name]])[0].tolist()
-        layers = {n: (int(count), total) for n, (count, total) in enumerate(sums_Ln) if count}
+        layers = {n: (int(count), total) for n, (count, total, _) in enumerate(sums_Ln) if count}
         return sum(self.recorder.count(name, 2**31)), layers
 
 
@@ -376,10 +377,13 @@ def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
     for at, ratios in ((0, [0.5, 0.25]), (1, [2.0, 4.0])):
         found = recorder.find(["a", "b"], np.arange(3), np.array([at, at]))
         sums.keep(found.entries_t)
-        sums.add(1, found.entries_t, torch.tensor([ratios]))
+        sums.add(1, found.entries_t, torch.tensor([ratios]), found.is_first_t)
     assert [recorder.is_beyond("a", end) for end in (1, 2)] == [True, False]
     assert (recorder.count("a", 1), recorder.count("b", 2)) == ((1,), (2,))
-    assert sums.fetch(entries, before=entries[:1])[:, 1].tolist() == [[1, 0.5], [2, 4.25]]
+    assert sums.fetch(entries, before=entries[:1])[:, 1].tolist() == [
+        [1, 0.5, 0.5],
+        [2, 4.25, 0.25],
+    ]
 
 
 def test_entries_are_empty_when_they_are_given_out_again() -> None:
@@ -388,12 +392,13 @@ def test_entries_are_empty_when_they_are_given_out_again() -> None:
     assert sorted(first) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="more requests"):
         sums.take()
-    sums.add(1, np.array(first), torch.tensor([[np.nan, 0.0, np.inf]]))
+    sums.add(1, np.array(first), torch.tensor([[np.nan, 0.0, np.inf]]), np.array([0, 0, 1]) > 0)
     sums.decided_E[first[1]] = 5
-    counts, totals = sums.fetch(first)[:, 1].T
+    counts, totals, firsts = sums.fetch(first)[:, 1].T
     assert counts.tolist() == [1, 0, 1]
     assert np.isnan(totals[0])
     assert totals[1:].tolist() == [0, np.inf]
+    assert firsts.tolist() == [0, 0, np.inf]
     for entry in first:
         sums.release(entry)
     assert sorted(sums.take() for _ in range(3)) == [1, 2, 3]

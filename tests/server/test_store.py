@@ -105,7 +105,7 @@ def test_what_is_put_comes_back_on_another_server(open_store: Open, kind: Kind[A
     found = again.look_up("step.1")[1]
     assert (found.name, found.sha256) == ("step.1", card.sha256)
     assert again.read(found) == make_content(1)
-    by_content = again.find_content(card.sha256)
+    by_content = again.find_content(card.sha256)[1]
     assert (by_content.name, by_content.source) == (None, found.source)
     assert Path(found.source).is_absolute() == store.objects.is_local
     assert again.look_up("step.1")[0] == card

@@ -189,6 +189,8 @@ def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.Monkey
     monkeypatch.setattr(vectors_module, "parse_content", lambda content: pytest.fail("read again"))
     assert store.find("a").vectors is first
     assert store.find_content(card.sha256).vectors is first
+    store.put("a", make(1), ABOUT.model_copy(update={"weights_digest": "theirs"}))
+    assert store.find_content(card.sha256).weights_digest == "theirs"
     store.put("b", make(1), ABOUT)
     assert store.find("b").vectors is first
 

@@ -158,6 +158,10 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
     assert answer.usage.generated_tokens > 0
     assert answer.provenance.engine == "fake"
     assert client.vectors.get("happy") == answer.vector
+    client.vectors.put("uploaded", vectors.content)
+    for name, others, digest in (("own", {}, "none"), ("mixed", {"uploaded": 1.0}, None)):
+        combined = client.vectors.combine(name, {"happy": 1.0, **others})
+        assert combined.about.weights_digest == digest
 
 
 @pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic", "lda"])

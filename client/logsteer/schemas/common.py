@@ -425,7 +425,7 @@ class Provenance(Reply):
     engine_version: str
     model_path: str = Field(
         description="The model's id on the hub, the last name of its directory, or that of a GGUF "
-        "file, whose weights were dequantised; which weights they are says weights_digest."
+        "file; which weights they are says weights_digest."
     )
     weights_digest: str
     dtype: str
@@ -441,6 +441,11 @@ class Provenance(Reply):
         default=False, description="Whether float32 products may have been computed in TF32."
     )
     quantization: str | None
+    dequantised_from: str | None = Field(
+        default=None,
+        description="Of a GGUF file: the type of most of its weights, such as Q4_1, which were "
+        "dequantised to float32 when it was first read.",
+    )
     int8_products: Literal["integer", "float32_blocks"] | None = Field(
         default=None,
         description="How the INT8 layers of a model on a CPU were computed: by instructions "

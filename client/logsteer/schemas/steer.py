@@ -273,8 +273,8 @@ class SweepPoint(Reply):
     items: list[SweptItem]
     texts: list[SweptText]
     relative_norm: Float = Field(
-        description="Mean of |change| / |activation| over steered tokens and layers; null where "
-        "none was steered."
+        description="Mean of |change| / |activation| over steered tokens and layers, as receipts "
+        "have it; null where none was steered."
     )
 
 

@@ -409,7 +409,8 @@ class SteeredSite(Reply):
 
     tokens: int = Field(description="Tokens whose activation was changed there in this request.")
     relative_norm: Float = Field(
-        description="Mean of |change| / |activation| over those tokens; null without any."
+        description="Mean of |change| / |activation| over those tokens, without the first of each "
+        "sequence, an attention sink in many models, unless it alone was changed; null without any."
     )
 
 

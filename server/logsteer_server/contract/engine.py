@@ -191,6 +191,8 @@ class EngineInfo:
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it does not have: what to do instead, as an error's detail."""
+    dequantised_from: str | None = None
+    """Of a GGUF file: the type of most of its weights, such as Q4_1."""
     rounding: float | None = None
     """Of a model in half precision: the most that a token's log-probability was off float32's on
     the text of the start's check, in nats; None where that was not measured."""

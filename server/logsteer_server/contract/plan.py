@@ -370,9 +370,9 @@ class SteeringTrace:
     """What an engine measured while it steered one job.
 
     `tokens`: input tokens read under steering, by part of the plan, those of a steered prefix cache
-    included. `sites`: by `Site.name`, the tokens whose activation changed there and the mean of
-    |change| / |activation| over them. `passed`: by condition, the tokens at the positions of what
-    waits for it where it held, without those from the prefix cache.
+    included. `sites`: by `Site.name`, the tokens whose activation changed there and their mean
+    |change| / |activation|, as `numerics.sinks.average_changes`. `passed`: by condition, the tokens
+    at the positions of what waits for it where it held, without those from the prefix cache.
     """
 
     tokens: tuple[int, ...]

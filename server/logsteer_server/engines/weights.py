@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logsteer_server.engines.gguf import convert, is_gguf
+from logsteer_server.engines.gguf import convert, is_gguf, read_header
 from logsteer_server.imports import load_tokenizer
 
 WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -38,6 +38,11 @@ def locate_model(path: str) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError:
         return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+
+
+def find_kind(path: str) -> str | None:
+    """Return the type of most of a GGUF file's numbers; None for any other model."""
+    return read_header(path).kind if is_gguf(path) else None
 
 
 def limit_context(path: Path | str, text_config: Any, limit: int | None, unread: int = 0) -> int:

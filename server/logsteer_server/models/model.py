@@ -302,6 +302,7 @@ class ResidentModel:
             cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
+            dequantised_from=info.dequantised_from,
             int8_products=info.int8_products,
             device=info.device,
             tensor_parallel=info.tensor_parallel,

@@ -27,6 +27,16 @@ def find_sinks(norms_T: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
     return found
 
 
+def average_changes(tokens: int, total: float, first: float) -> float:
+    """Return the mean of |change| / |activation| over a sequence's changed tokens.
+
+    `total` sums these ratios, and `first` is that of the sequence's first token, a sink in most
+    models: it is left out, unless it alone was changed.
+    """
+    others = tokens - (first != 0)
+    return (total - first) / others if others else first
+
+
 def finish_capture(
     job: CaptureJob, activations_LTD: Floats, trace: SteeringTrace | None = None
 ) -> CaptureOutput:

@@ -80,8 +80,10 @@ class Namespace(Generic[C]):
         """Return a card of a store under the name that this caller has for it."""
         return card if store is self._own else _rename(card, PREFIX + card.name)
 
-    def find_content(self, sha256: str) -> StoredContent:
-        """Return the content with a SHA-256, of the caller's own or of the shared ones."""
+    def find_content(self, sha256: str) -> tuple[C, StoredContent]:
+        """Return the content with a SHA-256, of the caller's own or of the shared ones, and the
+        card of a name that has it.
+        """
         try:
             return self._own.find_content(sha256)
         except APIError as error:

@@ -251,11 +251,11 @@ class Store(Generic[C]):
         record = self._find_record(name)
         return record.card, self._show(name, record)
 
-    def find_content(self, sha256: str) -> StoredContent:
-        """Return the content with a SHA-256, where a name has it."""
+    def find_content(self, sha256: str) -> tuple[C, StoredContent]:
+        """Return the content with a SHA-256, where a name has it, and that name's card."""
         for record in self._read_records().values():
             if record is not None and record.card.sha256 == sha256:
-                return self._show(None, record)
+                return record.card, self._show(None, record)
         detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
         raise api_error(self.kind.unknown, detail + "what there is.")
 

@@ -28,7 +28,7 @@ class StoredVectors:
     """Vectors, and the name that they were found under: None where found by SHA-256.
 
     `recommendation` is what the training of that name recommends, where it does; `weights_digest`
-    that of the model it was trained on, where it was.
+    that of the model it was trained on, where it was; of a combination, that of all its parts.
     """
 
     name: str | None
@@ -136,7 +136,10 @@ class VectorStore:
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
-        return StoredVectors(None, sha256, self._load(self.files.find_content(sha256)))
+        card, found = self.files.find_content(sha256)
+        return StoredVectors(
+            None, sha256, self._load(found), weights_digest=card.about.weights_digest
+        )
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
         """Return the vectors of a feature: see `SaeStore.find_feature`."""

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 b23a7d13a3b4995a875fd1c435d01768b48ee689f7680b7e8bbb871e78609514
+// Written by build/types.mjs from openapi.json, sha256 9a9e1e3a9da191abc65d8bc085365378a0361206b5b9c7369186ff1bcb34b550
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -966,6 +966,7 @@ export interface components {
             batch_invariant: boolean;
             cast?: "float32" | null;
             context_length?: number | null;
+            dequantised_from?: string | null;
             device?: string | null;
             dtype: string;
             /** @enum {string} */

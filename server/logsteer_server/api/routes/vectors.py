@@ -228,8 +228,10 @@ async def _combine(
     others = await threads.run(look_up, body.orthogonal_to)
     cards = [card for card, _ in parts + others]
     check_parts(cards)
+    digests = {card.about.weights_digest for card, _ in parts}
     about = VectorAbout(
         source="combination",
+        weights_digest=digests.pop() if len(digests) == 1 else None,
         parts=[
             _describe_part(part, weight) for (part, _), weight in zip(parts, weights, strict=True)
         ],

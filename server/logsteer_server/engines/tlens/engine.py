@@ -40,7 +40,7 @@ from logsteer_server.engines.tlens.queue import (
     Turn,
 )
 from logsteer_server.engines.tlens.scoring import CaptureQueue, ScoreQueue
-from logsteer_server.engines.weights import digest_weights, locate_model
+from logsteer_server.engines.weights import digest_weights, find_kind, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
 
 
@@ -83,6 +83,7 @@ class TransformerLensEngine:
             weights_digest=digest,
             logits_dtype=model.logits_dtype,
             quantization=model.quantization,
+            dequantised_from=find_kind(spec.path),
             pipeline_parallel=model.num_devices,
             max_probes=spec.steering_probes,
             hook_widths=model.points.list_widths(model.hidden_size),

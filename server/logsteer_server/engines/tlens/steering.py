@@ -41,6 +41,7 @@ from logsteer_server.engines.tlens.probes import (
     place_probes,
 )
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
+from logsteer_server.numerics.sinks import average_changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,14 @@ def _invalid_plan(detail: str) -> RefusedJobError:
 @dataclass(slots=True)
 class SteeredRow:
     """One job's steering and probes: the sites of each part of its plan; `counts` holds, by site,
-    tokens changed and the sum of their changes.
+    tokens changed, the sum of their changes, and the change of the first token.
     """
 
     plan: SteeringPlan
     parts: tuple[tuple[PlacedSite, ...], ...]
     probed: ProbedRow | None
     prompt_len: int
-    counts: dict[str, tuple[int, float]] = field(default_factory=dict)
+    counts: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     @classmethod
     def place(cls, plan: SteeringPlan, prompt_len: int, points: PointMap) -> "SteeredRow":
@@ -130,9 +131,9 @@ class SteeredRow:
     def trace(self, num_tokens: int) -> SteeringTrace:
         """Return what was measured, for a sequence of which so many tokens were read."""
         sites = {
-            placed.site.name: (count, total / count if count else 0.0)
+            placed.site.name: (sums[0], average_changes(*sums))
             for placed in chain.from_iterable(self.parts)
-            for count, total in [self.counts.get(placed.site.name, (0, 0.0))]
+            for sums in [self.counts.get(placed.site.name, (0, 0.0, 0.0))]
         }
         parts = self.plan.parts
         tokens = tuple(part.positions.count(num_tokens, self.prompt_len) for part in parts)
@@ -141,13 +142,16 @@ class SteeredRow:
 
 @dataclass(frozen=True, slots=True)
 class _TokenIndex:
-    """The places of steered tokens among a forward pass's B x T, and the part or slot of each."""
+    """The places of steered tokens among a forward pass's B x T, the part or slot of each, and
+    whether it is the first of its sequence.
+    """
 
     place_N: Tensor
     part_N: Tensor
+    is_first_N: Tensor
 
     def to(self, device: torch.device) -> "_TokenIndex":
-        return _TokenIndex(self.place_N.to(device), self.part_N.to(device))
+        return _TokenIndex(*(x.to(device) for x in (self.place_N, self.part_N, self.is_first_N)))
 
 
 class _SiteGroup:
@@ -180,9 +184,9 @@ class _SiteGroup:
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
-        # By slot: tokens that were changed, and the sum of their relative changes.
+        # By slot: tokens that were changed, the sum of their relative changes, the first's own.
         self._counts_S = torch.zeros(len(sites), dtype=torch.int64)
-        self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
+        self._ratios_S2 = torch.zeros(len(sites), 2, dtype=torch.float64)
         self._tokens: _TokenIndex | None = None
         self._source: _TokenIndex | None = None
         self._is_whole = False
@@ -193,7 +197,7 @@ class _SiteGroup:
             self._source = tokens
             slot_N = self._slot_Q[tokens.part_N]
             own = slot_N >= 0
-            self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
+            self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own], tokens.is_first_N[own])
             # As where all rows of a batch that decodes are steered: nothing is picked, or put back.
             count = len(self._slot_Q)
             places, slots = self._tokens.place_N.tolist(), self._tokens.part_N.tolist()
@@ -214,7 +218,7 @@ class _SiteGroup:
             after_NGW = after_NGW + offset_NW[:, None]
         if self._depth:
             after_NGW = self._apply_ops(after_NGW, slot_N)
-        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), slot_N)
+        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), self._tokens)
         if is_whole:
             return after_NGW.reshape(activation.shape)
         # Never in place: the tensor may also be the residual that goes past this module.
@@ -225,8 +229,8 @@ class _SiteGroup:
         assert self._tokens is not None
         if self._tokens.place_N.device != activation.device:
             self._tokens = self._tokens.to(activation.device)
-        if self._ratios_S.device != activation.device:
-            self._ratios_S = self._ratios_S.to(activation.device)
+        if self._ratios_S2.device != activation.device:
+            self._ratios_S2 = self._ratios_S2.to(activation.device)
             self._counts_S = self._counts_S.to(activation.device)
             self._directions_SKW = self._directions_SKW.to(activation.device)
             self._numbers_SKP = self._numbers_SKP.to(activation.device)
@@ -249,24 +253,25 @@ class _SiteGroup:
         )
         return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
 
-    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, slot_N: Tensor) -> None:
+    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, tokens: _TokenIndex) -> None:
         change_N = vector_norm(after_NGW - before_NGW, dim=(1, 2))
         norm_N = vector_norm(before_NGW, dim=(1, 2))
         # Nothing is relative to an activation of 0.
         ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
-        self._ratios_S.index_add_(0, slot_N, ratio_N.double())
-        self._counts_S.index_add_(0, slot_N, (ratio_N != 0).long())
+        first_N = ratio_N.masked_fill(~tokens.is_first_N, 0.0)
+        self._ratios_S2.index_add_(0, tokens.part_N, torch.stack([ratio_N, first_N], 1).double())
+        self._counts_S.index_add_(0, tokens.part_N, (ratio_N != 0).long())
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and reset it."""
-        measured = zip(self._counts_S.tolist(), self._ratios_S.tolist(), strict=True)
-        for (index, name), (count, total) in zip(self._counted, measured, strict=True):
+        measured = zip(self._counts_S.tolist(), self._ratios_S2.tolist(), strict=True)
+        for (index, name), (count, (total, first)) in zip(self._counted, measured, strict=True):
             row = rows[index]
             assert row is not None
-            before_count, before_total = row.counts.get(name, (0, 0.0))
-            row.counts[name] = (before_count + count, before_total + total)
+            before = row.counts.get(name, (0, 0.0, 0.0))
+            row.counts[name] = (before[0] + count, before[1] + total, before[2] + first)
         self._counts_S.zero_()
-        self._ratios_S.zero_()
+        self._ratios_S2.zero_()
 
 
 class BatchSteering:
@@ -285,10 +290,8 @@ class BatchSteering:
                 row_of_part.append(index)
         self._probes = BatchProbes([row.probed if row else None for row in rows])
         self._groups = [_SiteGroup(found, row_of_part, self._probes) for found in sites.values()]
-        self._last: tuple[list[int], list[int]] = ([], [])
-        self._tokens = _TokenIndex(
-            torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        )
+        self._last: tuple[list[int], list[int], list[bool]] = ([], [], [])
+        self._tokens = _TokenIndex(*torch.zeros(3, 0, dtype=torch.int64))
 
     def hooks(
         self, ranges: Sequence[TokenRange], num_columns: int
@@ -326,6 +329,7 @@ class BatchSteering:
     def _find_tokens(self, ranges: Sequence[TokenRange], num_columns: int) -> _TokenIndex:
         places: list[int] = []
         part_of: list[int] = []
+        firsts: list[bool] = []
         for b, (row, tokens) in enumerate(zip(self._rows, ranges, strict=True)):
             if row is None:
                 continue
@@ -338,12 +342,12 @@ class BatchSteering:
                     found = (np.nonzero(mask)[0] + start).tolist()
                 places += found
                 part_of += [number] * len(found)
+                firsts += [place - start + tokens.begin == 0 for place in found]
         # While a batch decodes, the steered tokens lie in the same places step after step.
-        if (places, part_of) != self._last:
-            self._last = (places, part_of)
-            self._tokens = _TokenIndex(
-                torch.tensor(places, dtype=torch.int64), torch.tensor(part_of, dtype=torch.int64)
-            )
+        if (places, part_of, firsts) != self._last:
+            self._last = (places, part_of, firsts)
+            place_N, part_N, first_N = torch.tensor(self._last, dtype=torch.int64)
+            self._tokens = _TokenIndex(place_N, part_N, first_N.bool())
         return self._tokens
 
     def collect(self) -> None:

@@ -29,6 +29,7 @@ from logsteer_server.engines.vllm.arguments import (
 from logsteer_server.engines.weights import (
     digest_weights,
     find_eos,
+    find_kind,
     limit_context,
     locate_model,
 )
@@ -329,6 +330,7 @@ def describe(
         dtype=str(model.dtype).removeprefix("torch."),
         logits_dtype=logits_dtype,
         quantization=model.quantization,
+        dequantised_from=find_kind(spec.path),
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
         batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),

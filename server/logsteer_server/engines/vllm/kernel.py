@@ -175,7 +175,7 @@ def _operate(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_moved(
-    x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved, is_counted, width,
+    x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved, counted, width,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -193,10 +193,11 @@ def _store_moved(
     else:
         own += x - own
     tl.store(own_ptr + d, own.to(own_ptr.dtype.element_ty), mask=inside)
-    if is_counted:
+    if counted != 0:
         ratio = tl.where(scale == 0.0, 0.0, length / scale).to(tl.float64)
         tl.atomic_add(sum_ptr, tl.where(ratio != 0.0, 1.0, 0.0).to(tl.float64))
         tl.atomic_add(sum_ptr + 1, ratio)
+        tl.atomic_add(sum_ptr + 2, tl.where(counted == 2, ratio, 0.0))
     return own.to(own_ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -238,10 +239,10 @@ def _steer_tokens(
                 x, mark_ptr, place, slot, depth, directions_ptr, numbers_ptr, conditions_ptr,
                 decided_ptr, readings_ptr, width, MAX_DEPTH, PROBES, BLOCK,
             )  # fmt: skip
-            sum_ptr = sums_ptr + (tl.load(mark_ptr + ENTRY).to(tl.int64) * layers + layer) * 2
+            sum_ptr = sums_ptr + (tl.load(mark_ptr + ENTRY).to(tl.int64) * layers + layer) * 3
             stream = _store_moved(
                 x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved,
-                tl.load(mark_ptr + COUNTED) != 0, width, HAS_RESIDUAL, BLOCK,
+                tl.load(mark_ptr + COUNTED), width, HAS_RESIDUAL, BLOCK,
             )  # fmt: skip
             read_slot = tl.load(mark_ptr + READ_SLOT).to(tl.int64)
             count = tl.load(work_ptr + read_slot * WORK_SIZE + PROBE_COUNT)
@@ -304,7 +305,7 @@ def launch(
     _read_tokens[grid](*common, *sizes, width, **options)
     _steer_tokens[grid](
         *common, own.capture_rows_T, own.offsets_SD, own.directions_SKD, own.numbers_SKP,
-        tables.sums.sums_EL2, tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E,
+        tables.sums.sums_EL3, tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E,
         *sizes, layer,
-        tables.sums.sums_EL2.shape[1], width, MAX_DEPTH=tables.directions_LSKD.shape[2], **options,
+        tables.sums.sums_EL3.shape[1], width, MAX_DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

@@ -76,13 +76,14 @@ def no_flags() -> npt.NDArray[np.bool_]:
 @dataclass(frozen=True, slots=True, eq=False)
 class SteeredTokens:
     """Steered tokens of a step: places in it, slots, their requests' entries, and whether what is
-    done to them has not been counted before.
+    done to them has not been counted before, and whether they are their sequences' first.
     """
 
     index_t: Indices = field(default_factory=no_tokens)
     slots_t: Indices = field(default_factory=no_tokens)
     entries_t: Indices = field(default_factory=no_tokens)
     is_new_t: npt.NDArray[np.bool_] = field(default_factory=no_flags)
+    is_first_t: npt.NDArray[np.bool_] = field(default_factory=no_flags)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +154,7 @@ def pack_marks(step: Step) -> npt.NDArray[np.int32]:
     rows_t = np.searchsorted(marked_m, steered.index_t)
     packed_mF[rows_t, Mark.SLOT] = steered.slots_t
     packed_mF[rows_t, Mark.ENTRY] = steered.entries_t
-    packed_mF[rows_t, Mark.COUNTED] = steered.is_new_t
+    packed_mF[rows_t, Mark.COUNTED] = np.where(steered.is_first_t, 2, 1) * steered.is_new_t
     for index_t in captured:
         packed_mF[np.searchsorted(marked_m, index_t), Mark.CAPTURED] = 1
     return packed

@@ -18,6 +18,7 @@ from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
 from logsteer_server.engines.vllm.points import SiteNumbers
 from logsteer_server.engines.vllm.steering import StageTrace
+from logsteer_server.numerics.sinks import average_changes
 
 PLANS_AT_ONCE = 16
 """Plans that are copied to a device together: with an offset at each of 80 layers of width 8,192
@@ -266,8 +267,8 @@ class SteeringSlots:
         sites = {}
         for site in plan.all_sites:
             number = self._numbers.number(site.hook, site.layer)
-            tokens, ratios = measured(site.layer)[1].get(number, (0, 0.0))
-            sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
+            sums = measured(site.layer)[1].get(number, (0, 0.0, 0.0))
+            sites[site.name] = (sums[0], average_changes(*sums))
         passed = tuple(
             measured(plan.probes[condition.probe].layer)[2][number]
             for number, condition in enumerate(plan.conditions)

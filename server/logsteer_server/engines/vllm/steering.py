@@ -27,9 +27,9 @@ Indices = npt.NDArray[np.int64]
 Parts = Sequence[tuple[int, Positions]]
 """Slots and the tokens that each is for; no token is at two of these positions."""
 
-StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float]], tuple[int, ...]]
+StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float, float]], tuple[int, ...]]
 """Of one request, at one pipeline stage: its steered tokens, by part of its plan; by layer, those
-changed and their ratios' sum; by condition, those where it held."""
+changed, their ratios' sum, and the first token's ratio; by condition, those where it held."""
 
 
 _ENTRY = np.dtype([("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8")])
@@ -150,9 +150,12 @@ class TraceRecorder:
         positions_t = positions_T[index_t]
         is_new_t = positions_t >= self._entries["recorded"][entries_t]
         ends_T = fields_T["end"]
-        stays_T = (steered_T & is_even_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
+        # The first token is measured apart.
+        stays_T = steered_T & is_even_T & (ends_T == _ENDLESS) & (positions_T > 0) | (
+            positions_T >= ends_T
+        )
         repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
-        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t)
+        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t, positions_t == 0)
         self._latest = _LatestMarked(
             list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
         )
@@ -275,7 +278,7 @@ class StepSteering:
             req_id: (
                 self._recorder.count(req_id, end),
                 {
-                    int(layer): (int(sums_Ln[layer, 0]), float(sums_Ln[layer, 1]))
+                    int(layer): (int(sums_Ln[layer, 0]), *sums_Ln[layer, 1:].tolist())
                     for layer in sums_Ln[:, 0].nonzero()[0]
                 },
                 self._readings.read_passed(req_id, end),

@@ -38,23 +38,24 @@ from logsteer_server.numerics.residual_ops import (
 class TraceSums:
     """Give requests entries, and keep the sums of each: of tokens changed, and of their ratios.
 
-    `sums_EL2[e, l]`: both numbers of a request at a layer, float64; `decided_E[e]`: the bits of its
-    conditions, as its prompt's last token decided them. Entry 0 is nobody's. The buffers never
+    `sums_EL3[e, l]`: both numbers of a request at a layer, and the ratio of its first token,
+    float64; `decided_E[e]`: the bits of its conditions, as its prompt's last token decided them.
+    Entry 0 is nobody's. The buffers never
     move, because captured graphs hold them. A ratio has 24 binary digits and a sum 53, so the order
     of adding up shows only where ratios that differ by a factor of 2^29 / tokens meet.
 
         sums = TraceSums(entries=8, layers=2, like=...)
         entry = sums.take()                                            1
-        sums.add(1, np.array([entry, entry]), tensor([[0.1, 0.0]]))
-        sums.fetch([entry])                                            [[[0, 0], [1, 0.1]]]
+        sums.add(1, np.array([entry, entry]), tensor([[0.1, 0.0]]), np.array([True, False]))
+        sums.fetch([entry])                                            [[[0, 0, 0], [1, 0.1, 0.1]]]
     """
 
     def __init__(self, entries: int, layers: int, like: Tensor) -> None:
-        shape = (entries + 1, layers, 2)
+        shape = (entries + 1, layers, 3)
         if like.is_cuda:
-            self.sums_EL2 = like.new_zeros(shape, dtype=torch.float64)
+            self.sums_EL3 = like.new_zeros(shape, dtype=torch.float64)
         else:  # of numpy's zeros only those that are written to take memory
-            self.sums_EL2 = torch.from_numpy(np.zeros(shape))
+            self.sums_EL3 = torch.from_numpy(np.zeros(shape))
         self.decided_E = like.new_zeros((entries + 1,), dtype=torch.int32)
         self._unused = list(range(entries, 0, -1))
         self._used: list[int] = []
@@ -72,8 +73,8 @@ class TraceSums:
                     f"more requests are steered or read at once than there is room for, {room}: "
                     "raise max_num_batched_tokens, of which that is twice as many"
                 )
-            index_e = staging.send(np.array(self._used), self.sums_EL2)
-            self.sums_EL2.index_fill_(0, index_e, 0)
+            index_e = staging.send(np.array(self._used), self.sums_EL3)
+            self.sums_EL3.index_fill_(0, index_e, 0)
             self.decided_E.index_fill_(0, index_e, 0)
             self._unused, self._used = self._used[::-1], []
         return self._unused.pop()
@@ -82,48 +83,51 @@ class TraceSums:
         """Take an entry back."""
         self._used.append(entry)
 
-    def add(self, layer: int, entries_n: npt.NDArray[np.int64], ratios_Sn: Tensor) -> None:
+    def add(
+        self, layer: int, entries_n: Indices, ratios_Sn: Tensor, is_first_n: npt.NDArray[np.bool_]
+    ) -> None:
         """Add the ratios of tokens in steps alike to the sums of their entries.
 
         The plain form, for CPUs. A ratio that is not finite counts as changed.
         """
         ratios = ratios_Sn.double().numpy()
-        both_n2 = np.stack([(ratios != 0).sum(0), ratios.sum(0)], axis=1)
-        np.add.at(self.sums_EL2[:, layer].numpy(), entries_n, both_n2)
+        first = np.where(is_first_n, ratios, 0)
+        all_n3 = np.stack([(ratios != 0).sum(0), ratios.sum(0), first.sum(0)], axis=1)
+        np.add.at(self.sums_EL3[:, layer].numpy(), entries_n, all_n3)
 
     def keep(self, entries_t: Indices) -> None:
         """Keep the sums of some entries as they are before a step that adds to them."""
         kept = self._kept
         if kept is None or kept.entries_t is not entries_t:
             entries_e = np.unique(entries_t)
-            kept = _KeptSums(entries_t, entries_e, staging.send(entries_e, self.sums_EL2))
+            kept = _KeptSums(entries_t, entries_e, staging.send(entries_e, self.sums_EL3))
             self._kept = kept
-        kept.sums_eL2 = self.sums_EL2.index_select(0, kept.index_e)
+        kept.sums_eL3 = self.sums_EL3.index_select(0, kept.index_e)
 
     def fetch(self, entries: list[int], before: Sequence[int] = ()) -> npt.NDArray[np.float64]:
-        """Return the sums of some entries: float64 [E, L, 2], tokens changed and sum of ratios.
+        """Return the sums of some entries: float64 [E, L, 3], as `sums_EL3`.
 
         Those that are in `before`, too, are as they were when they were kept.
         """
-        index_E = staging.send(np.array(entries), self.sums_EL2)
-        found_EL2: npt.NDArray[np.float64] = staging.fetch(self.sums_EL2.index_select(0, index_E))
+        index_E = staging.send(np.array(entries), self.sums_EL3)
+        found_EL3: npt.NDArray[np.float64] = staging.fetch(self.sums_EL3.index_select(0, index_E))
         if before:
             assert self._kept is not None, "the step that is left out was marked"
-            kept_eL2 = staging.fetch(self._kept.sums_eL2)
+            kept_eL3 = staging.fetch(self._kept.sums_eL3)
             for entry in before:
                 place = self._kept.entries_e.searchsorted(entry)
-                found_EL2[entries.index(entry)] = kept_eL2[place]
-        return found_EL2
+                found_EL3[entries.index(entry)] = kept_eL3[place]
+        return found_EL3
 
 
 @dataclass(slots=True, eq=False)
 class _KeptSums:
-    """Sums [e, L, 2] of the entries of a step's steered tokens t, as they were before the step."""
+    """Sums [e, L, 3] of the entries of a step's steered tokens t, as they were before the step."""
 
     entries_t: Indices
     entries_e: Indices
     index_e: Tensor
-    sums_eL2: Tensor = field(init=False)
+    sums_eL3: Tensor = field(init=False)
 
 
 MAX_STEPS = 64
@@ -149,9 +153,9 @@ class SteeringTables:
     sums are in entry 3:
 
         load({2: a plan of Site(5, "resid_post", v)})  offsets_LSD[5, 2] = v
-        write(Step(SteeredTokens([2, 3], [2, 2], [3, 3], [True, True])))
+        write(Step(SteeredTokens([2, 3], [2, 2], [3, 3], [True, True], [True, False])))
         apply(hidden_TD, residual_TD, 5)               hidden_TD[2:4] += v
-        take_sums([3])       [0, 5] is [2, |v| / |x| of token 2 + |v| / |x| of token 3]
+        take_sums([3])       [0, 5] is [2, |v| / |x_2| + |v| / |x_3|, |v| / |x_2|]
     """
 
     def __init__(
@@ -253,8 +257,9 @@ class SteeringTables:
                 ratios_St = torch.stack(change.sizes) / norms_St
                 ratios_St.masked_fill_(norms_St == 0, 0.0)
                 is_new_t = steered.is_new_t[change.rows_t]
-                entries_n = steered.entries_t[change.rows_t][is_new_t]
-                self.sums.add(layer, entries_n, ratios_St[:, torch.from_numpy(is_new_t)])
+                new_n = change.rows_t[is_new_t]
+                ratios_Sn = ratios_St[:, torch.from_numpy(is_new_t)]
+                self.sums.add(layer, steered.entries_t[new_n], ratios_Sn, steered.is_first_t[new_n])
                 change.sizes.clear()
                 change.norms.clear()
 

@@ -4,6 +4,9 @@ import { refreshVectors } from "./vectors";
 
 export const EXAMPLE_NAME = "mood";
 
+/** What a training does, for those who wait for it. */
+export const TRAINING = "Reading the texts, then trying layers and scales";
+
 /** The same stories twice: they differ in the vector's meaning. */
 const STORIES: [begin: string, happy: string, sad: string][] = [
   [

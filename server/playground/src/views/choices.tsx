@@ -69,7 +69,7 @@ const EXAMPLES: Example<State>[] = [
   },
   {
     label: "A merged boundary",
-    state: { context: "The capital of Fr", targets: ["ance is Paris.", "og"] },
+    state: { context: "The capital of Fr", targets: ["ance is Paris.", "ogs is empty."] },
   },
 ];
 

@@ -153,7 +153,10 @@ function InsideView({ state, setState, model, models, isShown, result, onResult,
           ) : (
             <PairFields state={state} setState={setState} isPair={state.look === "patch"} />
           )}
-          <Examples examples={EXAMPLES} onChoose={setState} />
+          <Examples
+            examples={EXAMPLES.filter((one) => one.state.look !== "attribution" || !model?.lacks?.gradient)}
+            onChoose={setState}
+          />
           {state.look !== "attribution" && (
             <TextField
               label="Layers"

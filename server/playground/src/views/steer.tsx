@@ -1,4 +1,5 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
+import { EXAMPLE_NAME } from "../lib/example";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import { findVector, INITIAL_STEERING, makeReference, makeSteering, makeVector, reachOf, readLayers, type PlaceFields } from "../lib/steering";
@@ -50,12 +51,14 @@ const PLAIN = {
   scales: "", n: 1, branch: [] as number[], branchText: "", turns: [] as string[],
 } as const;
 
-/** Examples with a vector whose recommended scale is `one`. */
-function makeExamples(one: number): Example<State>[] {
+/** Examples with a vector, whose recommended scale is a slider's start. */
+function makeExamples(card: VectorCard | undefined): Example<State>[] {
+  const one = reachOf("add", "raw", card).start;
+  const isMood = card?.name.startsWith(EXAMPLE_NAME);
   const times = (factor: number): number => Number((factor * one).toPrecision(3));
   return [
-    { label: "A happier story", state: { ...PLAIN, ...STORY, scale: one } },
-    { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -one } },
+    { label: isMood ? "A happier story" : "A story with it", state: { ...PLAIN, ...STORY, scale: one } },
+    { label: isMood ? "A sadder one" : "Against it", state: { ...PLAIN, ...STORY, scale: -one } },
     { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: times(6) } },
     { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
     { label: "A row of scales", state: { ...PLAIN, ...STORY, scale: one, scales: [-2, -1, 1, 2].map(times).join(", ") } },
@@ -187,7 +190,7 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
           <PromptFields
             state={state}
             setState={setState}
-            examples={makeExamples(reachOf("add", "raw", findVector(state.vector, cards)).start)}
+            examples={makeExamples(findVector(state.vector, cards))}
             hasChat={model?.has_chat_template ?? true}
             isAnswered={isAnswered}
           />

@@ -1,8 +1,8 @@
 // A view about steering while no vector is stored.
-import { EXAMPLE_NAME, EXAMPLE_PAIRS, trainExample } from "../../lib/example";
+import { EXAMPLE_NAME, EXAMPLE_PAIRS, TRAINING, trainExample } from "../../lib/example";
 import { plural } from "../../lib/format";
 import { useTask } from "../../lib/task";
-import { ErrorNote } from "../../parts/controls";
+import { ErrorNote, Working } from "../../parts/controls";
 import { Icon } from "../../parts/Icon";
 
 export function NoVector({ model }: { model: string | undefined }) {
@@ -25,9 +25,9 @@ export function NoVector({ model }: { model: string | undefined }) {
       </dl>
       <div class="actions">
         <button type="button" class="run" onClick={train} disabled={task.isRunning}>
-          <Icon name="plus" /> {task.isRunning ? "Training …" : `Train “${EXAMPLE_NAME}” from these pairs`}
+          <Icon name="plus" /> Train “{EXAMPLE_NAME}” from these pairs
         </button>
-        <a href="#vectors">Bring pairs or a file of your own</a>
+        {task.isRunning ? <Working words={TRAINING} /> : <a href="#vectors">Bring pairs or a file of your own</a>}
       </div>
       <ErrorNote error={task.error} />
     </section>

@@ -1,6 +1,7 @@
 // Three ways to a vector: train it, upload it, combine others.
 import { useState } from "preact/hooks";
 import { call, upload } from "../../lib/api";
+import { TRAINING } from "../../lib/example";
 import { bytes, plural } from "../../lib/format";
 import type { JsonObject } from "../../lib/snippets";
 import { useTask } from "../../lib/task";
@@ -115,7 +116,7 @@ export function Train({ state, setState, model, cards, onMade }: MakeProps) {
       {replaced.checkbox}
       <div class="actions">
         <RunButton task={task} onRun={run} label="Train" disabled={!isWhole} />
-        {task.isRunning && <Working words={`Reading ${plural(2 * pairs.length, "text")}`} />}
+        {task.isRunning && <Working words={TRAINING} />}
       </div>
       <ErrorNote error={task.error} />
       {isWhole && <CopyAs asked={{ endpoint: "vectors.train", body }} />}
