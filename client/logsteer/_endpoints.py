@@ -19,9 +19,11 @@ from logsteer.schemas.vectors import (
     FitQuery,
     ModelQuery,
     SaeQuery,
+    ServerInfoQuery,
     StoreQuery,
     UploadQuery,
     WaitQuery,
+    WorldSizeQuery,
 )
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
@@ -382,6 +384,15 @@ _OPENAI = [
         openai.ChatCompletionAnswer, openai.ChatCompletionRequest,
     ),
     Endpoint("v1.score", "POST", "/v1/score", "openai", openai.ScoreAnswer, openai.ScoreRequest),
+    Endpoint("vllm.health", "GET", "/health", "openai", scope=None),
+    Endpoint("vllm.ping", "GET", "/ping", "openai", scope=None),
+    Endpoint("vllm.post_ping", "POST", "/ping", "openai", scope=None),
+    Endpoint("vllm.version", "GET", "/version", "openai", scope=None),
+    Endpoint(
+        "vllm.server_info", "GET", "/server_info", "openai", query=ServerInfoQuery, scope="admin"
+    ),
+    Endpoint("vllm.get_world_size", "GET", "/get_world_size", "openai", query=WorldSizeQuery),
+    Endpoint("vllm.reset_prefix_cache", "POST", "/reset_prefix_cache", "openai", scope="admin"),
 ]  # fmt: skip
 
 ENDPOINTS: Mapping[str, Endpoint] = {

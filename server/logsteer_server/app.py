@@ -20,6 +20,7 @@ from logsteer_server.api.routes import (
     tokens,
     uploads,
     vectors,
+    vllm,
 )
 from logsteer_server.api.routing import BodyTurns
 from logsteer_server.api.selftest import prove
@@ -78,7 +79,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     for router in (
         *(tasks.router, perplexity.router, vectors.router, tokens.router),
         *(uploads.overrides, uploads.adapters, uploads.saes),
-        *(operations.openai_router, operations.router, page.router),
+        *(operations.openai_router, vllm.router, operations.router, page.router),
     ):
         app.include_router(router)
     _add_layers(app, needs_key=keys.needs_key)

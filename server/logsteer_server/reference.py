@@ -17,7 +17,7 @@ from logsteer.schemas.common import Column
 from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.engine import TIME_BOUNDS_S
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.settings import MODEL_TOPICS, SERVER_TOPICS, ModelSettings, Settings
 
 WRITTEN = "<!-- Written by `make docs` from the code: change that. -->\n"
 
@@ -27,42 +27,6 @@ LARGEST = 2**31 - 1
 """Bounds from here on are those of a number's type, and not shown."""
 HAND_WRITTEN = {"vectors.combine": "Store a weighted sum of vectors, less its part along others."}
 """Endpoints whose method of the client no schema describes."""
-
-
-SERVER_TOPICS = {
-    "Address": "host port uds insecure allowed_hosts allowed_origins",
-    "Keys": "api_key key_file limits_url share_caches max_key_bytes",
-    "Logs, metrics, traces": (
-        "log_level log_format access_log access_log_file audit_log_file tracing metrics_key"
-    ),
-    "Bounds": (
-        "max_connections stall_timeout_s request_timeout_s max_body_bytes max_text_chars max_items "
-        "max_answer_bytes max_activation_bytes max_vector_bytes max_upload_bytes "
-        "max_pending_tokens max_pending_bytes max_reference_bytes"
-    ),
-    "What is kept": (
-        "cache_bytes store_directory store_url store_options store_cache_bytes store_grace_s"
-    ),
-    "Models while the server runs": (
-        "models selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
-        "exit_when_given_up model_drain_s reload_beside drain_s"
-    ),
-}
-"""Topic -> settings of the server, as its page lists them; a test holds them to the class."""
-
-MODEL_TOPICS = {
-    "Which model": "id path engine default required",
-    "Numbers": "dtype tf32 quantization max_model_len",
-    "Machine": (
-        "devices tensor_parallel pipeline_parallel replicas max_replicas group memory compile "
-        "runner engine_args"
-    ),
-    "Steering, adapters, rows": (
-        "steering_slots steering_depth steering_probes hooks capture_bytes adapter_slots "
-        "adapter_rank chunk_bytes"
-    ),
-}
-"""Topic -> settings of a model."""
 
 
 def write_settings() -> str:

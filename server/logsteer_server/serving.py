@@ -19,7 +19,6 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
-from logsteer.cli.usage import Parser
 from logsteer.errors import APIError
 from logsteer.schemas import ModelCard
 from logsteer_server import __version__
@@ -28,6 +27,7 @@ from logsteer_server.api.gate import Drain
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.engines.weights import check_path
+from logsteer_server.flags import ServerParser, add_settings, add_vllm_flags, read_settings
 from logsteer_server.keys.keyring import check_key_file
 from logsteer_server.listening import (
     check_exposure,
@@ -37,7 +37,15 @@ from logsteer_server.listening import (
 )
 from logsteer_server.models.fit import describe_fit
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.settings import ConfigurationError, Settings, load_settings, name_model
+from logsteer_server.settings import (
+    MODEL_TOPICS,
+    SERVER_TOPICS,
+    ConfigurationError,
+    ModelSettings,
+    Settings,
+    load_settings,
+    name_models,
+)
 from logsteer_server.stores.objects import Objects, check_store_directory
 
 log = logging.getLogger(__name__)
@@ -62,42 +70,28 @@ sends costs a request."""
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line's arguments."""
-    parser = Parser(
+    parser = ServerParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
         epilog="To change keys: `logsteer-server keys --help`.",
+        usage="%(prog)s [options] [MODEL ...]",
+        allow_abbrev=False,
     )
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a directory, a GGUF file, or an id of the hub"
-    )
+        "models", metavar="MODEL", nargs="*", default=[],
+        help="a directory, a GGUF file, or an id of the hub; several take the same settings",
+    )  # fmt: skip
     models.add_argument("--demo", action="store_true", help="serve the demo model")
     models.add_argument("--config", type=Path, help="YAML file that lists the models")
-    parser.add_argument(
-        "--engine", choices=("vllm", "transformer_lens"), help="engine of MODEL or --demo"
-    )
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
-    parser.add_argument(
-        "--uds", type=Path, help="Unix domain socket to listen on, in place of host and port"
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        default=None,
-        help="listen beyond loopback addresses without keys",
-    )
     parser.add_argument(
         "--check",
         action="store_true",
         help="validate the configuration, say what its models need of this machine, and exit",
     )
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        default=None,
-        help="test each model at its start; one that fails does not answer, and /readyz says so",
-    )
+    add_settings(parser, ModelSettings, MODEL_TOPICS)
+    add_vllm_flags(parser)
+    add_settings(parser, Settings, SERVER_TOPICS)
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(argv)
 
@@ -117,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Do what the command line asks for; return the exit status. Errors: ConfigurationError."""
-    reread = partial(_read_settings, arguments)
+    reread = partial(read_named, arguments)
     settings = reread()
     check_places(settings)
     if arguments.check:
@@ -150,20 +144,22 @@ def examine_machine(settings: Settings) -> Iterator[str]:
             yield f"warning: {error}"
 
 
-def _read_settings(arguments: argparse.Namespace) -> Settings:
+def read_named(arguments: argparse.Namespace) -> Settings:
     """Read what the command line names. Errors: ConfigurationError."""
+    names = ["demo"] if arguments.demo else arguments.models
+    given = read_settings(arguments, ModelSettings)
+    if given and not names:
+        detail = f"{', '.join(given)}: these are settings of MODEL; set them under `models:`"
+        raise ConfigurationError(f"{detail} of {arguments.config or 'a file'}, or name a MODEL")
     try:
-        check_path(arguments.model or "")
+        for name in names:
+            check_path(name)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     settings = load_settings(
         arguments.config,
-        name_model("demo" if arguments.demo else arguments.model, arguments.engine),
-        host=arguments.host,
-        port=arguments.port,
-        uds=arguments.uds,
-        insecure=arguments.insecure,
-        selftest=arguments.selftest,
+        name_models(names, given, arguments.revision or ""),
+        **{k: v for k, v in read_settings(arguments, Settings).items() if k != "models"},
     )
     check_vllm_arguments(settings)
     for model in settings.models:

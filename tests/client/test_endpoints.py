@@ -26,7 +26,8 @@ SPELLED = {("vectors.combine", "vectors"): "weights"}
 """Request fields that a method takes under another name."""
 UNASKED = {
     "metrics", "tokenizer_info", "v1.models", "v1.model", "v1.completions", "v1.chat.completions",
-    "v1.score",
+    "v1.score", "vllm.health", "vllm.ping", "vllm.post_ping", "vllm.version", "vllm.server_info",
+    "vllm.get_world_size", "vllm.reset_prefix_cache",
 }  # fmt: skip
 """Endpoints for other programs, which have no method."""
 KINDS = {"text": "text/plain", "file": "application/octet-stream", "form": "multipart/form-data"}

@@ -166,9 +166,55 @@ def test_the_tokenizer_of_vllms_server(client: Client, model: str) -> None:
     assert back["prompt"] == PROMPT
 
 
+def test_the_paths_of_vllms_server(client: Client, model: str) -> None:
+    def get(path: str, **query: str) -> Any:
+        return httpx.get(f"{client.base_url}{path}", params=query).raise_for_status().json()
+
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        answer = httpx.request(method, f"{client.base_url}{path}")
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert get("/version")["version"] == "0.32.0"
+    assert get(f"/v1/models/{model}")["id"] == model
+    assert get("/get_world_size", model=model) == {"world_size": 1}
+    config = get("/server_info", model=model, config_format="json")["vllm_config"]
+    assert config["parallel_config"]["world_size"] == 1
+    assert config["model_config"]["max_model_len"] == client.model(model).context_length
+    assert isinstance(get("/server_info", model=model)["vllm_config"], str)
+
+
 @pytest.mark.engine
 class TestOnVllm:
     """What only a model can show."""
+
+    def test_a_reset_leaves_no_prefix(self, vllm_client: Client) -> None:
+        def count_cached() -> int:
+            return vllm_client.generate(
+                [100 * "so "], max_tokens=1, model="demo"
+            ).usage.cached_tokens
+
+        count_cached()
+        assert count_cached() > 0
+        answer = httpx.post(f"{vllm_client.base_url}/reset_prefix_cache").raise_for_status()
+        assert answer.json() == {"success": True}
+        assert count_cached() == 0 < count_cached()
+
+    def test_metrics_have_vllms_names_too(self, vllm_client: Client) -> None:
+        list(vllm_client.generate_events([PROMPT], max_tokens=4, model="demo"))
+        text = httpx.get(f"{vllm_client.base_url}/metrics").text
+        found = {
+            line.partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if 'model="demo"' in line or 'model_name="demo"' in line
+        }
+        for own, other in (
+            ("prompt_tokens_total", "prompt_tokens_total"),
+            ("generated_tokens_total", "generation_tokens_total"),
+            ("answer_seconds_count", "e2e_request_latency_seconds_count"),
+            ("time_to_first_token_seconds_sum", "time_to_first_token_seconds_sum"),
+            ("time_between_tokens_seconds_count", "inter_token_latency_seconds_count"),
+        ):
+            assert found[f"logsteer_{own}"] == found[f"vllm:{other}"]
+        assert found["vllm:e2e_request_latency_seconds_count"] > 0
 
     def test_the_token_read_from_the_last_row_is_the_one_generated(
         self, vllm_client: Client

@@ -255,10 +255,10 @@ IMPORT = (
 )
 SERVE = (
     "import logsteer, logsteer_server.app, logsteer_server.serving as s\n"
-    "from logsteer_server.settings import load_settings, name_model\n"
+    "from logsteer_server.settings import load_settings, name_models\n"
     "from pathlib import Path\n"
     "page = Path(s.__file__).parent / 'playground'\n"
-    "demo = Path(load_settings(None, name_model('demo')).models[0].path)\n"
+    "demo = Path(load_settings(None, name_models(['demo'])).models[0].path)\n"
     "print(logsteer.__file__, s.__file__, demo, any(page.rglob('*.html')))\n"
 )
 

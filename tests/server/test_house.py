@@ -123,7 +123,7 @@ ONLY_IN = {
         "engines.weights",
         "imports",
     },
-    "yaml": {"settings", "cluster"},
+    "yaml": {"settings", "cluster", "flags"},
     "scipy": {"tasks.vector_methods"},
     "sklearn": {"tasks.vector_methods"},
 }

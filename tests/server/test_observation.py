@@ -124,6 +124,12 @@ class TestEngines:
         assert sample(text, "kv_cache_blocks") == 100
         assert sample(text, "kv_cache_blocks_used") == 40
         assert sample(text, "engine_preemptions_total") == 7
+        for name, value in (
+            ("num_requests_running", 1), ("num_requests_waiting", 7), ("kv_cache_usage_perc", 0.4),
+            ("num_preemptions_total", 7),
+        ):  # fmt: skip
+            labels = 'engine="1",model_name="m"'
+            assert f"\nvllm:{name}{{{labels}}} {float(value)}\n" in text
         assert (sample(text, "steering_slots"), sample(text, "steering_slots_used")) == (64, 3)
         assert (sample(text, "adapter_slots"), sample(text, "adapter_slots_used")) == (4, 2)
         assert sample(text, "gpu_memory_held_bytes", device="1") == 6

@@ -11,23 +11,26 @@ import pytest
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import KINDS
 from logsteer_server.__main__ import main
+from logsteer_server.engines.needs import find_checkpoint
+from logsteer_server.engines.weights import locate_model
 from logsteer_server.reference import (
-    MODEL_TOPICS,
-    SERVER_TOPICS,
+    main as write_reference,
+)
+from logsteer_server.reference import (
     spell,
     write_endpoints,
     write_errors,
     write_settings,
 )
-from logsteer_server.reference import (
-    main as write_reference,
-)
+from logsteer_server.serving import parse_arguments, read_named
 from logsteer_server.settings import (
+    MODEL_TOPICS,
+    SERVER_TOPICS,
     ConfigurationError,
     ModelSettings,
     Settings,
     load_settings,
-    name_model,
+    name_models,
 )
 from tests.conftest import ROOT
 
@@ -103,17 +106,93 @@ def test_wrong_usage_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     [("Qwen/Qwen3-8B", "Qwen3-8B"), ("demo/model", "model"), ("./_a b", "ab"), ("/", "model")],
 )
 def test_a_model_without_a_file(name: str, model_id: str) -> None:
-    (model,) = load_settings(None, name_model(name, "transformer_lens"), port=3).models
+    (model,) = load_settings(
+        None, name_models([name], {"engine": "transformer_lens"}), port=3
+    ).models
     assert (model.id, model.path, model.engine) == (model_id, name, "transformer_lens")
 
 
 def test_the_demo_without_a_file() -> None:
-    (model,) = load_settings(None, name_model("demo", "transformer_lens")).models
+    (model,) = load_settings(None, name_models(["demo"], {"engine": "transformer_lens"})).models
     assert model.memory is None  # which that engine refuses
-    (model,) = load_settings(None, name_model("demo")).models
+    (model,) = load_settings(None, name_models(["demo"])).models
     assert (Path(model.path) / "model.safetensors").is_file()
     with pytest.raises(ConfigurationError, match="serve MODEL or --demo"):
-        load_settings(None, name_model(None))
+        load_settings(None, name_models([]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--dtype float32 --engine transformer_lens", {"dtype": "float32"}),
+        ("-tp 2 -pp 2 -dp 2", {"tensor_parallel": 2, "pipeline_parallel": 2, "replicas": 2}),
+        ("--tensor-parallel-size 2 --pipeline-parallel-size 3", {"tensor_parallel": 2}),
+        ("--max-model-len 64 --served-model-name llama", {"max_model_len": 64, "id": "llama"}),
+        ("--gpu-memory-utilization 0.5 --quantization fp8", {"memory": 0.5, "quantization": "fp8"}),
+        ("--memory 1GiB --enforce-eager", {"memory": "1GiB", "compile": False}),
+        ("--enable-lora", {"adapter_slots": 1}),
+        ("--max-loras 4 --enable-lora --max-lora-rank 8", {"adapter_slots": 4, "adapter_rank": 8}),
+        ("--hooks resid_pre,mlp_out --no-compile", {"hooks": ["resid_pre", "mlp_out"]}),
+        ("--devices cpu", {"devices": "cpu"}),
+        ("--devices 0,1 -tp 2 --engine transformer_lens", {"devices": [0, 1]}),
+        ("--revision v1", {"path": "org/model@v1", "id": "model"}),
+        (
+            "--tokenizer t --trust-remote-code --engine-arg max-num-seqs=16",
+            {"engine_args": {"tokenizer": "t", "trust_remote_code": True, "max_num_seqs": 16}},
+        ),
+    ],
+)
+def test_settings_are_flags_under_both_names(flags: str, expected: dict[str, object]) -> None:
+    settings = read_named(parse_arguments(["org/model", *flags.split(), "--api-key", "12"]))
+    assert settings.api_key == "12"
+    found = settings.models[0].model_dump()
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_every_setting_is_a_flag_and_models_share_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    page = capsys.readouterr().out
+    for name in {*Settings.model_fields, *ModelSettings.model_fields} - {"models", "path"}:
+        assert f"--{name.replace('_', '-').removesuffix('s')}" in page
+    settings = read_named(parse_arguments(["a/one", "b/two", "--dtype", "float16"]))
+    assert [(m.id, m.dtype) for m in settings.models] == [("one", "float16"), ("two", "float16")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("m --max-num-seqs 16", "--engine-arg max_num_seqs=VALUE"),
+        ("m --speculative-config x", "positions of drafted tokens"),
+        ("m --chat-template x", "chat_template.jinja"),
+        ("--model m", "give MODEL without a flag"),
+        ("m --dtyp float32", "did you mean --dtype?"),
+        ("m --port 99999", "65535"),
+        ("m --api-key a --key-file b", "api_key and key_file"),
+        ("--config demo/models.yaml --dtype float32", "set them under `models:`"),
+        ("a b --served-model-name c", "must differ"),
+    ],
+)
+def test_a_flag_that_is_not_taken_says_what_is(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, ConfigurationError)) as raised:
+        read_named(parse_arguments(flags.split()))
+    assert words in capsys.readouterr().err + str(raised.value)
+
+
+def test_a_revision_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--model"
+    for name, commit in {"main": "a" * 40, "v1": "b" * 40}.items():
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    for find in (locate_model, find_checkpoint):
+        assert find("org/model@v1").name == "b" * 40
+        assert find(f"org/model@{'a' * 40}").name == "a" * 40
 
 
 def test_a_port_in_use_is_an_error_of_one_line() -> None:

@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         options = list(self._option_string_actions)
         flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-        wrong = next((f for f in flags if not any(o.startswith(f) for o in options)), "")
+        known_by = str.startswith if self.allow_abbrev else str.__eq__
+        wrong = next((f for f in flags if not any(known_by(o, f) for o in options)), "")
         known = re.findall(r"[^\s',]+", choice[2]) if choice else options
         near = difflib.get_close_matches(choice[1] if choice else wrong, known, 1)
         hint = f"did you mean {near[0]}? " if near else ""

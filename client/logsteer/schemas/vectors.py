@@ -416,6 +416,20 @@ class ModelQuery(Query):
     )
 
 
+class WorldSizeQuery(ModelQuery):
+    """The model whose ranks are counted, and whether those of all replicas are."""
+
+    include_dp: bool = Field(default=True, description="Count the ranks of all replicas.")
+
+
+class ServerInfoQuery(ModelQuery):
+    """The model whose configuration is shown, and how."""
+
+    config_format: Literal["text", "json"] = Field(
+        default="text", description="Form of `vllm_config`: a line, or an object."
+    )
+
+
 class StoreQuery(ModelQuery):
     """The model that an upload is checked against, and whether it replaces another."""
 

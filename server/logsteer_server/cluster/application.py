@@ -24,6 +24,7 @@ from ray.serve.config import AutoscalingConfig
 from starlette.types import Message, Scope
 
 from logsteer.schemas import ModelCard, ReloadAnswer
+from logsteer_server.api.routes.vllm import reset_prefix_cache
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.cluster.ingress import SERVICE, Ingress, Versions
 from logsteer_server.models.changes import COMES_UP, compare_models, refuse_configuration
@@ -293,8 +294,12 @@ class ModelServer:
     async def read_metrics(self) -> list[str]:
         """Return the lines of the page of metrics, with this replica as the label `process`."""
         label = f'process="{ray.util.get_node_ip_address()}:{os.getpid()}"'
-        page = re.sub(r"(?m)^(\w+)\{", rf"\1{{{label},", self._state.metrics.render().decode())
-        return re.sub(r"(?m)^(\w+) ", rf"\1{{{label}}} ", page).splitlines(keepends=True)
+        page = re.sub(r"(?m)^([\w:]+)\{", rf"\1{{{label},", self._state.metrics.render().decode())
+        return re.sub(r"(?m)^([\w:]+) ", rf"\1{{{label}}} ", page).splitlines(keepends=True)
+
+    async def reset_prefix_caches(self) -> None:
+        """Have the models use nothing of earlier requests."""
+        await reset_prefix_cache(self._state.models)
 
     async def change_model(self, change: str, model_id: str, wait_s: float) -> None:
         """Load, unload or drain a model. Errors: APIError."""

@@ -111,6 +111,10 @@ class Ingress:
             "v1.models": self._list_openai_models,
             "ready": self._answer_ready,
             "startup": self._answer_startup,
+            "vllm.health": self._answer_health,
+            "vllm.ping": self._answer_health,
+            "vllm.post_ping": self._answer_health,
+            "vllm.reset_prefix_cache": self._reset_prefix_caches,
             "metrics": self._read_metrics,
             "reload": self._reload,
             "load_model": partial(self._change_model, "load"),
@@ -231,6 +235,16 @@ class Ingress:
     async def _answer_startup(self, response: Response) -> Startup:
         found = await self._answer_ready(response)
         return Startup(started=found.ready, reason=found.reason)
+
+    async def _answer_health(self) -> Response:
+        await self._answer_ready(response := Response())
+        return response
+
+    async def _reset_prefix_caches(self) -> dict[str, bool]:
+        """Have all replicas use nothing of earlier requests; say whether each of them does."""
+        asking = [self._ask_all(g, "reset_prefix_caches", wait_s=SILENT_S) for g in self._handles]
+        answers = [answer for found in await asyncio.gather(*asking) for answer in found]
+        return {"success": not any(isinstance(answer, Exception) for answer in answers)}
 
     async def _read_metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas; the label `process` says whose each is."""

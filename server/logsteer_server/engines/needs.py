@@ -75,7 +75,11 @@ def find_checkpoint(path: str) -> Path:
         return Path(path)
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    found = sorted((hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    hub_id, _, revision = path.partition("@")
+    repository = hub / f"models--{hub_id.replace('/', '--')}"
+    named = repository / "refs" / revision
+    commit = named.read_text() if revision and named.is_file() else revision or "*"
+    found = sorted((repository / "snapshots").glob(f"{commit}/config.json"))
     if path.startswith((".", "/", "~")):
         raise ValueError(f"{path}: no such directory")
     if not found:

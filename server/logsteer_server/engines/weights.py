@@ -21,7 +21,7 @@ def check_path(path: str) -> None:
 
 
 def locate_model(path: str) -> Path:
-    """Return the directory of a checkpoint, given by its path, a GGUF file or a hub id.
+    """Return the directory of a checkpoint: of a path, a GGUF file, a hub id, or ID@REVISION.
 
     A hub id that the hub's cache lacks is downloaded, and a GGUF file is dequantised into the
     user's cache. Errors: ValueError as `check_path` and `gguf.convert`.
@@ -34,10 +34,13 @@ def locate_model(path: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    hub_id, _, asked = path.partition("@")
+    revision = asked or None
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
-        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+        ignored = ["*.bin", "*.pth", "original/*"]
+        return Path(snapshot_download(hub_id, revision=revision, ignore_patterns=ignored))
 
 
 def find_kind(path: str) -> str | None:

@@ -102,6 +102,8 @@ class ResidentModel:
         self.note = ""
         """A remark added to the detail."""
         self._num_checks = 0
+        self.num_resets = 0
+        """How often its prefix cache was reset; what is kept counts until the next time."""
 
     @property
     def num_running(self) -> int:
@@ -169,8 +171,10 @@ class ResidentModel:
     ) -> PreparedJobs:
         """Look jobs up in the result cache, if `cache` allows it; merge equal jobs."""
         jobs = pack_jobs(jobs)
-        if routing is not None and routing.cache_namespace:
-            jobs = change_all(jobs, partial(replace, cache_namespace=routing.cache_namespace))
+        namespace = "" if routing is None else routing.cache_namespace
+        namespace += f"#{self.num_resets}" if self.num_resets else ""
+        if namespace:
+            jobs = change_all(jobs, partial(replace, cache_namespace=namespace))
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs, sum_expected(jobs))
         found = await self._results.find(self._find_scope(), jobs)

@@ -135,6 +135,9 @@ OTHER_KEYS = "other"
 MODEL = ("model",)
 ENGINE = ("model", "replica")
 DEVICE = ("model", "replica", "device")
+VLLM_ENGINE = ("model_name", "engine")
+VLLM = "vllm:"
+"""What the names of vLLM's own metrics begin with."""
 
 # A second series for each counter, with the time of its first increment, which nobody queries.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -144,7 +147,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 class LiveMetric:
     """A metric whose value `read` returns at a scrape.
 
-    None means no value: the sample is then absent rather than 0.
+    None means no value: the sample is then absent rather than 0. A name with a colon is whole.
     """
 
     family: type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -173,6 +176,9 @@ OF_ENGINES = (
            "loads."),
     _gauge("engine_sequences_queued", ENGINE, lambda e: e.queued,
            "Sequences that wait before the engine, in the order of keys and priorities."),
+    _gauge(f"{VLLM}num_requests_waiting", VLLM_ENGINE,
+           lambda e: e.queued + (e.reading.waiting if e.reading else 0),
+           "vLLM's name for sequences that wait, before the engine or in it."),
 )  # fmt: skip
 """Read from an `EngineStatus`."""
 
@@ -195,6 +201,14 @@ OF_HEARTBEATS = (
     _gauge("adapter_slots", ENGINE, lambda r: r.adapter_slots,
            "Different adapters that can run at once: adapter_slots; only vLLM has them."),
     _gauge("adapter_slots_used", ENGINE, lambda r: r.adapter_slots_used, "Adapters that run."),
+    _gauge(f"{VLLM}num_requests_running", VLLM_ENGINE, lambda r: r.running,
+           "vLLM's name for logsteer_engine_sequences_running."),
+    _gauge(f"{VLLM}kv_cache_usage_perc", VLLM_ENGINE,
+           lambda r: r.cache_blocks_used / r.cache_blocks if r.cache_blocks else None,
+           "vLLM's name for the share of the key-value cache's blocks that sequences hold, 0 to "
+           "1."),
+    _counter(f"{VLLM}num_preemptions", VLLM_ENGINE, lambda r: r.preemptions,
+             "vLLM's name for logsteer_engine_preemptions_total."),
 )  # fmt: skip
 """Read from an `EngineReading`, which comes with the engine's heartbeats."""
 
@@ -223,6 +237,18 @@ OF_DISK = (
 )  # fmt: skip
 """Read from a `DiskReading`."""
 
+VLLM_NAMES = {
+    "prompt_tokens": "prompt_tokens",
+    "generated_tokens": "generation_tokens",
+    "prefix_cached_tokens": "prompt_tokens_cached",
+    "queue_seconds": "request_queue_time_seconds",
+    "engine_seconds": "request_inference_time_seconds",
+    "answer_seconds": "e2e_request_latency_seconds",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "time_between_tokens_seconds": "inter_token_latency_seconds",
+}
+"""Counters and histograms of models -> vLLM's names for them, under which they stand, too."""
+
 STEP_SECONDS = "engine_step_seconds"
 STEP_SECONDS_TEXT = "Time of one step of the engine, of the process that runs now."
 STORE_BYTES = (
@@ -245,6 +271,7 @@ class ModelMetrics:
     cache_misses: Counter
     queue_s: Histogram
     engine_s: Histogram
+    answer_s: Histogram
     first_token_s: Histogram
     between_tokens_s: Histogram
 
@@ -355,6 +382,8 @@ class Metrics:
                     "Time from a request's acceptance until the engine took its first job; of "
                     "requests that reached the engine."),
             seconds("engine_seconds", MODEL, "Time from then until the request's last result."),
+            seconds("answer_seconds", MODEL,
+                    "Time from a request's acceptance to its answer's end, of those answered."),
             seconds("time_to_first_token_seconds", MODEL,
                     "Time from a streamed request's acceptance to its first generated token."),
             seconds("time_between_tokens_seconds", MODEL,
@@ -390,6 +419,20 @@ class Metrics:
     ) -> Any:
         self.labels[PREFIX + name] = labels
         return kind(PREFIX + name, text, labels, registry=self.registry, **more)
+
+    def rename(self) -> Iterator[Metric]:
+        """Yield counters and histograms of models once more, under vLLM's names and labels."""
+        for metric in self._of_model:
+            (own,) = metric.collect()
+            if (other := VLLM_NAMES.get(own.name.removeprefix(PREFIX))) is None:
+                continue
+            family = Metric(VLLM + other, f"vLLM's name for {own.name}.", own.type)
+            for sample in own.samples:
+                labels = {"model_name": sample.labels["model"], "engine": "0"}
+                labels |= {name: sample.labels[name] for name in ("le",) if name in sample.labels}
+                name = family.name + sample.name.removeprefix(own.name)
+                family.add_sample(name, labels, sample.value)
+            yield family
 
     def for_model(self, model: str) -> ModelMetrics:
         """Return a model's metrics, which are exposed from now on, initially 0."""
@@ -428,7 +471,8 @@ class LiveCollector(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         for row in (*OF_MODELS, *OF_ENGINES, *OF_HEARTBEATS, *OF_PROCESSES, *OF_DEVICES, *OF_DISK):
-            metrics.labels[PREFIX + row.name] = row.labels
+            metrics.labels[_spell_name(row)] = row.labels
+        metrics.labels |= {VLLM + name: VLLM_ENGINE for name in VLLM_NAMES.values()}
         metrics.labels[PREFIX + STEP_SECONDS] = ENGINE
         metrics.labels[PREFIX + "store_bytes"] = ("kind", "owner")
         metrics.labels[PREFIX + "store_limit_bytes"] = ("kind",)
@@ -461,6 +505,11 @@ class LiveCollector(Collector):
         )
         yield from _read(OF_DISK, [((), disk)])
         yield from _read_stores(disk)
+        yield from self._metrics.rename()
+
+
+def _spell_name(row: LiveMetric) -> str:
+    return row.name if VLLM in row.name else PREFIX + row.name
 
 
 def _read(
@@ -468,7 +517,7 @@ def _read(
 ) -> Iterator[Metric]:
     """Yield a family for each row, with a sample for each source that has a value."""
     for row in rows:
-        family = row.family(PREFIX + row.name, row.text, labels=row.labels)
+        family = row.family(_spell_name(row), row.text, labels=row.labels)
         for labels, source in sources:
             if (value := row.read(source)) is not None:
                 family.add_metric(labels, float(value))

@@ -13,6 +13,20 @@ Hook = Literal["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
 NOT_OF_ENGINES = {"required", "default", "devices", "path", "max_replicas", "group", "hooks"}
 """What an engine is not told, or not as it is set."""
 
+MODEL_TOPICS = {
+    "Which model": "id path engine default required",
+    "Numbers": "dtype tf32 quantization max_model_len",
+    "Machine": (
+        "devices tensor_parallel pipeline_parallel replicas max_replicas group memory compile "
+        "runner engine_args"
+    ),
+    "Steering, adapters, rows": (
+        "steering_slots steering_depth steering_probes hooks capture_bytes adapter_slots "
+        "adapter_rank chunk_bytes"
+    ),
+}
+"""Topic -> settings of a model."""
+
 
 class ModelSettings(BaseModel):
     """One resident model."""
@@ -30,7 +44,9 @@ class ModelSettings(BaseModel):
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
     )
     path: str = Field(
-        min_length=1, description="Directory of a checkpoint, a GGUF file, or an id on the hub."
+        min_length=1,
+        description="Directory of a checkpoint, a GGUF file, or an id on the hub, with @REVISION "
+        "where it is not the main one.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,28 @@ from logsteer_server.settings.model import ModelSettings
 
 class ConfigurationError(ValueError):
     """A configuration that cannot be used; the message says where and what to change."""
+
+
+SERVER_TOPICS = {
+    "Address": "host port uds insecure allowed_hosts allowed_origins",
+    "Keys": "api_key key_file limits_url share_caches max_key_bytes",
+    "Logs, metrics, traces": (
+        "log_level log_format access_log access_log_file audit_log_file tracing metrics_key"
+    ),
+    "Bounds": (
+        "max_connections stall_timeout_s request_timeout_s max_body_bytes max_text_chars max_items "
+        "max_answer_bytes max_activation_bytes max_vector_bytes max_upload_bytes "
+        "max_pending_tokens max_pending_bytes max_reference_bytes"
+    ),
+    "What is kept": (
+        "cache_bytes store_directory store_url store_options store_cache_bytes store_grace_s"
+    ),
+    "Models while the server runs": (
+        "models selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
+        "exit_when_given_up model_drain_s reload_beside drain_s"
+    ),
+}
+"""Topic -> settings of the server, as its page and `--help` list them."""
 
 
 class Settings(BaseSettings):
@@ -290,24 +312,31 @@ DEMO = Path(__file__).parents[1] / "demo"
 """The demo model; in the repository a link to `demo/model`."""
 
 
-def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
-    """Return the settings of a server of one model: a directory, an id of the hub, or `demo`.
+def name_models(
+    names: Sequence[str], given: Mapping[str, Any] = MappingProxyType({}), revision: str = ""
+) -> dict[str, Any]:
+    """Return the settings of a server of these models: directories, ids of the hub, or `demo`.
 
-    The engine is the usual one, or the one that is installed.
+    `given` are settings of each of them. The engine is the usual one, or the one that is installed.
     """
-    if name is None:
-        return {}
     usual = "vllm" if find_spec("vllm") else "transformer_lens"
-    model: dict[str, Any] = {"id": name, "path": name, "engine": engine or usual}
-    if name == "demo":
-        model |= {"path": str(DEMO), "dtype": "float32", "compile": False}
-        if model["engine"] == "vllm":
-            model["memory"] = "512MiB"
-    else:
-        # As its own maker calls it: what of the name an id may hold.
-        model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name)
-        model["id"] = model["id"].removesuffix(".gguf") or "model"
-    return {"models": [model]}
+    models = []
+    for name in names:
+        model: dict[str, Any] = {
+            "id": name,
+            "path": f"{name}@{revision}" if revision else name,
+            "engine": usual,
+        }
+        if name == "demo":
+            model |= {"path": str(DEMO), "dtype": "float32", "compile": False}
+            if given.get("engine", usual) == "vllm":
+                model["memory"] = "512MiB"
+        else:
+            # As its own maker calls it: what of the name an id may hold.
+            model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name)
+            model["id"] = model["id"].removesuffix(".gguf") or "model"
+        models.append({**model, **given})
+    return {"models": models} if models else {}
 
 
 def load_settings(
@@ -336,11 +365,13 @@ def load_settings(
             raise ConfigurationError(f"{config}: unknown {sorted(unknown)}; known are {known}")
     try:
         settings = parse_settings(document, Path() if config is None else config.parent)
+        for name, value in overrides.items():
+            if value is not None:
+                Settings.__pydantic_validator__.validate_assignment(settings, name, value)
     except ValueError as error:
         reason = explain(error, Settings) if isinstance(error, ValidationError) else str(error)
         raise ConfigurationError(f"{config or 'settings'}: {reason}") from None
-    given = {name: value for name, value in overrides.items() if value is not None}
-    return settings.model_copy(update=given)
+    return settings
 
 
 def _explain(error: yaml.YAMLError) -> str:

@@ -399,6 +399,7 @@ class Run:
         if self._taken_at is not None:
             engine_s = time.monotonic() - self._taken_at
             self.task.model.metrics.engine_s.observe(engine_s)
+        self.task.model.metrics.answer_s.observe(time.monotonic() - self.accepted)
         timing = {
             "queue_ms": round(1e3 * self.record.queue_s, 3),
             "engine_ms": round(1e3 * engine_s, 3),

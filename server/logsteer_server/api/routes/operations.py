@@ -146,7 +146,7 @@ async def readyz(
     and at the end.
     """
     store = None if upkeep.is_local else ("away" if upkeep.trouble else "answers")
-    reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
+    reason = "the server is shutting down" if drain.has_begun else name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}
     return Readiness(ready=reason is None, models=states, reason=reason, store=store)
@@ -158,10 +158,10 @@ async def startupz(models: ModelsDep, response: Response) -> Startup:
     if models.has_started:
         return Startup(started=True)
     response.status_code = 503
-    return Startup(started=False, reason=_name_waiting(models))
+    return Startup(started=False, reason=name_waiting(models))
 
 
-def _name_waiting(models: ModelRegistry) -> str | None:
+def name_waiting(models: ModelRegistry) -> str | None:
     """Name the required models that do not answer, and why; None where all do."""
     waiting = [model for model in models.required if not model.is_ready]
     told = (f"{model.id} is {model.status[0]}: {model.status[1]}" for model in waiting)

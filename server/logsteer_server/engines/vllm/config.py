@@ -275,11 +275,14 @@ TUNED_BEYOND = 32_768
 """Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
 
 
-def context_length(path: Path | str, limit: int | None) -> int:
-    """Return how many tokens the model reads. Errors: ValueError as `fit_context_length`."""
+def context_length(path: Path | str, limit: int | None, trusts: bool = False) -> int:
+    """Return how many tokens the model reads; `trusts`: its configuration may be code of its own.
+
+    Errors: ValueError as `fit_context_length`.
+    """
     from vllm.transformers_utils.config import get_config
 
-    config = get_config(str(path), trust_remote_code=False)
+    config = get_config(str(path), trust_remote_code=trusts)
     return fit_context_length(path, config.get_text_config(), limit)
 
 

@@ -63,7 +63,9 @@ class VllmCore:
     """Run a model in vLLM. Errors: ValueError where the specification cannot be served."""
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
-        self.context_length = context_length(path, spec.max_model_len)
+        self.context_length = context_length(
+            path, spec.max_model_len, bool(spec.engine_args.get("trust_remote_code"))
+        )
         self.config = configure(spec, path, self.context_length)
         clear_new_blocks()
         kv_cache_utils.generate_block_hash_extra_keys = name_block
