@@ -81,7 +81,8 @@ def _count(ids: Sequence[Tensor], like_RV: Tensor) -> Tensor:
     padded_RN = pad_sequence(list(ids), batch_first=True, padding_value=size)
     times_RW = like_RV.new_zeros((rows, size + 1))
     padded_RN = padded_RN.to(like_RV.device)
-    return times_RW.scatter_add_(1, padded_RN, torch.ones_like(padded_RN).to(like_RV))[:, :size]
+    one = like_RV.new_ones(()).expand(padded_RN.shape)
+    return times_RW.scatter_add_(1, padded_RN, one)[:, :size]
 
 
 def _ban(logits_V: Tensor, own: Adjustments, following_N: Tensor) -> None:

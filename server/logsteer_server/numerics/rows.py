@@ -323,6 +323,8 @@ BYTES_PER_SHAPED_LOGIT = 72
 """Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
 BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
 """Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
+BYTES_PER_ADJUSTED_LOGIT = 24
+"""What a policy's adjustments add: how often each token came, factors, adjusted logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,8 @@ class RowSpec:
         size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
         if self.looks_at_policy and device.type == "cuda" and not self.double:
             size = BYTES_PER_CUT_LOGIT
+        if self.policy.adjustments is not None:
+            size += BYTES_PER_ADJUSTED_LOGIT
         return 2 * size if self.double else size
 
 

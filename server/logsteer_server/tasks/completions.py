@@ -33,8 +33,6 @@ from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import CharCounter, TextCodec
 
-GREEDY = Policy(temperature=0)
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
@@ -75,10 +73,7 @@ def plan_completions(
         ids = truncate(given, request, request.max_tokens, info)
         text = text if len(ids) == len(given) else None
         scores_echo = request.echo and top is not None
-        is_greedy = policy == GREEDY and request.n == 1
-        # Probes are read at the token that is generated, too.
-        may_read = is_greedy and not request.probes
-        reads_next = scores_echo and request.max_tokens == 1 and may_read and schema is None
+        reads_next = scores_echo and _is_one_greedy_token(request, policy)
         generates = request.max_tokens > 0 and not reads_next
         with problems.catch(index):
             check_prompt(text, ids, info.vocab_size)
@@ -96,6 +91,13 @@ def plan_completions(
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         cover(num_planned)
     return prompts
+
+
+def _is_one_greedy_token(request: CompletionRequest, policy: Policy) -> bool:
+    """Return whether what is asked for is the most probable token, and no more of it."""
+    asks_more = request.probes or request.response_format or request.stop_token_ids
+    is_one = request.max_tokens == request.n == 1 and request.skip_special_tokens
+    return is_one and policy.temperature == 0 and not policy.adjustments and not asks_more
 
 
 def _find_starts(text: str | None, ids: list[int], codec: TextCodec) -> list[int]:
