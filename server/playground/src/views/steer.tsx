@@ -45,7 +45,7 @@ type State = DosesState & PlaceFields & {
   seed: number;
 };
 
-const STORY = { mode: "text", prompt: "Once upon a time", prompts: [] as string[], seed: 1 } as const;
+const STORY = { mode: "text", prompt: "Once upon a time there was a little girl named Lily.", prompts: [] as string[], seed: 1 } as const;
 const PLAIN = {
   layers: "", op: "add", unit: "raw", positions: "all", when: "", where: "", more: [] as string[],
   scales: "", n: 1, branch: [] as number[], branchText: "", turns: [] as string[],

@@ -44,6 +44,7 @@ export function Curves(props: CurvesProps) {
   const order = useMemo(() => scales.map((_, at) => at).sort((a, b) => (scales[a] ?? 0) - (scales[b] ?? 0)), [scales]);
   const x = useMemo(() => order.map((at) => scales[at] ?? 0), [order, scales]);
   const lines = useMemo(() => drawTargets(swept, measure, order), [swept, measure, order]);
+  const isLikely = lines.some(({ values }) => values.some((value) => (value ?? 0) > 0.5));
   const divergence = useMemo(() => drawDivergence(swept, order), [swept, order]);
   const perplexity = useMemo(() => drawPerplexity(swept, order), [swept, order]);
   const common = {
@@ -66,7 +67,7 @@ export function Curves(props: CurvesProps) {
           series={lines}
           yLabel={MEASURES[measure]}
           yFormat={measure === "prob" ? (v) => `${short(100 * v)} %` : short}
-          yRange={measure === "prob" ? [0, 1] : undefined}
+          yRange={measure === "prob" && isLikely ? [0, 1] : undefined}
           rules={measure === "change" ? [0] : []}
           height={280}
           exportName="dose-response"
