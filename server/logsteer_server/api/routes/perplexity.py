@@ -15,6 +15,7 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import MAX_UNREAD_BYTES, ByteBuffer, respond
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.api.variants import expand_model
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
 READ_AT_ONCE = 2**16
@@ -46,7 +47,9 @@ async def perplexity_stream(
     windows still running then, and the result.
     """
     body = ByteBuffer(MAX_UNREAD_BYTES)
+    query, variant = await expand_model(request, query)
     task = PerplexityStreamTask(query, _read_text(body), models, stores)
+    task.variant = variant
     return await respond(request, task, body=body)
 
 

@@ -19,6 +19,7 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.api.variants import expand_model
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm
@@ -40,6 +41,7 @@ async def tokenize(
     """The tokens of each text."""
     conversations = list_conversations(body.messages) if body.messages else []
     check_count("texts", len(body.texts or conversations), capacity.settings.max_items)
+    body, variant = await expand_model(request, body, ignores=True)
     model = models.find(body.model)
     codec, info = model.require()
     codec = codec.literal if body.special_tokens == "text" else codec
@@ -54,10 +56,10 @@ async def tokenize(
         bos = "auto" if body.add_special_tokens else "never"
     results = await _run(request, planner, _encode(codec, texts, bos))
     if not body.is_single:
-        return answer(request, {"model": model.id, "results": results})
+        return answer(request, {"model": variant or model.id, "results": results})
     ids = results[0]["token_ids"]
     document = {
-        "model": model.id,
+        "model": variant or model.id,
         "results": results,
         "tokens": ids,
         "count": len(ids),
@@ -108,6 +110,7 @@ async def detokenize(
     """The text of each sequence of token ids, special tokens written out."""
     sequences = body.token_ids if body.token_ids is not None else [body.tokens or []]
     check_count("token_ids", len(sequences), capacity.settings.max_items)
+    body, variant = await expand_model(request, body, ignores=True)
     model = models.find(body.model)
     codec, info = model.require()
     for index, ids in enumerate(sequences):
@@ -115,7 +118,7 @@ async def detokenize(
     planner = Planner(capacity, request.state.memory, request.state.memory)
     planner.cover_text(max(map(len, sequences), default=0))
     texts = await _run(request, planner, _decode(codec, sequences))
-    document: dict[str, Any] = {"model": model.id, "texts": texts}
+    document: dict[str, Any] = {"model": variant or model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]
     return answer(request, document)
