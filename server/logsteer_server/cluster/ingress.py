@@ -26,12 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelCard, ModelList, Readiness, ReloadAnswer, Startup
+from logsteer_server.api.dependencies import VariantsDep, find_base
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import OPENAI_PATHS, add_handlers
 from logsteer_server.api.respond import encode_error
 from logsteer_server.api.routes.operations import WaitDep, list_as_openai, name_variant
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
-from logsteer_server.api.variants import VariantsDep, find_base
 from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.models.admission import BYTES, Admission

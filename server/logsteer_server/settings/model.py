@@ -172,6 +172,4 @@ class ModelSettings(BaseModel):
 class VariantSettings(VariantFields):
     """A variant of a resident model, for all callers."""
 
-    model_config = ConfigDict(hide_input_in_errors=True)
-
     name: VectorName

@@ -27,11 +27,12 @@ from logsteer_server.api.dependencies import (
     DrainDep,
     ModelsDep,
     UpkeepDep,
+    VariantsDep,
+    find_base,
 )
 from logsteer_server.api.respond import EventStream, answer, run_within
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.api.selftest import stream_selftest
-from logsteer_server.api.variants import VariantsDep, find_base
 from logsteer_server.keys.keyring import check_metrics_key
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE

@@ -12,10 +12,10 @@ from logsteer.schemas import PerplexityStreamQuery
 from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
+    expand_model,
 )
 from logsteer_server.api.respond import MAX_UNREAD_BYTES, ByteBuffer, respond
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.api.variants import expand_model
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
 READ_AT_ONCE = 2**16

@@ -37,10 +37,10 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
     StoreThreadsDep,
+    find_base,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.api.variants import find_base
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.references import find_fitting
 from logsteer_server.interventions.variants import check_unused

@@ -8,10 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS
+from logsteer_server.api.dependencies import expand_model
 from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import respond
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
-from logsteer_server.api.variants import expand_model
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.requests import find_record

@@ -16,10 +16,10 @@ from logsteer.schemas import (
 from logsteer_server.api.dependencies import (
     CapacityDep,
     ModelsDep,
+    expand_model,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.api.variants import expand_model
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.chat import ChatForm

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.schemas.vectors import ServerInfoQuery, WorldSizeQuery
 from logsteer_server import __version__
-from logsteer_server.api.dependencies import DrainDep, ModelsDep
+from logsteer_server.api.dependencies import DrainDep, ModelsDep, find_base
 from logsteer_server.api.routes.operations import name_waiting
 from logsteer_server.api.routing import KeyedRoute
-from logsteer_server.api.variants import find_base
 
 VLLM_VERSION = "0.32.0"
 """The version of vLLM whose interface is answered."""
