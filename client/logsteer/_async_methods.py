@@ -35,6 +35,7 @@ from logsteer.schemas import (
     DeletedAdapter,
     DeletedOverride,
     DeletedSae,
+    DeletedVariant,
     DeletedVector,
     DetokenizeAnswer,
     GenerateAnswer,
@@ -80,6 +81,8 @@ from logsteer.schemas import (
     TrainAnswer,
     TrainMethod,
     TrainRead,
+    VariantCard,
+    VariantList,
     VectorCard,
     VectorFormat,
     VectorList,
@@ -2521,5 +2524,49 @@ class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
             directory=directory,
             layer=layer,
             activation_scale=activation_scale,
+            overwrite=overwrite,
+        )
+
+
+class AsyncVariants(AsyncStoreMethods[VariantList, VariantCard, DeletedVariant]):
+    """Methods of `AsyncClient.variants`."""
+
+    _name = "variants"
+
+    async def put(
+        self,
+        name: str,
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        description: str | NotGiven | None = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> VariantCard:
+        """Store a steered model under a name, which is then a model in every endpoint.
+
+        Args:
+            name: What it is called as a model from now on.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            model: Id of a resident model; may be left out where there is only one.
+            chat_template_kwargs: Variables of the chat template, below those of a request.
+            description: What it is, for people who choose a model.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
+        """
+        return await self._ask(
+            "variants.put",
+            name=name,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            model=model,
+            chat_template_kwargs=chat_template_kwargs,
+            description=description,
             overwrite=overwrite,
         )

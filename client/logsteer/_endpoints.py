@@ -355,6 +355,23 @@ _SAES = _store(
     ),
 )  # fmt: skip
 
+_VARIANTS = [
+    Endpoint("variants.list", "GET", "/variants", "variants", s.VariantList),
+    Endpoint(
+        "variants.get", "GET", "/variants/{name}", "variants", s.VariantCard, positional=("name",)
+    ),
+    Endpoint(
+        "variants.put", "PUT", "/variants/{name}", "variants", s.VariantCard, s.VariantRequest,
+        positional=("name",), scope="write",
+        parameters={"name": "What it is called as a model from now on."},
+        summary="Store a steered model under a name, which is then a model in every endpoint.",
+    ),
+    Endpoint(
+        "variants.delete", "DELETE", "/variants/{name}", "variants", s.DeletedVariant,
+        positional=("name",), retry_safe=False, scope="write",
+    ),
+]  # fmt: skip
+
 _TOKENS = [
     Endpoint(
         "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
@@ -399,7 +416,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
         _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
-        _SAES, _TOKENS, _OPENAI,
+        _SAES, _VARIANTS, _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

@@ -214,6 +214,7 @@ RESOURCES = {
     "overrides": "Overrides",
     "adapters": "Adapters",
     "saes": "Saes",
+    "variants": "Variants",
 }
 """Resource -> the class with its methods; a further method of vectors is written by hand."""
 

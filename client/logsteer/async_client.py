@@ -14,6 +14,7 @@ from logsteer._async_methods import (
     AsyncClientMethods,
     AsyncOverrides,
     AsyncSaes,
+    AsyncVariants,
     AsyncVectorMethods,
 )
 from logsteer._calls import NOT_GIVEN, NotGiven, as_list
@@ -112,6 +113,7 @@ class AsyncClient(AsyncClientMethods):
         self.overrides = AsyncOverrides(self._ask)
         self.adapters = AsyncAdapters(self._ask)
         self.saes = AsyncSaes(self._ask)
+        self.variants = AsyncVariants(self._ask)
 
     async def __aenter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from logsteer._sync_methods import (
     ClientMethods,
     Overrides,
     Saes,
+    Variants,
     VectorMethods,
 )
 from logsteer._upload import Source
@@ -114,6 +115,7 @@ class Client(ClientMethods):
         self.overrides = Overrides(self._ask)
         self.adapters = Adapters(self._ask)
         self.saes = Saes(self._ask)
+        self.variants = Variants(self._ask)
 
     def __enter__(self) -> Self:
         return self

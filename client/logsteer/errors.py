@@ -37,6 +37,7 @@ KINDS: Mapping[ProblemCode, ProblemKind] = {
     "unknown_sae": ProblemKind(404, False, "Unknown sparse autoencoder"),
     "method_not_allowed": ProblemKind(405, False, "Method not allowed"),
     "exists": ProblemKind(409, False, "Exists already"),
+    "in_use": ProblemKind(409, False, "In use"),
     "payload_too_large": ProblemKind(413, False, "Payload too large"),
     "overloaded": ProblemKind(429, True, "Overloaded"),
     "rate_limited": ProblemKind(429, True, "Rate limited"),

@@ -78,7 +78,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.keys = keys = KeyRing(settings)
     for router in (
         *(tasks.router, perplexity.router, vectors.router, tokens.router),
-        *(uploads.overrides, uploads.adapters, uploads.saes),
+        *(uploads.overrides, uploads.adapters, uploads.saes, uploads.variants),
         *(operations.openai_router, vllm.router, operations.router, page.router),
     ):
         app.include_router(router)

@@ -52,11 +52,11 @@ INSTEAD: Mapping[str, str] = {
 def add_settings(
     parser: argparse.ArgumentParser, kind: type[BaseModel], topics: Mapping[str, str]
 ) -> None:
-    """Add an option for every setting of a class, but `path` and `models`, in groups by topic."""
+    """Add an option for every setting of a class, but those of a file alone, in groups by topic."""
     for topic, names in topics.items():
         group = parser.add_argument_group(topic)
         for name in names.split():
-            if name not in ("path", "models"):
+            if name not in ("path", "models", "variants"):
                 _add_setting(group, name, kind.model_fields[name])
 
 

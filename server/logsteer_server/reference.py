@@ -6,7 +6,7 @@ Settings, endpoints with the fields of their requests, problem codes and metrics
 import argparse
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -103,7 +103,7 @@ def write_endpoints() -> str:
     for (name, field), count in uses.most_common():
         if count > 1 and "description" in json.loads(field):
             shared.setdefault(name, field)
-    rows, sections, plain = [], [], []
+    rows, sections, plain = [], [], defaultdict(list)
     for name, endpoint in ENDPOINTS.items():
         own = dict(field for field in schemas[name].items() if field not in shared.items())
         also = [field for field in schemas[name] if field not in own]
@@ -114,7 +114,7 @@ def write_endpoints() -> str:
             taken = ", ".join(f"`{field}`" for field in also)
             rows.append((what, endpoint.summary, taken, key, f"`client.{name}`"))
         else:
-            plain.append(f"{what} ({key})")
+            plain[key].append(what)
     return "".join(
         [
             "# HTTP endpoints\n\n",
@@ -129,7 +129,7 @@ def write_endpoints() -> str:
             *sections,
             "## Without fields of their own\n\n",
             *tabulate(("endpoint", "does", "fields", "scope", "Python"), rows),
-            f"\nAnd, each with its scope: {', '.join(plain)}.\n",
+            *(f"\nAnd with scope {key}: {', '.join(plain[key])}.\n" for key in plain),
         ]
     )
 

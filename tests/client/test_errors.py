@@ -34,6 +34,7 @@ CONTRACT = {
     "unknown_sae": (404, False, errors.NotFoundError),
     "method_not_allowed": (405, False, errors.InvalidRequestError),
     "exists": (409, False, errors.ConflictError),
+    "in_use": (409, False, errors.ConflictError),
     "payload_too_large": (413, False, errors.PayloadTooLargeError),
     "overloaded": (429, True, errors.OverloadedError),
     "rate_limited": (429, True, errors.OverloadedError),

@@ -55,6 +55,21 @@ class TestRouting:
         info = cluster.client.get("/tokenizer_info", params={"model": "other"})
         assert info.status_code == 200, info.text
 
+    def test_a_variant_goes_to_its_model(self, cluster: Cluster) -> None:
+        put = cluster.client.put("/variants/kind", json={"model": "other", "description": "plain"})
+        assert put.status_code == 200, put.text
+        found = ask(cluster, "/logprob", model="kind", items=[ITEM])
+        assert found["results"] == ask(cluster, "/logprob", model="other", items=[ITEM])["results"]
+        assert cluster.client.get("/models/kind").json()["variant_of"] == "other"
+        assert cluster.client.get("/v1/models/kind").json()["parent"] == "other"
+        assert [one["id"] for one in cluster.client.get("/v1/models").json()["data"]][-1] == "kind"
+        for path in ("/health", "/ping", "/version", "/get_world_size?model=kind"):
+            assert cluster.client.get(path).status_code == 200, path
+        assert cluster.client.post("/reset_prefix_cache").json() == {"success": True}
+        told = cluster.client.post("/logprob", json={"model": "other+no:1", "items": [ITEM]})
+        check_problem(told, 404, "unknown_vector")
+        assert cluster.client.delete("/variants/kind").status_code == 200
+
     def test_what_names_no_model_is_refused_as_on_one_machine(self, cluster: Cluster) -> None:
         post = cluster.client.post
         told = check_problem(post("/logprob", json={"items": [ITEM]}), 422, "invalid_request")

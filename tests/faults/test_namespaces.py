@@ -14,6 +14,7 @@ from logsteer import Client
 from logsteer.errors import InternalError, NotFoundError, PermissionDeniedError
 from tests.conftest import Server, fake_model, vllm_model
 from tests.faults.keys import add_key, connect, serve
+from tests.refusals import refused
 
 ITEM = {"context_ids": [5, 6, 7], "target_ids": [[8]]}
 TOKENS = {
@@ -127,8 +128,8 @@ def test_what_is_shared_is_everybodys_to_read_and_the_admins_to_write(
     assert root.vectors.combine("shared/sum", {"shared/calm": 2.0}).name == "shared/sum"
     assert root.vectors.delete("shared/sum").name == "shared/sum"
     with connect(server, tokens["ann"]) as http:
-        refused = http.put("/vectors/shared", content=vector(1.0))
-        assert (refused.status_code, refused.json()["param"]) == (422, "name")
+        taken = http.put("/vectors/shared", content=vector(1.0))
+        assert (taken.status_code, taken.json()["param"]) == (422, "name")
 
 
 def test_a_list_shows_own_and_shared_ones(ann: Client, bob: Client, root: Client) -> None:
@@ -228,3 +229,25 @@ def test_a_prefix_tells_no_other_key_that_it_is_known(
         with connect(server, tokens["root"]) as root:
             assert cached(root, 6) == 0
             assert cached(root, 6) >= 64
+
+
+def test_variants_are_seen_as_vectors_are(
+    place: Path, server: Server, ann: Client, bob: Client, root: Client
+) -> None:
+    ann.vectors.put("own", vector(0.25))
+    root.vectors.put("shared/all", vector(0.125))
+    ann.variants.put("glad", steering="own:1@0")
+    with pytest.raises(InternalError, match="did not apply the steering"):
+        ann.logprob([ITEM], model="glad")
+    assert not bob.models().variants
+    with pytest.raises(NotFoundError, match="No model 'glad'"):
+        bob.logprob([ITEM], model="glad")
+    with refused("invalid_request", "share that, too"):
+        root.vectors.put("own", vector(0.5))
+        root.variants.put("shared/glad", steering="own:1@0")
+    root.variants.put("shared/glad", steering="shared/all:1@0")
+    assert [card.name for card in bob.models().variants] == ["shared/glad"]
+    with pytest.raises(InternalError, match="did not apply the steering"):
+        bob.logprob([ITEM], model="shared/glad")
+    with refused("in_use", "shared/glad"):
+        root.vectors.delete("shared/all")

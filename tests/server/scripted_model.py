@@ -60,7 +60,7 @@ class NoFiles:
         raise api_error("unknown_override", f"Nothing is named {name!r}.")
 
 
-STORES = Stores(steering_cases.NoVectors(), NoFiles(), NoFiles(), NoFiles())
+STORES = Stores(steering_cases.NoVectors(), NoFiles(), NoFiles(), NoFiles(), NoFiles())
 
 
 @cache

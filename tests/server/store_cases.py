@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from logsteer.schemas import VectorAbout
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VECTORS, Store
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, SAES, VARIANTS, VECTORS, Store
 
 ABOUT = VectorAbout(source="upload", format="safetensors")
 FIELDS: dict[str, dict[str, Any]] = {
@@ -25,6 +25,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "architecture": "standard", "hook": "resid_post", "layer": 1, "width": 3, "features": 9,
         "labels": 0,
     },
+    VARIANTS.noun: {"model": "a"},
 }  # fmt: skip
 
 

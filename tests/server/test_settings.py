@@ -153,7 +153,11 @@ def test_every_setting_is_a_flag_and_models_share_them(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     page = capsys.readouterr().out
-    for name in {*Settings.model_fields, *ModelSettings.model_fields} - {"models", "path"}:
+    for name in {*Settings.model_fields, *ModelSettings.model_fields} - {
+        "models",
+        "path",
+        "variants",
+    }:
         assert f"--{name.replace('_', '-').removesuffix('s')}" in page
     settings = read_named(parse_arguments(["a/one", "b/two", "--dtype", "float16"]))
     assert [(m.id, m.dtype) for m in settings.models] == [("one", "float16"), ("two", "float16")]

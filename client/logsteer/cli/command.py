@@ -31,6 +31,7 @@ from logsteer.cli.scoring import (
 )
 from logsteer.cli.stored import (
     add_stored_commands,
+    add_variants,
 )
 from logsteer.cli.usage import Parser
 from logsteer.client import Client
@@ -124,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         add_command(add)
     add_stored_commands(add, common)
+    add_variants(add, common)
     return parser
 
 

@@ -42,6 +42,7 @@ from logsteer.schemas import (
     SweepAnswer,
     TokenizeAnswer,
     TrainAnswer,
+    VariantList,
     VectorCard,
     VectorList,
 )
@@ -159,6 +160,7 @@ _COLUMNS: Mapping[type, tuple[str, ...]] = {
     VectorList: ("name", "hook", "layers", "source", "method", *_STORED),
     AdapterList: ("name", "model", "rank", "alpha", "modules", *_STORED),
     OverrideList: ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
+    VariantList: ("name", "model", "steering", "adapter", "override", "description", *_STORED),
     SaeList: ("name", "architecture", "hook", "layer", "features", "k", *_STORED),
     TokenizeAnswer: ("token_id", "token", "start", "end"),
 }

@@ -35,18 +35,20 @@ from logsteer.schemas import (
     OverrideList,
     SaeList,
     TrainAnswer,
+    VariantList,
     VectorCard,
     VectorList,
 )
 
 _CARDS: Mapping[str, type[BaseModel]] = {
     "vectors": VectorList, "adapters": AdapterList, "overrides": OverrideList, "saes": SaeList,
+    "variants": VariantList,
 }  # fmt: skip
 """What is stored -> the list of its cards."""
 
 
 def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> None:
-    """Add `logsteer vectors`, `adapters`, `saes` and `overrides`, and their commands."""
+    """Add `logsteer vectors`, `adapters`, `saes`, `overrides`, `variants`, and their commands."""
     parser = add(
         "vectors", None, "store, make and fetch steering vectors",
         """
@@ -108,6 +110,34 @@ def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> Non
     text = "one direction: what it moves, and how far"
     examples = "\n  logsteer overrides show gradient\n"
     add_one("show", _show_override, text, examples, answer=OverrideCard)
+
+
+_VARIANT = {"adapter": "NAME", "chat_template_kwargs": "JSON", "description": "TEXT",
+            "overwrite": None}  # fmt: skip
+
+
+def add_variants(add: AddCommand, common: argparse.ArgumentParser) -> None:
+    """Add `logsteer variants` and its commands."""
+    parser = add(
+        "variants", None, "store steered models, whose names are models",
+        """
+  logsteer variants put cheerful mood:4@2
+  logsteer generate "Once upon a time" --model cheerful
+""",
+    )  # fmt: skip
+    add_one = _begin_store(begin_commands(parser, common), "variants", "cheerful")
+    text = "store a model with its steering under a name"
+    put = add_one("put", _put_variant, text, "\n  logsteer variants put cheerful mood:4@2\n")
+    put.add_argument("steering", metavar="NAME[:SCALE][@LAYERS]", nargs="*", help="as of --vector")
+    add_options(put, "variants.put", _VARIANT)
+
+
+def _put_variant(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = {**given(arguments, *_VARIANT), "steering": arguments.steering or None}
+    if "model" in arguments:
+        options["model"] = arguments.model
+    card = client.variants.put(arguments.name, **options)
+    show(arguments, card, _draw_cards("variants", card))
 
 
 def _begin_store(add: AddCommand, resource: str, example: str) -> AddCommand:

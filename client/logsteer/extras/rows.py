@@ -47,6 +47,8 @@ from logsteer.schemas import (
     TextResult,
     TokenizeAnswer,
     TrainAnswer,
+    VariantCard,
+    VariantList,
     VectorCard,
     VectorList,
     WindowScore,
@@ -334,6 +336,17 @@ def _write_plain(model: BaseModel) -> Iterator[FlatRow]:
     yield {name: value for name, value in (row | told).items() if not isinstance(value, dict)}
 
 
+def _write_variant(card: VariantCard) -> Iterator[FlatRow]:
+    """Yield the fields of a variant, and the names of its vectors with their scales."""
+    told = [
+        f"{one.get('name') or one.get('sae') or 'data'}:{one.get('scale', 1)}"
+        for one in (card.steering or {}).get("vectors", [])
+    ]
+    override = card.override and card.override.name
+    for row in _write_plain(card):
+        yield {**row, "steering": ", ".join(told) or None, "override": override}
+
+
 def _write_model(card: ModelCard) -> Iterator[FlatRow]:
     """Yield what is known of a model, and how many of its replicas answer."""
     ready = sum(replica.state == "ready" for replica in card.replicas)
@@ -476,5 +489,7 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     OverrideList: {"override": _of_each("overrides", _write_plain)},
     SaeCard: {"sae": _write_plain},
     SaeList: {"sae": _of_each("saes", _write_plain)},
+    VariantCard: {"variant": _write_variant},
+    VariantList: {"variant": _of_each("variants", _write_variant)},
 }
 """Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

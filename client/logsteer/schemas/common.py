@@ -508,6 +508,12 @@ class TableViews:
         return VIEWS["table"](self, per)
 
 
+OVERWRITE = (
+    "Whether to replace what another request has stored under this name, which is otherwise "
+    "refused: `exists`. The same request again gets the same answer."
+)
+
+
 class Tabled(Reply, TableViews):
     """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
 
@@ -544,6 +550,7 @@ ProblemCode = Literal[
     "unknown_sae",
     "method_not_allowed",
     "exists",
+    "in_use",
     "payload_too_large",
     "overloaded",
     "rate_limited",

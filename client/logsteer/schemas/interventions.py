@@ -3,11 +3,11 @@
 `/overrides` stores directions of the parameters, `/adapters` LoRA adapters.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from logsteer.schemas.common import DeletedName, NamedContent, Reply, Request, Tabled
+from logsteer.schemas.common import OVERWRITE, DeletedName, NamedContent, Reply, Request, Tabled
 from logsteer.schemas.steering import Finite, ProbeRequest, Steering, SteeringReceipt, VectorName
 
 
@@ -133,6 +133,62 @@ class InterventionFields(ParameterFields):
         default=None,
         description="Steer the model. Tokens before the first scored one are the prompt.",
     )
+
+
+INTERVENED = ("steering", "adapter", "override")
+"""Fields of a request that change the model."""
+
+
+class VariantFields(InterventionFields):
+    """A resident model, and what every request to it is computed under."""
+
+    model: str | None = Field(
+        default=None, description="Id of a resident model; may be left out where there is only one."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, below those of a request."
+    )
+    description: str | None = Field(
+        default=None, max_length=1000, description="What it is, for people who choose a model."
+    )
+
+
+class VariantRequest(VariantFields):
+    """A steered model as a model of its own, whose name is a model in every endpoint."""
+
+    overwrite: bool = Field(default=False, description=OVERWRITE)
+
+
+class VariantCard(Tabled):
+    """One variant of a model."""
+
+    name: str
+    sha256: str = Field(description="SHA-256 of all that it stands for.")
+    model: str = Field(description="Id of the model that it is a variant of.")
+    steering: dict[str, Any] | None = None
+    adapter: str | None = None
+    override: ParameterOverride | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    description: str | None = None
+    bytes: int
+    created: str = Field(
+        description="When it was stored: RFC 3339, UTC; empty: in the server's file."
+    )
+
+
+class VariantList(Tabled):
+    """Every variant that a caller sees: those of the server's file, then stored ones, by name."""
+
+    variants: list[VariantCard]
+    damaged: list[str] = Field(
+        default=[], description="Names that are not as they were written: PUT or DELETE them."
+    )
+    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
+    max_bytes: int = Field(description="What they may come to.")
+
+
+class DeletedVariant(DeletedName):
+    """The name that is gone, and the digest of what it stood for."""
 
 
 class ActivationFields(InterventionFields):

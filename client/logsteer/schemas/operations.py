@@ -14,6 +14,7 @@ from logsteer.schemas.common import (
     Tabled,
     TokenId,
 )
+from logsteer.schemas.interventions import VariantCard
 
 ModelState = Literal["loading", "testing", "ready", "restarting", "failed", "draining", "unloaded"]
 """`testing`: the engine is ready, and the self-test that `--selftest` asks for runs. `draining`:
@@ -68,6 +69,9 @@ class ModelCard(Reply):
     )
     provenance: Provenance | None = None
     restarts: int = Field(default=0, description="Of all its replicas.")
+    variant_of: str | None = Field(
+        default=None, description="Of a variant: the model whose card this is."
+    )
     replicas: list[ReplicaCard] = Field(
         default_factory=list,
         description="Its engine processes; the model answers while one of them does.",
@@ -95,9 +99,10 @@ class ReloadAnswer(Reply):
 
 
 class ModelList(Tabled):
-    """Every configured model."""
+    """Every configured model, and the variants that a caller sees."""
 
     models: list[ModelCard]
+    variants: list[VariantCard] = Field(default=[])
 
 
 class Health(Reply):

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, TextOrTurns
 from logsteer.schemas.common import (
+    OVERWRITE,
     Answer,
     BosPolicy,
     ByLayer,
@@ -32,11 +33,6 @@ ContentFormat = Literal["safetensors", "gguf"]
 VectorSource = Literal["upload", "training", "combination"]
 TrainMethod = Literal["mean_difference", "pca", "logistic", "lda"]
 TrainRead = Literal["last", "mean", "answer"]
-
-OVERWRITE = (
-    "Whether to replace what another request has stored under this name, which is otherwise "
-    "refused: `exists`. The same request again gets the same answer."
-)
 
 
 class LayerQuality(Reply):

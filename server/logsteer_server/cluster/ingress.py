@@ -26,17 +26,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelCard, ModelList, Readiness, ReloadAnswer, Startup
+from logsteer_server.api.dependencies import VariantsDep, find_base
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import OPENAI_PATHS, add_handlers
 from logsteer_server.api.respond import encode_error
-from logsteer_server.api.routes.operations import WaitDep, list_as_openai
+from logsteer_server.api.routes.operations import WaitDep, list_as_openai, name_variant
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
+from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing, check_metrics_key
 from logsteer_server.models.admission import BYTES, Admission
 from logsteer_server.models.registry import choose_model
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.observation.metrics import METRICS_TYPE
-from logsteer_server.settings import parse_settings
+from logsteer_server.settings import ModelSettings, parse_settings
+from logsteer_server.stores.contents import ContentFiles
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.threads import StoreThreads
 
 SERVICE = "logsteer"
 # Id of a model -> the names of its deployment and of that one's version.
@@ -105,9 +110,14 @@ class Ingress:
     def _create_app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         app.state.settings, app.state.keys = self._settings, self._keys
+        # Variants are looked up here: it is their models that have replicas.
+        objects = Objects.open(self._settings)
+        files = ContentFiles(objects, self._settings.store_cache_bytes)
+        app.state.namespaces = NamespaceRegistry(self._settings, objects, files)
+        app.state.store_threads, app.state.models = StoreThreads(), self
         own: dict[str, Callable[..., Any]] = {
             "models": self._list_models,
-            "model": self._merge_cards,
+            "model": self._describe_model,
             "v1.models": self._list_openai_models,
             "ready": self._answer_ready,
             "startup": self._answer_startup,
@@ -146,7 +156,7 @@ class Ingress:
         request = LimitedRequest(caller.scope, caller.receive)
         if endpoint is not None and endpoint.scope is not None:
             # Whoever has no key gets nothing read, and learns no model's name.
-            self._keys.identify(request.headers.get("authorization", ""))
+            request.state.caller = self._keys.identify(request.headers.get("authorization", ""))
         if endpoint is not None and endpoint.upload is not None:
             body, parts = b"", await _store(request, self._settings.max_upload_bytes)
         else:
@@ -154,29 +164,35 @@ class Ingress:
         headers = MutableHeaders(raw=list(request.scope["headers"]))
         headers["X-Request-Id"] = request.state.id
         scope = {name: request.scope.get(name) for name in SCOPE} | {"headers": headers.raw}
-        handle = self._handles[self._locate(request, endpoint, body)]
+        handle = self._handles[await self._locate(request, endpoint, body)]
         messages = _call(handle, scope, parts, request)
         start = await anext(messages)
         answer = StreamingResponse((own["body"] async for own in messages), start["status"])
         answer.raw_headers = start["headers"]
         return answer
 
-    def _locate(self, request: Request, endpoint: Endpoint | None, body: bytes) -> str:
+    @property
+    def by_id(self) -> Mapping[str, ModelSettings]:
+        """The models that there are now."""
+        return self._models
+
+    async def _locate(self, request: Request, endpoint: Endpoint | None, body: bytes) -> str:
         """Return the deployment whose replicas answer a request. Errors: APIError."""
         any_group = next(iter(self._handles))
         if "model_id" in request.path_params:
-            return self._find_group(request.path_params["model_id"])
+            return self._find_group(await find_base(request, request.path_params["model_id"]))
         source = endpoint.request or endpoint.query if endpoint else None
         if len(self._handles) == 1 or source is None or "model" not in source.model_fields:
             return any_group
         if not body:
-            return self._find_group(request.query_params.get("model"))
+            return self._find_group(await find_base(request, request.query_params.get("model")))
         kind = request.headers.get("content-type", "")
         decode = msgspec.msgpack.decode if "msgpack" in kind else msgspec.json.decode
         try:
-            return self._find_group(decode(body, type=_NamedModel).model)
+            name = decode(body, type=_NamedModel).model
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return any_group  # it says what is wrong with the body
+        return self._find_group(await find_base(request, name))
 
     def _find_group(self, name: str | None) -> str:
         """Return the deployment of a model, of the default for None. Errors: as `choose_model`."""
@@ -209,11 +225,18 @@ class Ingress:
         restarts = sum(card.restarts for card in cards)
         return best.model_copy(update={"replicas": replicas, "restarts": restarts})
 
-    async def _list_models(self) -> ModelList:
-        return ModelList(models=await asyncio.gather(*map(self._merge_cards, self._models)))
+    async def _describe_model(self, model_id: str, request: Request) -> ModelCard:
+        base = await find_base(request, model_id)
+        return name_variant(await self._merge_cards(base or model_id), model_id)
 
-    async def _list_openai_models(self) -> dict[str, Any]:
-        return list_as_openai((await self._list_models()).models)
+    async def _list_cards(self) -> list[ModelCard]:
+        return await asyncio.gather(*map(self._merge_cards, self._models))
+
+    async def _list_models(self, variants: VariantsDep) -> ModelList:
+        return ModelList(models=await self._list_cards(), variants=variants)
+
+    async def _list_openai_models(self, variants: VariantsDep) -> dict[str, Any]:
+        return list_as_openai(await self._list_cards(), variants)
 
     async def _change_model(self, change: str, model_id: str, query: WaitDep) -> ModelCard:
         """Load, unload or drain a model in all its replicas. Errors: APIError, of any of them."""
@@ -226,7 +249,7 @@ class Ingress:
 
     async def _answer_ready(self, response: Response) -> Readiness:
         """Say whether a replica of each required model answers."""
-        cards = (await self._list_models()).models
+        cards = await self._list_cards()
         waiting = [f"{c.id} is {c.state}" for c in cards if c.required and c.state != "ready"]
         response.status_code = 503 if waiting else 200
         states = {card.id: card.state for card in cards}

@@ -42,6 +42,7 @@ from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import open_all
 from logsteer_server.stores.upkeep import SHARED_BYTES
+from logsteer_server.stores.variants import VariantStore, make_card
 from logsteer_server.stores.vectors import ParsedVectors, SaeStore, VectorStore
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -148,6 +149,7 @@ class Stores:
     overrides: Namespace[OverrideCard]
     adapters: Namespace[AdapterCard]
     saes: SaeStore
+    variants: VariantStore
     may_steer: bool = True
 
     def check_use(self, asked: ParameterFields) -> None:
@@ -163,8 +165,8 @@ class Stores:
 class NamespaceRegistry:
     """Gives each caller the stores that it sees. It is used from one event loop.
 
-    vectors, overrides, adapters, saes              everybody's; with keys: `shared/NAME`
-    keys/<name>/vectors, overrides, adapters, saes  those of the key of that name
+    vectors, overrides, adapters, saes, variants    everybody's; with keys: `shared/NAME`
+    keys/<name>/vectors, …                          those of the key of that name
     """
 
     def __init__(self, settings: Settings, objects: Objects, files: ContentFiles) -> None:
@@ -187,12 +189,14 @@ class NamespaceRegistry:
             max_bytes = self._settings.max_key_bytes if quota is None else quota
             own = open_all(self._objects, max_bytes, prefix, self._settings.store_grace_s)
         may_share = "admin" in caller.scopes
+        configured = [make_card(variant.name, variant) for variant in self._settings.variants]
         saes = SaeStore(Namespace(own[3], shared[3], may_share=may_share), self._files)
         stores = self._opened[place] = Stores(
             VectorStore(Namespace(own[0], shared[0], may_share=may_share), self._parsed, saes),
             Namespace(own[1], shared[1], may_share=may_share),
             Namespace(own[2], shared[2], may_share=may_share),
             saes,
+            VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
             may_steer="steer" in caller.scopes,
         )
         return stores

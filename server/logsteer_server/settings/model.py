@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from logsteer.schemas import EngineKind
+from logsteer.schemas import EngineKind, VariantFields
+from logsteer.schemas.steering import VectorName
 from logsteer_server.contract.engine import EngineSpec
 
 Hook = Literal["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
@@ -166,3 +167,9 @@ class ModelSettings(BaseModel):
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
         path = str(local.resolve()) if local.exists() else self.path
         return EngineSpec(**fields, devices=devices, path=path, hooks=tuple(self.hooks))
+
+
+class VariantSettings(VariantFields):
+    """A variant of a resident model, for all callers."""
+
+    name: VectorName

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from logsteer.schemas.faults import explain
-from logsteer_server.settings.model import ModelSettings
+from logsteer_server.settings.model import ModelSettings, VariantSettings
 
 
 class ConfigurationError(ValueError):
@@ -35,7 +35,7 @@ SERVER_TOPICS = {
         "cache_bytes store_directory store_url store_options store_cache_bytes store_grace_s"
     ),
     "Models while the server runs": (
-        "models selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
+        "models variants selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
         "exit_when_given_up model_drain_s reload_beside drain_s"
     ),
 }
@@ -55,6 +55,11 @@ class Settings(BaseSettings):
 
     models: list[ModelSettings] = Field(
         default_factory=list, description="The models to keep resident, one at least."
+    )
+    variants: list[VariantSettings] = Field(
+        default_factory=list,
+        description="Names that stand for a model and its steering, adapter or override: see "
+        "[Steered models as model ids](steering.md#steered-models-as-model-ids).",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any that is free.")
@@ -278,6 +283,19 @@ class Settings(BaseSettings):
             raise ValueError(
                 "no model is configured: name one under `models:`, or serve MODEL or --demo"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _have_models(self) -> "Settings":
+        ids = [model.id for model in self.models]
+        names = [variant.name for variant in self.variants]
+        for variant in self.variants:
+            if variant.model is None and len(ids) == 1:
+                variant.model = ids[0]
+            if variant.model not in ids:
+                raise ValueError(f"variant {variant.name}: no model {variant.model}; name of {ids}")
+            if [*ids, *names].count(variant.name) > 1:
+                raise ValueError(f"variant {variant.name}: the name is taken; choose another")
         return self
 
     _directory = PrivateAttr(default=Path())

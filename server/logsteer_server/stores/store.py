@@ -35,7 +35,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VectorCard
+from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VariantCard, VectorCard
 from logsteer.schemas.common import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upload import StoreRoom, Upload, refuse_damage, refuse_size
@@ -55,7 +55,7 @@ RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
 
-C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard)
+C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard | VariantCard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ VECTORS = Kind("vector", VectorCard, "unknown_vector", "PUT or train one")
 OVERRIDES = Kind("override", OverrideCard, "unknown_override", "PUT one")
 ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter", "PUT one")
 SAES = Kind("sae", SaeCard, "unknown_sae", "PUT one")
-KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES)
+VARIANTS = Kind("variant", VariantCard, "unknown_model", "PUT one")
+KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES, VARIANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +396,20 @@ class Store(Generic[C]):
 
 def open_all(
     objects: Objects, max_bytes: int, prefix: str, grace_s: float
-) -> tuple[Store[VectorCard], Store[OverrideCard], Store[AdapterCard], Store[SaeCard]]:
+) -> tuple[
+    Store[VectorCard],
+    Store[OverrideCard],
+    Store[AdapterCard],
+    Store[SaeCard],
+    Store[VariantCard],
+]:
     """Return the stores of all kinds below a prefix, each of at most `max_bytes`."""
     return (
         Store(VECTORS, objects, max_bytes, prefix, grace_s),
         Store(OVERRIDES, objects, max_bytes, prefix, grace_s),
         Store(ADAPTERS, objects, max_bytes, prefix, grace_s),
         Store(SAES, objects, max_bytes, prefix, grace_s),
+        Store(VARIANTS, objects, max_bytes, prefix, grace_s),
     )
 
 

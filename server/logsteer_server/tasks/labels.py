@@ -141,4 +141,5 @@ class LabelTask(BodyTask[ScoreRequest]):
         }
         head = {"id": self.id, "object": "scoring", "created": self._created}
         applied = {name: value for name, value in facts.applied.items() if value is not None}
-        return {**head, "model": self.model.id, **self.report(), "usage": usage, **applied}
+        head["model"] = self.variant or self.model.id
+        return {**head, **self.report(), "usage": usage, **applied}

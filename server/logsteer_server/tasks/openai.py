@@ -245,7 +245,7 @@ class OpenAITask(BodyTask[S]):
             "id": self.id,
             "object": self.shape,
             "created": self._created,
-            "model": self.model.id,
+            "model": self.variant or self.model.id,
         }
 
     def write(self, facts: Facts) -> dict[str, Any]:

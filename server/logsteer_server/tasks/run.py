@@ -144,6 +144,8 @@ class Task(ABC):
     has_file: ClassVar[bool] = False
     """Whether the answer can be given as a file of tensors."""
 
+    variant: str | None = None
+    """The name that the request has for its model, where that is a variant's."""
     codec: TextCodec
     info: EngineInfo
     """The model's tokenizer and engine, as they are when the task begins; `require` sets them."""
@@ -189,7 +191,7 @@ class Task(ABC):
             **self.report(),
             **{name: facts.applied[name] for name in self.applied_fields},
             "id": self.id,
-            "model": self.model.id,
+            "model": self.variant or self.model.id,
             "usage": facts.usage,
             "timing": facts.timing,
             "provenance": facts.provenance.model_dump(),
@@ -386,7 +388,7 @@ class Run:
 
     def _open(self) -> Event:
         task = self.task
-        document = {"id": task.id, "model": task.model.id}
+        document = {"id": task.id, "model": task.variant or task.model.id}
         return Event("start", document | {"provenance": self._describe().model_dump()})
 
     def _describe(self) -> Provenance:

@@ -2,7 +2,7 @@
 and `/tokenizer_info`, in OpenAI's shape.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -17,6 +17,7 @@ from logsteer.schemas import (
     SelftestAnswer,
     SelftestRequest,
     Startup,
+    VariantCard,
 )
 from logsteer.schemas.openai import TokenizerInfo
 from logsteer.schemas.vectors import WaitQuery
@@ -26,6 +27,8 @@ from logsteer_server.api.dependencies import (
     DrainDep,
     ModelsDep,
     UpkeepDep,
+    VariantsDep,
+    find_base,
 )
 from logsteer_server.api.respond import EventStream, answer, run_within
 from logsteer_server.api.routing import KeyedRoute
@@ -47,15 +50,28 @@ openai_router = APIRouter(route_class=KeyedRoute, tags=["openai"])
 
 
 @router.get("/models")
-async def list_models(models: ModelsDep) -> ModelList:
-    """Every configured model and its state."""
-    return ModelList(models=[model.describe() for model in models.by_id.values()])
+async def list_models(models: ModelsDep, variants: VariantsDep) -> ModelList:
+    """Every configured model and its state, and variants."""
+    cards = [model.describe() for model in models.by_id.values()]
+    return ModelList(models=cards, variants=variants)
 
 
 @router.get("/models/{model_id:path}")
-async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
-    """One model and its state."""
-    return models.find(model_id).describe()
+async def get_model(model_id: str, request: Request, models: ModelsDep) -> ModelCard:
+    """One model and its state; of a variant those of its model."""
+    return await _describe(model_id, request, models)
+
+
+async def _describe(name: str, request: Request, models: ModelRegistry) -> ModelCard:
+    base = await find_base(request, name)
+    return name_variant(models.find(base).describe(), name)
+
+
+def name_variant(card: ModelCard, name: str) -> ModelCard:
+    """Return a model's card under the name of a variant of it; unchanged under its own."""
+    if name == card.id:
+        return card
+    return card.model_copy(update={"id": name, "variant_of": card.id})
 
 
 @router.post(
@@ -177,32 +193,36 @@ async def metrics(request: Request) -> Response:
 
 
 @openai_router.get("/v1/models", name="list_models")
-async def list_openai_models(models: ModelsDep) -> dict[str, Any]:
-    """The models that answer now."""
-    return list_as_openai(model.describe() for model in models.by_id.values())
+async def list_openai_models(models: ModelsDep, variants: VariantsDep) -> dict[str, Any]:
+    """The models that answer now, then variants of them."""
+    return list_as_openai([model.describe() for model in models.by_id.values()], variants)
 
 
 @openai_router.get("/v1/models/{model_id:path}", name="get_openai_model")
-async def get_openai_model(model_id: str, models: ModelsDep) -> dict[str, Any]:
+async def get_openai_model(model_id: str, request: Request, models: ModelsDep) -> dict[str, Any]:
     """One model, which answers now."""
-    model = models.find(model_id)
-    model.require()
-    return _write_as_openai(model.describe())
+    card = await _describe(model_id, request, models)
+    models.find(card.variant_of or card.id).require()
+    return _write_as_openai(card)
 
 
-def list_as_openai(cards: Iterable[ModelCard]) -> dict[str, Any]:
-    """Return the models that answer now, in OpenAI's shape."""
-    models = [_write_as_openai(card) for card in cards if card.state == "ready"]
-    return {"object": "list", "data": models}
+def list_as_openai(cards: Sequence[ModelCard], variants: Iterable[VariantCard]) -> dict[str, Any]:
+    """Return the models that answer now, then variants of them, in OpenAI's shape."""
+    ready = {card.id: card for card in cards if card.state == "ready"}
+    named = [name_variant(ready[one.model], one.name) for one in variants if one.model in ready]
+    return {"object": "list", "data": [_write_as_openai(c) for c in [*ready.values(), *named]]}
 
 
 def _write_as_openai(card: ModelCard) -> dict[str, Any]:
     shape = {"object": "model", "created": 0, "owned_by": "logsteer"}
-    return {"id": card.id, **shape, "max_model_len": card.context_length}
+    of = {"root": card.variant_of or card.id, "parent": card.variant_of}  # as vLLM's adapters have
+    return {"id": card.id, **shape, **of, "max_model_len": card.context_length}
 
 
 @openai_router.get("/tokenizer_info")
-async def tokenizer_info(models: ModelsDep, model: str | None = None) -> TokenizerInfo:
+async def tokenizer_info(
+    request: Request, models: ModelsDep, model: str | None = None
+) -> TokenizerInfo:
     """Special tokens and chat template of a model."""
-    codec, info = models.find(model).require()
+    codec, info = models.find(await find_base(request, model)).require()
     return TokenizerInfo(model_max_length=info.context_length, **codec.describe())

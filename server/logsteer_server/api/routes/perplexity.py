@@ -12,6 +12,7 @@ from logsteer.schemas import PerplexityStreamQuery
 from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
+    expand_model,
 )
 from logsteer_server.api.respond import MAX_UNREAD_BYTES, ByteBuffer, respond
 from logsteer_server.api.routing import KeyedRoute
@@ -46,7 +47,9 @@ async def perplexity_stream(
     windows still running then, and the result.
     """
     body = ByteBuffer(MAX_UNREAD_BYTES)
+    query, variant = await expand_model(request, query)
     task = PerplexityStreamTask(query, _read_text(body), models, stores)
+    task.variant = variant
     return await respond(request, task, body=body)
 
 

@@ -21,11 +21,14 @@ from logsteer.schemas import (
     DeletedAdapter,
     DeletedOverride,
     DeletedSae,
+    DeletedVariant,
     DeletedVector,
     OverrideCard,
     OverrideList,
     SaeCard,
     SaeList,
+    VariantCard,
+    VariantList,
     VectorCard,
     VectorList,
 )
@@ -34,16 +37,19 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
     StoreThreadsDep,
+    find_base,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.references import find_fitting
+from logsteer_server.interventions.variants import check_unused
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,
     OVERRIDES,
     SAES,
+    VARIANTS,
     VECTORS,
     C,
     Kind,
@@ -78,13 +84,14 @@ async def keep_all() -> Choose:
 
 
 async def choose_fitting(
+    request: Request,
     models: ModelsDep,
     model: Annotated[str | None, Query(description="List what fits this model alone.")] = None,
 ) -> Choose:
     """Return what chooses the vectors that fit a model, or all. Errors: those of `find`."""
     if model is None:
         return list
-    _, info = models.find(model).require()
+    _, info = models.find(await find_base(request, model)).require()
     return partial(find_fitting, info=info)
 
 
@@ -114,6 +121,9 @@ ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
     DeletedAdapter,
     lambda stores: stores.adapters,
     "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
+)
+VARIANT_RESOURCE: Resource[VariantCard] = Resource(
+    VARIANTS, VariantList, DeletedVariant, lambda stores: stores.variants
 )
 SAE_RESOURCE: Resource[SaeCard] = Resource(
     SAES, SaeList, DeletedSae, lambda stores: stores.saes.names
@@ -170,7 +180,11 @@ def make_router(resource: Resource[C]) -> APIRouter:
     async def delete(
         name: VectorName, request: Request, stores: StoresDep, threads: StoreThreadsDep
     ) -> Response:
-        sha256 = await threads.run(resource.find(stores).delete, name)
+        def work() -> str | None:
+            check_unused(kind.noun, name, stores)
+            return resource.find(stores).delete(name)
+
+        sha256 = await threads.run(work)
         return answer(request, {"name": name, "sha256": sha256})
 
     return router

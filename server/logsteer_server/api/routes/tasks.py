@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS
+from logsteer_server.api.dependencies import expand_model
 from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import respond
 from logsteer_server.api.routing import KeyedRoute, LimitedRequest
@@ -73,9 +74,13 @@ class TaskRoute(KeyedRoute):
         body = await request.json()
         state = scope["app"].state
         stores = await state.namespaces.find(request.state.caller)
+        variant = None
+        if body.model is not None and body.model not in state.models.by_id:
+            body, variant = await expand_model(request, body)
         if "name" in type(body).model_fields:
             find_record(scope).stored = body.name
         task = self._make_task(body, state.models, stores)
+        task.variant = variant
         response = await respond(request, task, openai=self._is_openai)
         await response(scope, receive, send)
 

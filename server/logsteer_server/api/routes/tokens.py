@@ -16,6 +16,7 @@ from logsteer.schemas import (
 from logsteer_server.api.dependencies import (
     CapacityDep,
     ModelsDep,
+    expand_model,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routing import KeyedRoute
@@ -39,6 +40,7 @@ async def tokenize(
     """The tokens of each text."""
     conversations = list_conversations(body.messages) if body.messages else []
     check_count("texts", len(body.texts or conversations), capacity.settings.max_items)
+    body, variant = await expand_model(request, body, ignores=True)
     model = models.find(body.model)
     codec, info = model.require()
     codec = codec.literal if body.special_tokens == "text" else codec
@@ -54,10 +56,10 @@ async def tokenize(
     work = planner.run(_encode, codec, texts, bos, request.state.memory)
     results = await run_within(request, capacity.settings.request_timeout_s, work)
     if not body.is_single:
-        return answer(request, {"model": model.id, "results": results})
+        return answer(request, {"model": variant or model.id, "results": results})
     ids = results[0]["token_ids"]
     document = {
-        "model": model.id,
+        "model": variant or model.id,
         "results": results,
         "tokens": ids,
         "count": len(ids),
@@ -95,6 +97,7 @@ async def detokenize(
     """The text of each sequence of token ids, special tokens written out."""
     sequences = body.token_ids if body.token_ids is not None else [body.tokens or []]
     check_count("token_ids", len(sequences), capacity.settings.max_items)
+    body, variant = await expand_model(request, body, ignores=True)
     model = models.find(body.model)
     codec, info = model.require()
     for index, ids in enumerate(sequences):
@@ -103,7 +106,7 @@ async def detokenize(
     planner.cover_text(max(map(len, sequences), default=0))
     work = planner.run(_decode, codec, sequences, planner.cover)
     texts = await run_within(request, capacity.settings.request_timeout_s, work)
-    document: dict[str, Any] = {"model": model.id, "texts": texts}
+    document: dict[str, Any] = {"model": variant or model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]
     return answer(request, document)

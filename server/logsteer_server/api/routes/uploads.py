@@ -1,10 +1,11 @@
-"""`PUT` of overrides, adapters and sparse autoencoders, which are stored by name."""
+"""`PUT` of overrides, adapters, sparse autoencoders and variants, which are stored by name."""
 
 from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
 
-from logsteer.schemas import AdapterCard, OverrideCard, SaeCard
+from logsteer.errors import api_error
+from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VariantCard, VariantRequest
 from logsteer.schemas.steering import VectorName
 from logsteer.schemas.vectors import SaeQuery
 from logsteer_server.api.dependencies import (
@@ -13,12 +14,14 @@ from logsteer_server.api.dependencies import (
     StoresDep,
     StoreThreadsDep,
 )
+from logsteer_server.api.respond import answer
 from logsteer_server.api.routes.resources import (
     ADAPTER_RESOURCE,
     OVERRIDE_RESOURCE,
     OVERWRITE,
     READ_BYTES,
     SAE_RESOURCE,
+    VARIANT_RESOURCE,
     UploadLimit,
     answer_upload,
     describe_file,
@@ -37,6 +40,7 @@ from logsteer_server.contract.jobs import (
     Feature,
 )
 from logsteer_server.contract.plan import Adapter
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
@@ -54,6 +58,7 @@ from logsteer_server.stores.store import StoredContent, stamp
 overrides = make_router(OVERRIDE_RESOURCE)
 adapters = make_router(ADAPTER_RESOURCE)
 saes = make_router(SAE_RESOURCE)
+variants = make_router(VARIANT_RESOURCE)
 
 ADAPTER_FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 SAE_FILES = {"config": "cfg.json", "weights": "sae_weights.safetensors"}
@@ -238,3 +243,26 @@ async def upload_sae(
         return await answer_upload(
             request, name, upload, stores.saes.names, check_sae, check, overwrite=query.overwrite
         )
+
+
+@variants.put("/variants/{name:stored}", responses={200: {"model": VariantCard}})
+async def put_variant(
+    name: VectorName,
+    body: VariantRequest,
+    request: Request,
+    models: ModelsDep,
+    stores: StoresDep,
+    threads: StoreThreadsDep,
+) -> Response:
+    """Store a steered model under this name, which is then a model in every endpoint."""
+    model = models.find(body.model)
+    codec, info = model.require()
+    if name in models.by_id:
+        raise api_error("exists", f"{name} is a resident model: choose another name.", param="name")
+    asked = body.model_copy(update={"model": model.id})
+
+    def store() -> VariantCard:
+        Interventions.resolve(asked, stores, info, codec)
+        return stores.variants.store(name, asked, overwrite=asked.overwrite)
+
+    return answer(request, (await threads.run(store)).model_dump())

@@ -4,11 +4,11 @@ import os
 import platform
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.schemas.vectors import ServerInfoQuery, WorldSizeQuery
 from logsteer_server import __version__
-from logsteer_server.api.dependencies import DrainDep, ModelsDep
+from logsteer_server.api.dependencies import DrainDep, ModelsDep, find_base
 from logsteer_server.api.routes.operations import name_waiting
 from logsteer_server.api.routing import KeyedRoute
 
@@ -34,10 +34,10 @@ async def version() -> dict[str, str]:
 
 @router.get("/server_info")
 async def server_info(
-    query: Annotated[ServerInfoQuery, Query()], models: ModelsDep
+    query: Annotated[ServerInfoQuery, Query()], request: Request, models: ModelsDep
 ) -> dict[str, Any]:
     """A model's configuration under vLLM's names, and what it runs on."""
-    model = models.find(query.model)
+    model = models.find(await find_base(request, query.model))
     _, info = model.require()
     config = {
         "model_config": {
@@ -67,10 +67,10 @@ async def server_info(
 
 @router.get("/get_world_size")
 async def get_world_size(
-    query: Annotated[WorldSizeQuery, Query()], models: ModelsDep
+    query: Annotated[WorldSizeQuery, Query()], request: Request, models: ModelsDep
 ) -> dict[str, int]:
     """How many ranks a model has: of one replica, or of all."""
-    own = models.find(query.model).settings
+    own = models.find(await find_base(request, query.model)).settings
     size = own.tensor_parallel * own.pipeline_parallel
     return {"world_size": size * own.replicas if query.include_dp else size}
 

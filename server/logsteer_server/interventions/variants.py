@@ -1,0 +1,86 @@
+"""What a request to a variant of a model stands for."""
+
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas import VariantFields
+from logsteer.schemas.faults import explain
+from logsteer.schemas.interventions import INTERVENED
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.stores.variants import FIELDS, VariantStore, list_names
+
+B = TypeVar("B", bound=BaseModel)
+
+STORED_NAME = re.compile(r"(shared/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""What may be a variant's name: nothing else is looked up below the store's places."""
+
+
+def find_variant(name: str, store: VariantStore) -> VariantFields | None:
+    """Return what a name stands for that is not a resident model's; None for one that nobody knows.
+
+    `MODEL+mood:1@12` is a model steered by that vector, without being stored; several follow one
+    another, each after a `+`. Blocks. Errors: APIError `invalid_request`; those of `Store.look_up`.
+    """
+    base, plus, rest = name.partition("+")
+    if plus:
+        try:
+            return VariantFields.model_validate({"model": base, "steering": rest.split("+")})
+        except ValidationError as error:
+            detail = f"model {name[:80]!r}: {explain(error, VariantFields)}"
+            raise api_error("invalid_request", detail, param="model") from None
+    if STORED_NAME.fullmatch(name) is None:
+        return None
+    try:
+        card, _ = store.look_up(name)
+    except APIError as error:
+        if error.code == "unknown_model":
+            return None
+        raise
+    return VariantFields.model_validate_json(card.model_dump_json(include=FIELDS))
+
+
+def check_unused(noun: str, name: str, stores: Stores) -> None:
+    """Make sure that no variant that a caller sees names a content. Blocks.
+
+    Errors: APIError `in_use`.
+    """
+    cards = stores.variants.list_all().cards
+    if users := [card.name for card in cards if (noun, name) in list_names(card)]:
+        detail = f"The {noun} {name!r} is named by the variants {', '.join(users)}: DELETE them"
+        raise api_error("in_use", f"{detail} first, or PUT another {noun} in its place.")
+
+
+def expand(body: B, name: str, variant: VariantFields, *, ignores: bool) -> B:
+    """Return the request that a request to a variant stands for.
+
+    `ignores`: what the variant changes does not matter to it. Errors: APIError `invalid_request`
+    where both change the model, or the endpoint takes no such change.
+    """
+    changes = {one: getattr(variant, one) for one in INTERVENED if getattr(variant, one)}
+    own = {one: value for one in INTERVENED if (value := getattr(body, one, None)) is not None}
+    lacks = [one for one in changes if one not in type(body).model_fields]
+    detail = None
+    if changes and own:
+        detail = f"the request brings {_describe(own)}: leave that out"
+    elif lacks and not ignores:
+        detail = f"this endpoint takes no {lacks[0]}: send no variant"
+    if detail:
+        told = f"{name[:80]} is {variant.model} with {_describe(changes)}, and {detail}"
+        raise api_error("invalid_request", f"{told}, or name {variant.model}.", param="model")
+    given = {one: value for one, value in changes.items() if one not in lacks}
+    if variant.chat_template_kwargs and "chat_template_kwargs" in type(body).model_fields:
+        asked = getattr(body, "chat_template_kwargs", None) or {}
+        given["chat_template_kwargs"] = variant.chat_template_kwargs | asked
+    return body.model_copy(update={"model": variant.model, **given})
+
+
+def _describe(changes: dict[str, Any]) -> str:
+    """Name each change: `steering mood, adapter story`."""
+    told = []
+    for field, value in changes.items():
+        named = list_names(VariantFields.model_construct(**{field: value}))
+        told.append(" ".join([field, *(name for _, name in named)]))
+    return ", ".join(told)
