@@ -43,8 +43,10 @@ GUIDES = [page for page in PAGES if page != README and any(b.is_run for b in rea
 
 @pytest.fixture
 def empty_server(demo_server: Server) -> Server:
-    """Return the demo's server without the vectors that other pages and files have stored."""
+    """Return the demo's server without what other pages and files have stored."""
     with Client(demo_server.url) as client:
+        for variant in client.variants.list().variants:
+            client.variants.delete(variant.name)
         for card in client.vectors.list().vectors:
             client.vectors.delete(card.name)
     return demo_server

@@ -92,9 +92,11 @@ def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _stored(place: Path, client: Client) -> None:
+def _stored(place: Path, client: Client, request: pytest.FixtureRequest) -> None:
     """Have what the examples name, whatever an earlier one has deleted or unloaded."""
     _load(client)
+    for variant in client.variants.list().variants:
+        client.variants.delete(variant.name)
     if not (place / "mood.safetensors").exists() or not _has_mood(client):
         client.vectors.train("mood", PAIRS)
         (place / "mood.safetensors").write_bytes(client.vectors.download("mood"))
@@ -102,6 +104,8 @@ def _stored(place: Path, client: Client) -> None:
     client.saes.put("res8", place / "gpt2-small-res-jb/blocks.8.hook_resid_pre")
     client.adapters.put("story", place / "adapter")
     client.overrides.put("gradient", place / "direction.safetensors")
+    if "cheerful" in request.node.name and "variants put" not in request.node.name:
+        client.variants.put("cheerful", steering="mood:4@2")
 
 
 def _load(client: Client) -> None:
