@@ -69,6 +69,17 @@ BARS = (
         "lm_eval", "the same against tuned `local-completions` on stock vLLM",
         "logsteer / local-completions on stock vLLM, 4 x 64", least=6,
     ),
+    *(
+        Bar(
+            "load_generator", f"`vllm bench serve`, {what}, against the stock server",
+            f"logsteer / stock vLLM server, {name}", least=0.97,
+        )
+        for what, name in (
+            ("requests a second", "requests_per_s"),
+            ("time to the first token", "ms_to_first_token"),
+            ("time between tokens", "ms_between_tokens"),
+        )
+    ),
     Bar(
         "choices", "32 contexts, 4 targets each, over HTTP, against the stock server",
         "logsteer / stock vLLM server", least=8,

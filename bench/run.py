@@ -26,7 +26,17 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from bench import exactness, host_time, http_process, replicas, score_file, scoring, start, steering
+from bench import (
+    exactness,
+    host_time,
+    http_process,
+    load_generator,
+    replicas,
+    score_file,
+    scoring,
+    start,
+    steering,
+)
 from bench.bars import write_page, write_result, write_table
 from bench.models import Workplace
 from bench.servers import run_module
@@ -66,6 +76,7 @@ BENCHMARKS = {
     "lm_eval": Benchmark(scoring.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
+    "load_generator": Benchmark(load_generator.compare_load, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "patching": Benchmark(steering.compare_patching, runs=5),
