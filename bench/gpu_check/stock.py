@@ -12,8 +12,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ import torch
 from transformers import Qwen3Config
 
 from bench.gpu_check.report import Cell, Findings, Options, Table
+from bench.load_generator import run_load
 from bench.models import ID, draw_ids, make_model, read_vocab
 from bench.servers import run_logsteer, run_module, run_stock
 from bench.stock import describe_stock
@@ -64,8 +63,8 @@ def find_model(options: Options) -> Path:
 class Work:
     """What a server of one of the names is asked; its prompts are those it has not had before."""
 
-    def __init__(self, url: str, name: str, path: Path, quick: bool) -> None:
-        self.url, self.path, self.quick = url, path, quick
+    def __init__(self, url: str, name: str, path: Path, options: Options) -> None:
+        self.url, self.path, self.options = url, path, options
         self.model = "stock" if name == STOCK else ID
         self._client = Client(url, timeout=600)
         self._http = httpx.Client(timeout=600)
@@ -98,24 +97,14 @@ class Work:
                  for ids in self._draw(count, length)]  # fmt: skip
         self._client.logprob(items, **more)
 
-    def serve(self) -> None:
-        """Run `vllm bench serve`, of which nothing but the time counts."""
-        options = {"base-url": self.url, "model": str(self.path), "served-model-name": self.model,
-                   "dataset-name": "random", "random-input-len": 32 if self.quick else 512,
-                   "random-output-len": 128 // (16 if self.quick else 1),
-                   "num-prompts": 4 if self.quick else 256}  # fmt: skip
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-        command += [f"--{name}={value}" for name, value in options.items()]
-        done = subprocess.run(
-            [*command, "--ignore-eos"], capture_output=True, text=True, check=False, timeout=300
-        )
-        found = dict(line.split(":", 1) for line in done.stdout.splitlines() if ":" in line)
-        if found.get("Failed requests", "").strip() != "0":
-            raise RuntimeError((done.stderr or done.stdout)[-1500:])
+    def serve(self) -> float:
+        """Return the requests a second of `vllm bench serve`."""
+        output = self.options.directory / "load.json"
+        return float(run_load(self.url, self.path, self.model, output, 0)["request_throughput"])
 
-    def list_all(self, name: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    def list_all(self, name: str) -> Iterator[tuple[str, int, Callable[[], Any]]]:
         """Yield what it is asked, in order of value, with the tokens of each."""
-        tokens, count, length = (8, 4, 64) if self.quick else (128, 32, 2048)
+        tokens, count, length = (8, 4, 64) if self.options.quick else (128, 32, 2048)
         for size in DECODED:
             yield f"decode, {size}", size * tokens, partial(self.complete, size, PROMPT, tokens)
             if name != STOCK:
@@ -164,21 +153,21 @@ def measure(options: Options, found: Findings) -> None:
         found.notes.append("FlashInfer is missing: both ran with VLLM_USE_FLASHINFER_SAMPLER=0")
     found.add(Table(
         f"{path.name}, {dtype}, {runs} runs of each after one uncounted; tokens a second; of "
-        "`vllm bench serve` the seconds of one run.",
+        "`vllm bench serve` the requests a second of one run.",
         ["server", "work", "median", "smallest", "largest", "of stock"],
     ))  # fmt: skip
     medians: dict[str, float] = {}
     for name in (STOCK, OURS, IDLE):
         with start(name, path, options) as url:
-            work = Work(url, name, path, options.quick)
+            work = Work(url, name, path, options)
             for what, amount, call in work.list_all(name):
                 try:
-                    seconds = [time_call(call) for _ in range(runs + 1 if amount else 1)]
+                    rates = [amount / time_call(call) for _ in range(runs + 1 if amount else 0)]
+                    rates = rates[1:] or [call()]
                 except Exception as error:
                     found.failures.append(f"{name}, {what}: {error}")
                     found.save()
                     continue
-                rates = [amount / taken for taken in seconds[1:]] if amount else seconds
                 median = statistics.median(rates)
                 peer = medians.setdefault(what.removesuffix(", steered"), median)
                 row: list[Cell] = [name, what, median, min(rates), max(rates), median / peer]
