@@ -61,7 +61,9 @@ _OF_VLLM: Mapping[str, Unsupported] = {
     "watermarking": Unsupported("text is drawn as the policy says; leave it out", (False,)),
     "truncation_side": Unsupported("prompts are cut at the left; leave it out", ("left",)),
     "prompt_embeds": Unsupported("a prompt is text or token ids"),
-    "routed_experts_prompt_start": Unsupported("no experts are told; leave it out", (0,)),
+    "routed_experts_prompt_start": Unsupported(
+        "answers have no routed experts; leave it out", (0,)
+    ),
     "return_token_offsets": Unsupported("/tokenize gives offsets", (False,)),
     "return_prompt_text": Unsupported("/tokenize and /detokenize give it", (False,)),
     "mm_payload": Unsupported(_TEXT_ALONE, ("tensors",)),
@@ -70,7 +72,7 @@ _OF_VLLM: Mapping[str, Unsupported] = {
     "mm_processor_kwargs": Unsupported(_TEXT_ALONE, ({},)),
     "kv_transfer_params": Unsupported(_ONE_SERVER),
     "ec_transfer_params": Unsupported(_ONE_SERVER),
-    "vllm_xargs": Unsupported("there is no processor of yours to read it; leave it out", ({},)),
+    "vllm_xargs": Unsupported("no processor reads it here; leave it out", ({},)),
     "repetition_detection": Unsupported("send stop strings or penalties"),
     "thinking_token_budget": Unsupported("send max_tokens", (-1,)),
     "stream_interval": Unsupported("a stream has a piece a token; leave it out", (1,)),
