@@ -319,12 +319,15 @@ class TestCompletions:
         prompts = [[5, 6, 7], [8]]
         fields = {"prompt": prompts, "echo": True, "logprobs": logprobs} | more
         whole = [event.document for event in run_completion(**fields)][-1]
-        options = {"stream": True, "stream_options": {"include_usage": True}}
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
         start, *chunks, usage, end = run_completion(**fields, **options)
         assert (start.name, end.name) == ("start", "result")
         assert usage.document["choices"] == []
         assert usage.document["usage"] == whole["usage"]
         assert all(chunk.document["usage"] is None for chunk in chunks)
+        options["stream_options"]["continuous_usage_stats"] = True
+        last, total = run_completion(**fields, **options)[-3:-1]
+        assert last.document["usage"] == total.document["usage"] == whole["usage"]
         pieces = [chunk.document["choices"][0] for chunk in chunks]
         assert len(whole["choices"]) == 2 * more.get("n", 1)
         for choice in whole["choices"]:

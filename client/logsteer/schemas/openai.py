@@ -86,6 +86,9 @@ class StreamOptions(Request):
     include_usage: bool = Field(
         default=False, description="End with a chunk that has no choice, and the usage."
     )
+    continuous_usage_stats: bool | None = Field(
+        default=False, description="With `include_usage`: the usage so far in each chunk, too."
+    )
     include_obfuscation: Literal[False] | None = None
 
 

@@ -231,8 +231,8 @@ class OpenAITask(BodyTask[S]):
         document = {**self._head, "choices": [choice]}
         if self.kind == "chatcmpl" and not self._named:
             document |= self._list_prompt(0)
-        if self._body.includes_usage:
-            document["usage"] = None
+        if self._body.includes_usage and (options := self._body.stream_options):
+            document["usage"] = self._count_usage() if options.continuous_usage_stats else None
         if last is not None:
             report = AppliedReport(self.interventions)
             report.add(last)

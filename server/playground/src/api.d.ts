@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 9a9e1e3a9da191abc65d8bc085365378a0361206b5b9c7369186ff1bcb34b550
+// Written by build/types.mjs from openapi.json, sha256 1d357084408712737f2ed444245a8967602bc0a662cfbd3fbb6acea27d28561a
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -479,6 +479,8 @@ export interface components {
         GenerateRequest: {
             adapter?: string | null;
             add_generation_prompt?: boolean | null;
+            allowed_token_ids?: number[] | null;
+            bad_words?: string[];
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
@@ -488,11 +490,16 @@ export interface components {
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
             continue_final_message?: boolean;
             diagnostics?: boolean;
+            frequency_penalty?: number;
             ignore_eos?: boolean;
             include_stop?: boolean;
+            logit_bias?: {
+                [key: string]: number;
+            };
             max_tokens?: number;
             messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             min_p?: number;
+            min_tokens?: number;
             model?: string | null;
             n?: number;
             /** @enum {string} */
@@ -502,14 +509,17 @@ export interface components {
             override?: components["schemas"]["ParameterOverride"] | null;
             /** @enum {string} */
             precision?: "float32" | "float64";
+            presence_penalty?: number;
             probes?: components["schemas"]["ProbeRequest"][] | null;
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
+            repetition_penalty?: number;
             seed?: number | null;
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             stop?: string[];
+            stop_token_ids?: number[];
             stream?: boolean;
             temperature?: number;
             tools?: components["schemas"]["Tool"][] | null;
@@ -755,12 +765,14 @@ export interface components {
             rounding?: number | null;
             /** @enum {string} */
             state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
+            variant_of?: string | null;
             vocab_size?: number | null;
         } & {
             [key: string]: unknown;
         };
         ModelList: {
             models: components["schemas"]["ModelCard"][];
+            variants?: components["schemas"]["VariantCard"][];
         } & {
             [key: string]: unknown;
         };
@@ -942,7 +954,7 @@ export interface components {
         };
         Problem: {
             /** @enum {string} */
-            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "invalid_sae" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "unknown_sae" | "method_not_allowed" | "exists" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
+            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "invalid_sae" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "unknown_sae" | "method_not_allowed" | "exists" | "in_use" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
             detail: string;
             param?: string | null;
             request_id: string;
@@ -1050,7 +1062,17 @@ export interface components {
             [key: string]: unknown;
         };
         SamplingPolicy: {
+            allowed_token_ids?: number[] | null;
+            bad_words?: string[];
+            frequency_penalty?: number;
+            logit_bias?: {
+                [key: string]: number;
+            };
             min_p?: number;
+            min_tokens?: number;
+            presence_penalty?: number;
+            repetition_penalty?: number;
+            stop_token_ids?: number[];
             temperature?: number;
             top_k?: number;
             top_p?: number;
@@ -1171,6 +1193,8 @@ export interface components {
         SteerRequest: {
             adapter?: string | null;
             add_generation_prompt?: boolean | null;
+            allowed_token_ids?: number[] | null;
+            bad_words?: string[];
             baseline?: boolean;
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
@@ -1180,11 +1204,16 @@ export interface components {
             } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
             continue_final_message?: boolean;
+            frequency_penalty?: number;
             ignore_eos?: boolean;
             include_stop?: boolean;
+            logit_bias?: {
+                [key: string]: number;
+            };
             max_tokens?: number;
             messages?: components["schemas"]["Message"][] | components["schemas"]["Message"][][] | null;
             min_p?: number;
+            min_tokens?: number;
             model?: string | null;
             n?: number;
             /** @enum {string} */
@@ -1194,14 +1223,17 @@ export interface components {
             override?: components["schemas"]["ParameterOverride"] | null;
             /** @enum {string} */
             precision?: "float32" | "float64";
+            presence_penalty?: number;
             probes?: components["schemas"]["ProbeRequest"][] | null;
             prompt_ids?: number[][] | null;
             prompts?: string[] | null;
+            repetition_penalty?: number;
             seed?: number | null;
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             steering: components["schemas"]["Steering"];
             stop?: string[];
+            stop_token_ids?: number[];
             stream?: boolean;
             temperature?: number;
             tools?: components["schemas"]["Tool"][] | null;
@@ -1565,6 +1597,24 @@ export interface components {
             caution?: string | null;
             folds?: number | null;
             reason?: string | null;
+        } & {
+            [key: string]: unknown;
+        };
+        VariantCard: {
+            adapter?: string | null;
+            bytes: number;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            created: string;
+            description?: string | null;
+            model: string;
+            name: string;
+            override?: components["schemas"]["ParameterOverride"] | null;
+            sha256: string;
+            steering?: {
+                [key: string]: unknown;
+            } | null;
         } & {
             [key: string]: unknown;
         };
