@@ -32,6 +32,8 @@ NEITHER = {
     "/models/{model_id}/unload": "ends an engine",
     "/models/{model_id}/drain": "keeps requests out",
     "/admin/reload": "changes models",
+    "/ping": "tells whether models answer",
+    "/reset_prefix_cache": "leaves kept prefixes unused",
 }
 """Endpoints that are posted to and neither score nor generate for the caller, and what they do."""
 

@@ -34,8 +34,8 @@ START = ROOT / "docs" / "index.md"
 LANGUAGES = {"sh", "python", "json", "yaml", "text"}
 """What a block may be of; `text` is for drawings and is not run."""
 ELSEWHERE = {
-    "export_gguf", "extra_body", "fwd_hooks", "lm_eval", "model_args", "oom_score_adj",
-    "set_control", "token_ids",
+    "export_gguf", "extra_body", "fwd_hooks", "get_sequence_logprobs", "lm_eval", "model_args",
+    "oom_score_adj", "set_control", "token_ids",
 }  # fmt: skip
 """Names in the documentation that are other tools'."""
 GUIDES = [page for page in PAGES if page != README and any(b.is_run for b in read_blocks(page))]

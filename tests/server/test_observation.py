@@ -202,6 +202,7 @@ class TestDisk:
         assert found.held == {
             "vectors": {"shared": 10, "keys": 7},
             "overrides": nothing, "adapters": nothing, "saes": nothing,
+            "variants": nothing,
         }  # fmt: skip
         assert 0 < found.free_bytes <= found.size_bytes
 

@@ -151,7 +151,7 @@ def test_one_rank_alone_writes_a_file_and_every_rank_reads_it(tmp_path: Path) ->
 
 
 def test_the_example_of_find_rows() -> None:
-    request = RowRequest(np.zeros(3, np.int32), False, RowSpec(), None, None)
+    request = RowRequest(np.zeros(3, np.int32), False, RowSpec(), np.zeros(0), None, None)
     first, positions = request.find_rows(4, 7, 8)
     assert (first, positions.tolist()) == (0, [5, 6])
     first, positions = request.find_rows(7, 8, 8)

@@ -254,7 +254,7 @@ class DrawOptions(Request):
         description="Taken off for each time that a token is in the continuation.",
     )
     logit_bias: dict[
-        Annotated[str, Field(pattern=r"^\d{1,8}$")], Annotated[float, Field(ge=-100, le=100)]
+        Annotated[str, Field(pattern=r"^[0-9]{1,8}$")], Annotated[float, Field(ge=-100, le=100)]
     ] = Field(default_factory=dict, max_length=1024, description="Added to logits, by token id.")
     allowed_token_ids: list[TokenId] | None = Field(
         default=None, min_length=1, max_length=4096, description="The only tokens that may come."

@@ -71,6 +71,7 @@ PATTERNS: Mapping[str, str] = {
     r"^redis(s|\+unix)?://": "must begin with redis://, rediss:// or redis+unix://",
     r"^[a-z][a-z0-9+.-]*://": "must be a URL",
     r"^[0-9a-f]{64}$": "must be a SHA-256, 64 digits of 0 to 9 and a to f",
+    r"^[0-9]{1,8}$": "must be the id of a token, such as 277",
     r"^(0|[1-9][0-9]{0,5})$": "must be the number of a layer, such as 0; `hook` names the hook",
     r"^[A-Za-z0-9_.]+$": "must be the name of a hook, such as resid_post",
 }

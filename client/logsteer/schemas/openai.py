@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
+    MAX_COUNT,
     Count,
     DrawOptions,
     Float,
@@ -170,7 +171,7 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = _OF_VLLM
 
-    top_k: int = Field(default=0, ge=-1, description="0 or -1: every token.")
+    top_k: int = Field(default=0, ge=-1, le=MAX_COUNT, description="0 or -1: every token.")
     include_stop_str_in_output: bool = Field(
         default=False, description="Keep what ended a completion in its text."
     )
@@ -180,11 +181,13 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     truncate_prompt_tokens: int | None = Field(
         default=None,
         ge=-1,
+        le=MAX_COUNT,
         description="Read the last so many tokens of a prompt; -1: as many as fit.",
     )
     prompt_logprobs: int | None = Field(
         default=None,
         ge=-1,
+        le=MAX_COUNT,
         description="Log-probabilities of the prompt's tokens, and so many alternatives for each; "
         "-1: all tokens of the vocabulary.",
     )
@@ -199,7 +202,9 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     request_id: str | None = Field(
         default=None, max_length=128, description="What the answer's id ends with."
     )
-    priority: int = Field(default=0, description="Above 0: as priority batch.")
+    priority: int = Field(
+        default=0, ge=-(2**63), lt=2**63, description="Above 0: as priority batch."
+    )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
