@@ -409,10 +409,11 @@ assert find_layers(Listener(), 4) == []
 ended = []
 GPUModelRunner._update_states = lambda self, scheduled: "vLLM's"
 runner = object.__new__(V1Runner)
+runner.draws = SimpleNamespace(end=ended.append)
 runner.steering = SimpleNamespace(record=lambda: None, end=ended.append)
 idle = SimpleNamespace(finished_req_ids=["a"], scheduled_new_reqs=[], num_scheduled_tokens={})
 assert runner._update_states(idle) == "vLLM's"
-assert ended == ["a"]
+assert ended == [["a"], "a"]
 
 from logsteer_server.engines.vllm import runner_v2
 
