@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 1d357084408712737f2ed444245a8967602bc0a662cfbd3fbb6acea27d28561a
+// Written by build/types.mjs from openapi.json, sha256 ac25778dcabc2994eea8e40d7b6ce268a995f5906bed7e0d1a632a8717e3e84d
 export interface paths {
     "/admin/reload": {
         parameters: {
