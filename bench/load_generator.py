@@ -1,9 +1,4 @@
-"""`vllm bench serve`, the field's own load generator, on stock vLLM and on ours: unmodified.
-
-    python -m bench.load_generator ITS ARGUMENTS
-
-runs it alone: the command `vllm` looks for a package of that name, which the CPU build has not.
-"""
+"""`vllm bench serve`, the field's own load generator, on stock vLLM and on ours: unmodified."""
 
 import json
 import os
@@ -12,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.models import DEVICE, ID, Workplace
+from bench.models import DEVICE, ID, ROOT, Workplace
 from bench.timing import divide, spread
 
+SCRIPT = ROOT / "tests" / "outside" / "clients" / "ask_bench.py"
 PROMPTS, LENGTH, TOKENS = (256, 512, 128) if DEVICE == "cuda" else (16, 128, 32)
 MEASURED = {
     "request_throughput": "requests_per_s",
@@ -69,7 +65,7 @@ def run_load(url: str, path: Path, model: str, output: Path, seed: int) -> dict[
         "result-filename": output.name,
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "bench.load_generator", *arguments]
+    command = [sys.executable, str(SCRIPT), *arguments]
     done = subprocess.run(
         [*command, "--ignore-eos", "--save-result"],
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
@@ -81,18 +77,3 @@ def run_load(url: str, path: Path, model: str, output: Path, seed: int) -> dict[
     if found.get("failed") != 0:
         raise RuntimeError((done.stderr or done.stdout)[-1500:])
     return found
-
-
-def main() -> None:
-    """Run it with the arguments of the command line."""
-    from vllm.benchmarks.serve import add_cli_args
-    from vllm.benchmarks.serve import main as generate_load
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    generate_load(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

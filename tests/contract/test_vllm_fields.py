@@ -16,27 +16,21 @@ MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
 
-def complete(client: Client, **fields: Any) -> dict[str, Any]:
-    """The answer of `/v1/completions`."""
-    answer = httpx.post(
-        f"{client.base_url}/v1/completions",
-        json={"model": client.models().models[0].id} | fields,
-        timeout=60,
-    )
+def post(client: Client, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The answer of an endpoint for the server's first model."""
+    asked = {"model": client.models().models[0].id} | fields
+    answer = httpx.post(f"{client.base_url}{path}", json=asked, timeout=60)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def complete(client: Client, **fields: Any) -> dict[str, Any]:
+    return post(client, "/v1/completions", fields)
 
 
 def chat(client: Client, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(
-        f"{client.base_url}/v1/chat/completions",
-        json={"model": client.models().models[0].id} | fields,
-        timeout=60,
-    )
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return post(client, "/v1/chat/completions", fields)
 
 
 def choose(client: Client, **fields: Any) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Policy:
     adjustments: Adjustments | None = None
 
 
+NEUTRAL = Policy()
+"""The policy that draws from the model as it is."""
+
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
@@ -260,7 +263,7 @@ class ScoreJob(Job):
     shares_row: bool = False
     export: str | None = None
     reference: str | None = None
-    policy: Policy = Policy()
+    policy: Policy = NEUTRAL
     double: bool = False
     reads_end: bool = False
     step_tokens: int | None = None
@@ -358,7 +361,7 @@ class GenerateJob(Job):
     """
 
     max_tokens: int
-    policy: Policy = Policy()
+    policy: Policy = NEUTRAL
     seed: int = field(default_factory=draw_seed)
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()

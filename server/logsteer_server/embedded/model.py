@@ -21,6 +21,7 @@ from logsteer.errors import APIError
 from logsteer.schemas import Steering, SteeringLike
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
+    NEUTRAL,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -38,7 +39,7 @@ from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.numerics.rows import COLUMNS, NEUTRAL, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
+from logsteer_server.numerics.rows import COLUMNS, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
 from logsteer_server.numerics.sampling import ShapedRows, is_greedy, log_softmax, shape_rows
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace

@@ -1,20 +1,20 @@
 """What a request to a variant of a model stands for."""
 
-import re
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import VariantFields
 from logsteer.schemas.faults import explain
 from logsteer.schemas.interventions import INTERVENED
+from logsteer.schemas.steering import VectorName
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.stores.variants import FIELDS, VariantStore, list_names
 
 B = TypeVar("B", bound=BaseModel)
 
-STORED_NAME = re.compile(r"(shared/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+STORED_NAME = TypeAdapter(VectorName)
 """What may be a variant's name: nothing else is looked up below the store's places."""
 
 
@@ -31,7 +31,9 @@ def find_variant(name: str, store: VariantStore) -> VariantFields | None:
         except ValidationError as error:
             detail = f"model {name[:80]!r}: {explain(error, VariantFields)}"
             raise api_error("invalid_request", detail, param="model") from None
-    if STORED_NAME.fullmatch(name) is None:
+    try:
+        STORED_NAME.validate_python(name)
+    except ValidationError:
         return None
     try:
         card, _ = store.look_up(name)

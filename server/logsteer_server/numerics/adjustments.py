@@ -32,6 +32,11 @@ class TokenHistory:
         both = (torch.from_numpy(ids.astype(np.int64)) for ids in (np.unique(prompt), following))
         return cls(*(ids.to(device) for ids in both))
 
+    @classmethod
+    def begin(cls, prompt: np.ndarray, max_tokens: int, device: torch.device) -> "TokenHistory":
+        """Return the history of a prompt that nothing follows yet, at most `max_tokens` tokens."""
+        return cls.of(prompt, np.zeros(max_tokens), device)
+
     def before(self, count: int) -> Tensor:
         """Return the first `count` tokens that follow the prompt."""
         return self.following_N[:count]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import Adjustments, GenerateJob
+from logsteer_server.contract.jobs import NEUTRAL, Adjustments, GenerateJob
 from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
-from logsteer_server.numerics.rows import NEUTRAL, Rows, RowSpec, read_rows
+from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import PolicyRows, is_greedy, pick_rows
 
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
@@ -101,7 +101,7 @@ class _DrawnRows:
     """Rows that are drawn at once, of which the same is read.
 
     `policies` is None where the most probable tokens are taken, and no policy column is asked for.
-    `adjustments` are of all of them, or of none.
+    `adjustments` and `histories` are of all of them, or of none.
     """
 
     places: np.ndarray
@@ -110,6 +110,7 @@ class _DrawnRows:
     policies: PolicyRows | None
     seeds: np.ndarray
     adjustments: list[Adjustments]
+    histories: list[TokenHistory]
 
 
 class RowSampler:
@@ -179,10 +180,9 @@ class RowSampler:
         drawn_rV = own_rV
         if allowed_RV is not None:
             drawn_rV = own_rV.masked_fill(~allowed_RV[part.rows], -torch.inf)
-        histories = [one for p in part.places if part.adjustments and (one := self._histories[p])]
-        counts = index_R[part.places].tolist()
-        if histories:
-            drawn_rV = adjust_rows(drawn_rV, part.adjustments, histories, counts)
+        counts = index_R[part.places].tolist() if part.histories else []
+        if part.histories:
+            drawn_rV = adjust_rows(drawn_rV, part.adjustments, part.histories, counts)
         shaped = part.policies.shape(drawn_rV) if part.policies else None
         if shaped is None:
             ids_r = self._argmax(drawn_rV)
@@ -192,7 +192,7 @@ class RowSampler:
             uniform_r = torch.from_numpy(uniform).to(own_rV.device, non_blocking=True)
             ids_r = draw_rows(shaped.q_RV, uniform_r)
             finite_r = shaped.pick_logits(ids_r).isfinite()
-        for history, count, id_ in zip(histories, counts, ids_r, strict=False):
+        for history, count, id_ in zip(part.histories, counts, ids_r, strict=False):
             history.following_N[count] = id_
         if not spec.width:
             return Drawn(ids_r, finite_r, own_rV[:, :0])
@@ -216,6 +216,16 @@ class RowSampler:
                 policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]
                 shaped = PolicyRows(policies, size, spec.dtype, device) if is_shaped else None
                 adjustments = [one.adjustments for one in policies if one.adjustments]
-                places, rows = np.array(own), pick_rows(own, device)
-                parts.append(_DrawnRows(places, rows, spec, shaped, self._seed_R[own], adjustments))
+                given = [self._histories[r] for r in own] if adjustments else []
+                parts.append(
+                    _DrawnRows(
+                        np.array(own),
+                        pick_rows(own, device),
+                        spec,
+                        shaped,
+                        self._seed_R[own],
+                        adjustments,
+                        [history for history in given if history is not None],
+                    )
+                )
         return parts

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.contract.jobs import NEUTRAL, Policy, ScoreJob
 from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
@@ -58,9 +58,6 @@ class RowFiles:
     reference: ReferenceFile | None = None
     first: int = 0
 
-
-NEUTRAL = Policy()
-"""The policy that draws from the model as it is."""
 
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""

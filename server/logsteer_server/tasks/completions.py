@@ -116,8 +116,8 @@ def plan_chat(
     ids = codec.encode_ids([text])[0]
     if request.add_special_tokens:
         ids = codec.bos_ids("auto", ids) + ids
-    ids = truncate(ids, request, request.max_completion_tokens or request.max_tokens or 1, info)
     asked = request.max_completion_tokens or request.max_tokens
+    ids = truncate(ids, request, asked or 1, info)
     max_tokens = asked or max(1, info.context_length - len(ids))
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
@@ -163,6 +163,11 @@ def _check_calls_are_read(codec: TextCodec) -> None:
         raise api_error("invalid_request", detail, param="tool_choice")
 
 
+def count_alternatives(request: SamplingRequest, info: EngineInfo) -> int | None:
+    """Return how many alternatives each token of a prompt has; None: they are not asked for."""
+    return info.vocab_size if request.prompt_logprobs == -1 else request.prompt_logprobs
+
+
 def _plan_echo(
     ids: list[int],
     request: SamplingRequest,
@@ -174,12 +179,11 @@ def _plan_echo(
 
     It lists as many alternatives as the echo and `prompt_logprobs` show, at least.
     """
-    asked = request.prompt_logprobs
-    columns = ("logprob",) if asked is None else ("logprob", "rank")
-    if asked is None and echoed is None:
+    shown = count_alternatives(request, info)
+    columns = ("logprob",) if shown is None else ("logprob", "rank")
+    if shown is None and echoed is None:
         return None
-    shown = info.vocab_size if asked == -1 else asked or 0
-    top = min(info.vocab_size, max(echoed or 0, shown))
+    top = min(info.vocab_size, max(echoed or 0, shown or 0))
     if reads_next:
         # No target follows the last row; the alternatives that are read there say what would.
         targets = np.array([*ids[1:], 0], dtype=np.int32)

@@ -18,7 +18,7 @@ from logsteer.schemas import DiagnosticsRequest, LogprobRequest
 from logsteer.schemas.logprob import SpacePolicy
 from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs, add_between, find_starts
-from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
+from logsteer_server.contract.jobs import NEUTRAL, Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
@@ -27,7 +27,6 @@ from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
-    NEUTRAL,
     Column,
     ColumnOptions,
     PlannedItem,

@@ -28,6 +28,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.completions import (
     CompletionPrompt,
     TokenColumns,
+    count_alternatives,
     list_prompt_logprobs,
     plan_chat,
     plan_completions,
@@ -157,6 +158,14 @@ class OpenAITask(BodyTask[S]):
         self._named.add(index)
         return {"prompt_token_ids": self._prompts[index // self._body.n].ids}
 
+    def _list_prompt_logprobs(
+        self, prompt: CompletionPrompt, echo: ScoreOutput | None
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt's tokens, where they are asked for."""
+        if (shown := count_alternatives(self._body, self.info)) is None:
+            return {}
+        return {"prompt_logprobs": list_prompt_logprobs(prompt, echo, shown, self.codec)}
+
     def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         prompts = self._plan_prompts(planner)
@@ -229,8 +238,6 @@ class OpenAITask(BodyTask[S]):
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
         document = {**self._head, "choices": [choice]}
-        if self.kind == "chatcmpl" and not self._named:
-            document |= self._list_prompt(0)
         if self._body.includes_usage and (options := self._body.stream_options):
             document["usage"] = self._count_usage() if options.continuous_usage_stats else None
         if last is not None:
@@ -382,9 +389,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
             own = read_echo(prompt, echo, self._body.logprobs or 0)
             columns = own if columns is None else own + columns
         choice = self._choose(index, text, columns, output.finish_reason if output else "length")
-        if (shown := self._body.prompt_logprobs) is not None:
-            shown = self.info.vocab_size if shown < 0 else shown
-            choice["prompt_logprobs"] = list_prompt_logprobs(prompt, echo, shown, self.codec)
+        choice |= self._list_prompt_logprobs(prompt, echo)
         return choice | self._list_prompt(index) | self._list_ids(output)
 
 
@@ -435,6 +440,11 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             **self._list_ids(output),
         }
 
+    def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
+        """Return a choice's chunk; the first of a stream has the prompt's ids."""
+        event = super()._write_chunk(choice, last)
+        return Event(event.name, event.document | self._list_prompt(0))
+
     def _read_said(
         self, index: int, output: GenerateOutput
     ) -> tuple[str | None, dict[str, list[dict[str, Any]]]]:
@@ -463,9 +473,6 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             for index, output in enumerate(drawn)
         ]
         self._num_generated = sum(len(output.token_ids) for output in drawn)
-        found = {"choices": choices, **self._list_prompt(0)}
-        if (shown := self._body.prompt_logprobs) is not None:
-            shown = self.info.vocab_size if shown < 0 else shown
-            echo = self._found[0] if prompt.echo_job else None
-            found["prompt_logprobs"] = list_prompt_logprobs(prompt, echo, shown, self.codec)
-        return found
+        echo = self._found[0] if prompt.echo_job else None
+        told = self._list_prompt(0) | self._list_prompt_logprobs(prompt, echo)
+        return {"choices": choices, **told}

@@ -168,9 +168,9 @@ class Planner:
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what blocking work returns, done in a thread for requests of this size."""
         capacity, loop = self.capacity, asyncio.get_running_loop()
-        threads = capacity.texts if self._has_long_text else capacity.short
-        if self._is_large and not self._has_long_text:
-            threads = capacity.long
+        threads = capacity.long if self._is_large else capacity.short
+        if self._has_long_text:
+            threads = capacity.texts
         return await loop.run_in_executor(threads, partial(work, *args, **kwargs))
 
     def cover_text(self, longest: int) -> None:

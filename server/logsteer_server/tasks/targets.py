@@ -26,7 +26,7 @@ from logsteer.schemas.common import Precision
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
 from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Ids, Policy, ScoreJob
+from logsteer_server.contract.jobs import NEUTRAL, Ids, Policy, ScoreJob
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.run import check_count
@@ -35,8 +35,6 @@ from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_ids
 
 Column = npt.NDArray[Any]
-
-NEUTRAL = Policy()
 
 ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
 """Columns that stand beside `columns` in an answer, under these names."""
@@ -51,7 +49,7 @@ class ColumnOptions:
 
     columns: tuple[str, ...] = ("logprob",)
     top: int = 0
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = NEUTRAL
     double: bool = False
     reads_end: bool = False
 

@@ -57,7 +57,7 @@ class GenerationRow(Entry):
         drawn = DrawnTokens(job, model.eos_ids, model.tokenizer)
         history = None
         if job.policy.adjustments:
-            history = TokenHistory.of(job.tokens, np.zeros(job.max_tokens), model.device)
+            history = TokenHistory.begin(job.tokens, job.max_tokens, model.device)
         return cls(job_id, job, steered, drawn=drawn, history=history)
 
     @property

@@ -80,8 +80,8 @@ class StepDraws:
         if spec is None or spec.policy.adjustments is None:
             return None
         if req_id not in self._histories:
-            ids, none = np.frombuffer(prompt, np.int32), np.zeros(max_tokens)
-            self._histories[req_id] = TokenHistory.of(ids, none, self._device)
+            ids = np.frombuffer(prompt, np.int32)
+            self._histories[req_id] = TokenHistory.begin(ids, max_tokens, self._device)
         return self._histories[req_id]
 
     def end(self, req_ids: Iterable[str]) -> None:
