@@ -44,6 +44,7 @@ from logsteer.schemas import (
     Health,
     ItemScore,
     LensAnswer,
+    ListedDtype,
     LogprobAnswer,
     LogprobItem,
     Message,
@@ -236,6 +237,9 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -246,7 +250,7 @@ class AsyncClientMethods(AsyncCaller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -274,6 +278,10 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -289,14 +297,15 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -317,6 +326,9 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             probes=probes,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -327,7 +339,7 @@ class AsyncClientMethods(AsyncCaller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -346,6 +358,9 @@ class AsyncClientMethods(AsyncCaller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -356,7 +371,7 @@ class AsyncClientMethods(AsyncCaller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -384,6 +399,10 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -399,14 +418,15 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row; all of them unless given.
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -428,6 +448,9 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             probes=probes,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -438,7 +461,7 @@ class AsyncClientMethods(AsyncCaller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -513,7 +536,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
@@ -625,7 +648,7 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
@@ -1550,6 +1573,9 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1560,7 +1586,6 @@ class AsyncClientMethods(AsyncCaller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
     ) -> LensAnswer:
         """Score targets from the residual stream of each layer (logit lens).
 
@@ -1583,6 +1608,10 @@ class AsyncClientMethods(AsyncCaller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1598,13 +1627,12 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             layers: Layers whose resid_post is read; None: all.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            top: Most probable tokens listed per layer and row. Default 0.
         """
         return await self._ask(
             "lens",
@@ -1617,6 +1645,9 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1627,7 +1658,6 @@ class AsyncClientMethods(AsyncCaller):
             policy=policy,
             layers=layers,
             boundary=boundary,
-            top=top,
         )
 
     async def gradient(
@@ -1792,6 +1822,9 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1802,7 +1835,7 @@ class AsyncClientMethods(AsyncCaller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -1817,6 +1850,10 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1832,14 +1869,15 @@ class AsyncClientMethods(AsyncCaller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -1855,6 +1893,9 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1865,7 +1906,7 @@ class AsyncClientMethods(AsyncCaller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -1880,6 +1921,8 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1887,6 +1930,7 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
@@ -1905,6 +1949,9 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1923,6 +1970,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
                 None: as many as the engine has room for.
@@ -1937,6 +1986,8 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1944,6 +1995,7 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            dtype=dtype,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
         )

@@ -44,6 +44,7 @@ from logsteer.schemas import (
     Health,
     ItemScore,
     LensAnswer,
+    ListedDtype,
     LogprobAnswer,
     LogprobItem,
     Message,
@@ -232,6 +233,9 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -242,7 +246,7 @@ class ClientMethods(Caller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -270,6 +274,10 @@ class ClientMethods(Caller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -285,14 +293,15 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -313,6 +322,9 @@ class ClientMethods(Caller):
             steering=steering,
             probes=probes,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -323,7 +335,7 @@ class ClientMethods(Caller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -342,6 +354,9 @@ class ClientMethods(Caller):
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -352,7 +367,7 @@ class ClientMethods(Caller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -380,6 +395,10 @@ class ClientMethods(Caller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -395,14 +414,15 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row; all of them unless given.
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -424,6 +444,9 @@ class ClientMethods(Caller):
             steering=steering,
             probes=probes,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -434,7 +457,7 @@ class ClientMethods(Caller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -509,7 +532,7 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
@@ -621,7 +644,7 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns listed with `tokens`. Default ['logprob'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a window of sliding or exl3 moves; None: half of
@@ -1546,6 +1569,9 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1556,7 +1582,6 @@ class ClientMethods(Caller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
     ) -> LensAnswer:
         """Score targets from the residual stream of each layer (logit lens).
 
@@ -1579,6 +1604,10 @@ class ClientMethods(Caller):
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
                 `report`: it has its `problem` in place of its result, the others have their
                 results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1594,13 +1623,12 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             layers: Layers whose resid_post is read; None: all.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            top: Most probable tokens listed per layer and row. Default 0.
         """
         return self._ask(
             "lens",
@@ -1613,6 +1641,9 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1623,7 +1654,6 @@ class ClientMethods(Caller):
             policy=policy,
             layers=layers,
             boundary=boundary,
-            top=top,
         )
 
     def gradient(
@@ -1788,6 +1818,9 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1798,7 +1831,7 @@ class ClientMethods(Caller):
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         per_token: bool | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
@@ -1813,6 +1846,10 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens before the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1828,14 +1865,15 @@ class ClientMethods(Caller):
             cache: Whether cached results of equal work may answer this request, and its results
                 be cached. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
-            policy: What the policy columns refer to.
+            policy: What the policy columns refer to, and the listed tokens.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space; `best` does,
                 too, and gives the more probable of the two. Default as_given.
-            top: Most probable alternatives listed per row. Default 0.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
@@ -1851,6 +1889,9 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1861,7 +1902,7 @@ class ClientMethods(Caller):
             policy=policy,
             boundary=boundary,
             space=space,
-            top=top,
+            dtype=dtype,
             per_token=per_token,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
@@ -1876,6 +1917,8 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1883,6 +1926,7 @@ class ClientMethods(Caller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
         step_tokens: int | NotGiven | None = NOT_GIVEN,
         vocabulary: bool | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
@@ -1901,6 +1945,9 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
             precision: Precision in which softmax and columns are computed from the model's
                 logits, and tokens are drawn. MessagePack answers carry float32 in any case.
                 Default float32.
@@ -1919,6 +1966,8 @@ class ClientMethods(Caller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
             step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
                 are read in several steps, more slowly, with the same scores up to rounding.
                 None: as many as the engine has room for.
@@ -1933,6 +1982,8 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            tail=tail,
+            detokenize=detokenize,
             precision=precision,
             model=model,
             bos=bos,
@@ -1940,6 +1991,7 @@ class ClientMethods(Caller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            dtype=dtype,
             step_tokens=step_tokens,
             vocabulary=vocabulary,
         )

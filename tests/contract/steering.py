@@ -94,14 +94,14 @@ class Handles(list[Any]):
 
 
 class HookedReference:
-    """A model in transformers, float32, whose activations a function may change.
+    """A model in transformers, float32 unless said, whose activations a function may change.
 
     What a block adds to the stream is attn_out and mlp_out, as it is added; resid_mid is resid_pre
     and attn_out together.
     """
 
-    def __init__(self, path: Path) -> None:
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         self.model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         count = self.model.config.num_hidden_layers
         lists = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
@@ -162,6 +162,19 @@ class HookedReference:
         hook: str = "resid_post",
     ) -> np.ndarray:
         """log p of each target token; layer None is every layer."""
+        rows = self.logits(context, target, change, positions, layer, hook).log_softmax(-1)
+        return rows[torch.arange(len(target)), torch.tensor(target)].numpy()
+
+    def logits(
+        self,
+        context: Sequence[int],
+        target: Sequence[int],
+        change: Callable[[Tensor], Tensor] | None = None,
+        positions: Any = "all",
+        layer: int | None = LAYER,
+        hook: str = "resid_post",
+    ) -> Tensor:
+        """The logits [T, V] that precede each target token; layer None is every layer."""
         ids = [*context, *target]
         mask = choose_tokens(positions, len(ids), len(context))
 
@@ -178,8 +191,7 @@ class HookedReference:
                 logits = self.model(torch.tensor([ids])).logits[0]
         finally:
             handle.remove()
-        rows = logits[len(context) - 1 : -1].log_softmax(-1)
-        return rows[torch.arange(len(target)), torch.tensor(target)].numpy()
+        return logits[len(context) - 1 : -1]
 
     def activations(
         self,

@@ -49,8 +49,15 @@ LIKE = {"columns": ("logprob", "rank"), "top": 2, "policy": Policy(0.5, 3), "dou
 @st.composite
 def job_lists(draw: st.DrawFn) -> list[ScoreJob]:
     drawn = draw(st.lists(st.tuples(IDS, IDS, st.booleans()), min_size=1, max_size=6))
+    others = draw(st.sampled_from([0, 1, 3]))
     return [
-        ScoreJob(as_ids(read), as_ids(scored), shares_row=shares, **LIKE)  # type: ignore[arg-type]
+        ScoreJob(  # type: ignore[misc]
+            as_ids(read),
+            as_ids(scored),
+            shares_row=shares,
+            alternatives=np.outer(as_ids(scored) % 99, as_ids(range(others))) if others else None,
+            **LIKE,  # type: ignore[arg-type]
+        )
         for read, scored, shares in drawn
     ]
 
@@ -119,6 +126,7 @@ class TestJobs:
         [
             {"columns": ("logprob",)}, {"top": 1}, {"policy": Policy()}, {"double": False},
             {"cache_namespace": "ann"}, {"export": "file"}, {"reference": "file"},
+            {"alternatives": np.zeros((1, 2), np.int32)}, {"tail": True},
             {"plan": SteeringPlan((Site(2, "resid_post", np.ones(4, dtype=np.float32)),))},
             {"override": Override(Direction("file", "a" * 64), 1e-3)},
             {"adapter": Adapter("file", "a" * 64)},
@@ -138,22 +146,22 @@ class TestJobs:
 
 @st.composite
 def output_lists(draw: st.DrawFn) -> list[ScoreOutput]:
-    top = draw(st.sampled_from([None, 0, 2]))
+    top = draw(st.sampled_from([0, 2]))
     has_trace, has_readings = draw(st.booleans()), draw(st.booleans())
     outputs = []
     for n, rows in enumerate(draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))):
-        columns = {
+        columns: dict[str, Any] = {
             "logprob": np.arange(rows, dtype=np.float32) - n,
             "rank": np.arange(rows, dtype=np.int32) + 1,
         }
-        table = None if top is None else np.arange(rows * top, dtype=np.int32).reshape(rows, top)
+        if top:
+            columns["top_ids"] = np.arange(rows * top, dtype=np.int32).reshape(rows, top)
+            columns["top_logprobs"] = columns["top_ids"].astype(np.float32)
         trace = SteeringTrace((n,), {"2": (n, 0.5)}) if has_trace and n else None
         readings = Readings(n, np.ones((rows, 1, 4), np.float32)) if has_readings else None
         outputs.append(
             ScoreOutput(
                 columns,
-                table,
-                None if table is None else table.astype(np.float32),
                 cached_tokens=n,
                 trace=trace,
                 readings=readings,
@@ -192,7 +200,7 @@ class TestOutputs:
         others = [
             JobFailure("internal", "why"),
             replace(one, columns=one.columns | {"rank": np.ones(1, np.int32)}),
-            replace(one, top_ids=np.zeros((1, 1), np.int32), top_logprobs=np.zeros((1, 1))),
+            replace(one, columns=one.columns | {"top_ids": np.zeros((1, 1), np.int32)}),
         ]
         for other in others:
             assert pack_results([one, other]) == [one, other]

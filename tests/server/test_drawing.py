@@ -332,13 +332,13 @@ def check_values(drawn: Drawn, specs: Sequence[RowSpec | None], logits_RV: torch
         rows = Rows(own_1V, ids_1, None, spec.policy, spec.eos_ids, spec.double)
         for name in spec.columns:
             wanted = COLUMNS[name](rows).item()
-            assert found.columns[name].item() == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
+            assert found[name].item() == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
             assert math.isfinite(wanted), name
         if spec.top:
             wanted_K = own_1V.topk(spec.top).indices
-            assert found.top_ids.tolist() == wanted_K.tolist()
+            assert found["top_ids"].tolist() == wanted_K.tolist()
             best = rows.log_probs_RV.gather(-1, wanted_K).squeeze(0).tolist()
-            assert found.top_logprobs[0].tolist() == pytest.approx(best, abs=2e-6)
+            assert found["top_logprobs"][0].tolist() == pytest.approx(best, abs=2e-6)
         assert not values_1W[:, spec.width :].any()
 
 

@@ -114,6 +114,34 @@ def test_columns_against_float64(name: str, scale: float, policy: str) -> None:
         assert rows.logits_RV.dtype == (torch.float64 if double else torch.float32)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("double", [False, True])
+def test_listed_tokens_and_the_mass_beside_them(policy: str, double: bool) -> None:
+    """Of what the policy draws from; a mass of 1e-9 keeps its digits, which 1 - the rest loses."""
+    logits_RV, targets_R = make_rows(8)
+    logits_RV[0, :4] += 30.0
+    ids_RK = torch.stack([targets_R, logits_RV.argmax(-1), torch.arange(R)], dim=-1)
+    ids_RK[0] = torch.arange(3)
+    spec = RowSpec(
+        ("logprob",), 4, POLICIES[policy], double=double, alternatives=3, tail=True,
+        is_listed_by_policy=policy != "neutral",
+    )  # fmt: skip
+    rows = Rows(logits_RV, targets_R, None, POLICIES[policy], (), double, alternatives_RK=ids_RK)
+    found = unpack(read_rows(rows, spec).numpy(), spec)
+    for r in range(R):
+        q_V, _ = define_q(logits_RV[r].double().numpy(), POLICIES[policy])
+        with np.errstate(divide="ignore"):
+            log_q_V = np.log(q_V)
+        for ids, name, tail in (
+            (found["top_ids"][r], "top_logprobs", "top_tail"),
+            (ids_RK[r].numpy(), "alternatives", "alternatives_tail"),
+        ):
+            assert found[name][r] == pytest.approx(log_q_V[ids], abs=1e-12 if double else 2e-6)
+            others = np.delete(q_V, ids).sum()
+            assert found[tail][r] == pytest.approx(others, rel=1e-9 if double else 1e-5)
+        assert sorted(-log_q_V)[:4] == pytest.approx(-found["top_logprobs"][r], abs=1e-5)
+
+
 def test_a_greedy_policy_is_certain() -> None:
     logits_RV, targets_R = make_rows(4)
     targets_R[0] = logits_RV[0].argmax()
@@ -205,10 +233,10 @@ def test_chunking_changes_nothing_and_unpacking_names_the_parts() -> None:
     whole, parts = read(spec, 100), read(spec, 3)
     assert torch.allclose(whole, parts, atol=1e-6)
     values = unpack(whole.numpy(), spec)
-    assert values.top_ids.shape == values.top_logprobs.shape == (R, 4)
-    assert (values.top_logprobs[:, 0] >= values.columns["logprob"]).all()
-    best = values.columns["rank"] == 1
-    assert (values.columns["logprob"][best] == values.top_logprobs[best, 0]).all()
+    assert values["top_ids"].shape == values["top_logprobs"].shape == (R, 4)
+    assert (values["top_logprobs"][:, 0] >= values["logprob"]).all()
+    best = values["rank"] == 1
+    assert (values["logprob"][best] == values["top_logprobs"][best, 0]).all()
 
 
 def test_models_are_compared_through_a_file(tmp_path: Path) -> None:

@@ -62,10 +62,13 @@ def test_cut_and_preempted_prefills_give_the_rows_of_the_whole(
     edges = sorted({0, *cuts})
     parts = [(first, last) for first, last in pairwise(edges) if last <= again]
     parts += list(pairwise([*edges, T]))  # thrown out after `again` tokens, and begun anew
-    values = read_parts(make_reader(), wanted(targets), parts)
-    spec = RowSpec(("logprob", "rank"))
+    others = np.stack([targets, (targets + 3) % V], axis=1)
+    values = read_parts(make_reader(), wanted(targets, alternatives=others), parts)
+    spec = RowSpec(("logprob", "rank"), alternatives=2)
     rows = unpack(values.numpy().reshape(-1, spec.width), spec)
-    assert np.allclose(rows.columns["logprob"], expected(targets, slice(T - count, T)), atol=1e-6)
+    for number, found in enumerate((rows["logprob"], *rows["alternatives"].T)):
+        own = others[:, max(0, number - 1)]
+        assert np.allclose(found, expected(own, slice(T - count, T)), atol=1e-6)
 
 
 def test_targets_that_share_a_row_are_all_read_from_the_last() -> None:
@@ -151,7 +154,9 @@ def test_one_rank_alone_writes_a_file_and_every_rank_reads_it(tmp_path: Path) ->
 
 
 def test_the_example_of_find_rows() -> None:
-    request = RowRequest(np.zeros(3, np.int32), False, RowSpec(), np.zeros(0), None, None)
+    request = RowRequest(
+        np.zeros(3, np.int32), np.zeros((3, 0)), False, RowSpec(), np.zeros(0), None, None
+    )
     first, positions = request.find_rows(4, 7, 8)
     assert (first, positions.tolist()) == (0, [5, 6])
     first, positions = request.find_rows(7, 8, 8)

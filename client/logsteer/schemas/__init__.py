@@ -39,7 +39,6 @@ from logsteer.schemas.common import (
     SamplingPolicy,
     SpecialTokens,
     Timing,
-    TopAlternatives,
     Usage,
 )
 from logsteer.schemas.interventions import (
@@ -68,6 +67,8 @@ from logsteer.schemas.logprob import (
     BoundaryFinding,
     DiagnosticsRequest,
     ItemScore,
+    ListedDtype,
+    ListedTokens,
     LogprobAnswer,
     LogprobItem,
     LogprobRequest,
@@ -75,6 +76,7 @@ from logsteer.schemas.logprob import (
     SpacePolicy,
     SpaceVariants,
     TargetScore,
+    TopAlternatives,
 )
 from logsteer.schemas.operations import (
     Health,
@@ -245,6 +247,8 @@ __all__ = [
     "LensRequest",
     "LensRows",
     "LensTarget",
+    "ListedDtype",
+    "ListedTokens",
     "LogprobAnswer",
     "LogprobItem",
     "LogprobRequest",

@@ -325,7 +325,8 @@ class RowOptions(RequestOptions, PrecisionOption):
         default=["logprob", "rank"], description="Columns read from each scored row."
     )
     policy: SamplingPolicy = Field(
-        default_factory=SamplingPolicy, description="What the policy columns refer to."
+        default_factory=SamplingPolicy,
+        description="What the policy columns refer to, and the listed tokens.",
     )
 
 
@@ -381,14 +382,6 @@ class DeletedName(Reply):
 
     name: str
     sha256: str | None = Field(description="null where the card was damaged.")
-
-
-class TopAlternatives(Reply):
-    """The most probable tokens of each scored row, most probable first; arrays are [R][top]."""
-
-    token_ids: list[list[int]]
-    tokens: list[list[str]]
-    logprobs: list[list[Float]]
 
 
 class Usage(Reply):

@@ -21,7 +21,6 @@ from logsteer.schemas.common import (
     RowOptions,
     Tabled,
     TokenId,
-    TopAlternatives,
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
@@ -33,6 +32,9 @@ BOUNDARY = (
     "where neither context nor BOS precedes the target: its first token is read, not scored."
 )
 SpacePolicy = Literal["as_given", "both", "best"]
+ListedDtype = Literal["float32", "float16"]
+MAX_LISTED = 2**20
+"""Tokens listed of a row: more than any vocabulary has."""
 
 
 class LogprobItem(Request):
@@ -43,6 +45,12 @@ class LogprobItem(Request):
     messages: list[Message] | None = Field(default=None, min_length=1)
     targets: list[str] | None = Field(default=None, min_length=1)
     target_ids: list[list[TokenId]] | None = Field(default=None, min_length=1)
+    alternatives: list[TokenId] | list[list[list[TokenId]]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Tokens whose log-probability is read at each scored one, under the policy: "
+        "for each target a list of K ids for each of its tokens, or K ids for every token.",
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> "LogprobItem":
@@ -65,7 +73,25 @@ class LogprobItem(Request):
         return self
 
 
-class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
+class ListOptions(Request):
+    """Which tokens are listed for every scored row, beside the scored one."""
+
+    top: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_LISTED,
+        description="Most probable tokens listed per row, under the policy.",
+    )
+    tail: bool = Field(
+        default=False,
+        description="Also give the mass of all tokens that are not listed, added up in float64.",
+    )
+    detokenize: bool = Field(
+        default=True, description="False leaves out the texts of tokens and their offsets."
+    )
+
+
+class LogprobRequest(RowOptions, ListOptions, ItemOptions, ActivationFields, ChatFields):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(
@@ -82,8 +108,9 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
         description="`both` scores text targets with and without one leading space; `best` does, "
         "too, and gives the more probable of the two.",
     )
-    top: int = Field(
-        default=0, ge=0, le=1000, description="Most probable alternatives listed per row."
+    dtype: ListedDtype = Field(
+        default="float32",
+        description="Of the listed log-probabilities in MessagePack and safetensors.",
     )
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
@@ -106,6 +133,11 @@ class LogprobRequest(RowOptions, ItemOptions, ActivationFields, ChatFields):
             raise ValueError(
                 f"space: {self.space} needs text targets; use as_given with target_ids"
             )
+        listed = self.items[0].alternatives is not None  # and then those of the others are, too
+        if listed and (self.space != "as_given" or not self.per_token):
+            raise ValueError("alternatives go with space: as_given, and without per_token: false")
+        if self.tail and not (self.top or listed):
+            raise ValueError("tail is the mass beside listed tokens: send top or alternatives, too")
         if self.vocabulary and (self.space != "as_given" or self.probes is not None):
             raise ValueError("vocabulary goes with space: as_given, and without probes")
         if self.probes is not None and not self.per_token:
@@ -123,6 +155,27 @@ class DiagnosticsRequest(LogprobRequest):
     window: Window = 16
 
 
+class ListedTokens(Reply):
+    """Tokens that were listed for each scored row, under the request's policy; arrays are [R][K].
+
+    Null: an alternative that the policy cannot draw.
+    """
+
+    logprobs: list[list[Float]]
+    tail: list[Float] | None = Field(
+        default=None, description="The mass of all other tokens, with `tail: true`."
+    )
+
+
+class TopAlternatives(ListedTokens):
+    """The most probable tokens of each scored row, most probable first; arrays are [R][top]."""
+
+    token_ids: list[list[int]]
+    tokens: list[list[str]] | None = Field(
+        default=None, description="Their texts; null with `detokenize: false`."
+    )
+
+
 class TargetScore(RowColumns, Tabled):
     """The score of one target of T tokens; the arrays have one entry per token."""
 
@@ -136,6 +189,7 @@ class TargetScore(RowColumns, Tabled):
     )
     logprobs: list[Float] | None = None
     top: TopAlternatives | None = None
+    alternatives: ListedTokens | None = None
     aggregates: dict[str, Aggregate] | None = Field(
         default=None, description="Of each column, and of surprisal; in /diagnostics alone."
     )
@@ -210,9 +264,11 @@ class ItemScore(ItemResult, Tabled):
 class LogprobAnswer(Answer, AppliedInterventions, Tabled):
     """One result per item, in the order given.
 
-    As a file (`Accept: application/vnd.safetensors`, with `vocabulary`): the tensors
-    `vocabulary_logprobs` [rows, vocabulary], with the rows of all targets in order, and
-    `row_starts` [targets + 1]. All else of the answer is JSON under `answer` in its metadata.
+    As a file (`Accept: application/vnd.safetensors`, with `vocabulary`, `top` or `alternatives`):
+    the tensors `vocabulary_logprobs` [rows, vocabulary], `top_ids`, `top_logprobs` [rows, top],
+    `top_tail` [rows], `alternatives` [rows, K] and `alternatives_tail` [rows], as requested, with
+    the rows of all targets in order, and `row_starts` [targets + 1]. All else of the answer is JSON
+    under `answer` in its metadata.
     """
 
     results: list[ItemScore]

@@ -191,6 +191,11 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
         description="Log-probabilities of the prompt's tokens, and so many alternatives for each; "
         "-1: all tokens of the vocabulary.",
     )
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
+        default="processed_logprobs",
+        description="Of `prompt_logprobs`: at the request's own temperature (0 counts as 1), "
+        "without penalties and cuts; or at temperature 1.",
+    )
     return_token_ids: bool = Field(
         default=False, description="Give the ids of the prompt and of the completion."
     )

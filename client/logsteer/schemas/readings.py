@@ -26,7 +26,6 @@ from logsteer.schemas.common import (
     SequenceOptions,
     Tabled,
     TokenId,
-    TopAlternatives,
 )
 from logsteer.schemas.interventions import (
     AppliedInterventions,
@@ -35,7 +34,15 @@ from logsteer.schemas.interventions import (
     ParameterFields,
     UsedOverride,
 )
-from logsteer.schemas.logprob import BOUNDARY, Boundary, BoundaryFinding, LogprobItem
+from logsteer.schemas.logprob import (
+    BOUNDARY,
+    Boundary,
+    BoundaryFinding,
+    ListedTokens,
+    ListOptions,
+    LogprobItem,
+    TopAlternatives,
+)
 from logsteer.schemas.steering import (
     HOOK,
     HookName,
@@ -302,7 +309,9 @@ class ActivationsAnswer(ActivationsHeader):
     results: list[ItemActivations]
 
 
-class LensRequest(RowOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals):
+class LensRequest(
+    RowOptions, ListOptions, ItemOptions, InterventionFields, ChatFields, NamedRefusals
+):
     """Targets that are scored from the stream of each layer, by the model's own norm and head.
 
     nostalgebraist, "interpreting GPT: the logit lens" (2020).
@@ -321,9 +330,6 @@ class LensRequest(RowOptions, ItemOptions, InterventionFields, ChatFields, Named
         default=None, description="Layers whose resid_post is read; null: all."
     )
     boundary: Boundary = "joint"
-    top: int = Field(
-        default=0, ge=0, le=1000, description="Most probable tokens listed per layer and row."
-    )
 
 
 class LensRows(RowColumns):
@@ -332,6 +338,7 @@ class LensRows(RowColumns):
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
     logprobs: list[Float]
     top: TopAlternatives | None = None
+    alternatives: ListedTokens | None = None
 
 
 class LensTarget(Plotted):

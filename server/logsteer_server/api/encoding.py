@@ -8,6 +8,7 @@ import msgpack
 import numpy as np
 import orjson
 
+from logsteer_server.tasks.completions import JsonText
 from logsteer_server.tasks.logprob import FiniteDocuments
 
 JSON = "application/json"
@@ -23,6 +24,8 @@ def encode_json(document: Any) -> bytes:
 def _to_list(value: Any) -> Any:
     if isinstance(value, np.ndarray):  # orjson takes contiguous arrays only
         return np.ascontiguousarray(value)
+    if isinstance(value, JsonText):
+        return orjson.Fragment(value.text)
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
@@ -73,11 +76,13 @@ def _finite(value: Any) -> Any:
 
 PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
 """Types of values that MessagePack takes as they are."""
-PACKED = {np.dtype("<f4"): "<f4", np.dtype("<i4"): "<i4"}
+PACKED = {np.dtype(name): name for name in ("<f4", "<f2", "<i4")}
 """Arrays whose buffers are packed as they are; others become one of them."""
 
 
 def _to_buffer(value: Any) -> Any:
+    if isinstance(value, JsonText):
+        return orjson.loads(value.text)
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
     if (name := PACKED.get(value.dtype)) is None:
@@ -85,8 +90,15 @@ def _to_buffer(value: Any) -> Any:
     return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 
 
-TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}
-"""Kind of a number -> its name in safetensors' header, and its dtype."""
+TENSOR_TYPES = {"f2": ("F16", "<f2"), "f": ("F32", "<f4"), "i": ("I32", "<i4")}
+"""Half precision, or the kind of a number -> its name in safetensors' header, and its dtype."""
+
+
+def _choose_type(array: np.ndarray) -> tuple[str, np.dtype[Any]]:
+    """Return what an array is called in a file, and what it is written as."""
+    own = array.dtype
+    name, dtype = TENSOR_TYPES["f2" if own == np.float16 else own.kind]
+    return name, np.dtype(dtype)
 
 
 def encode_tensors(
@@ -103,8 +115,8 @@ def encode_tensors(
     for name, parts in tensors.items():
         rows = sum(len(part) for part in parts)
         shape = [rows, *parts[0].shape[1:]]
-        begin, end = end, end + 4 * math.prod(shape)
-        kind = TENSOR_TYPES[parts[0].dtype.kind][0]
+        kind, dtype = _choose_type(parts[0])
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = encode_json(header)
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
@@ -114,9 +126,10 @@ def encode_tensors(
     at = 8 + len(text)
     for parts in tensors.values():
         for part in parts:
-            dtype = TENSOR_TYPES[part.dtype.kind][1]
-            file[at : at + 4 * part.size].view(dtype)[:] = part.ravel()
-            at += 4 * part.size
+            _, dtype = _choose_type(part)
+            size = dtype.itemsize * part.size
+            file[at : at + size].view(dtype)[:] = part.ravel()
+            at += size
     return file.data
 
 

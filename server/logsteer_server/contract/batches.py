@@ -31,7 +31,6 @@ from logsteer_server.contract.jobs import (
     Output,
     ScoreJob,
     ScoreOutput,
-    Scores,
 )
 from logsteer_server.contract.plan import Readings, SteeringTrace
 
@@ -94,7 +93,8 @@ class _Entries(Sequence[T]):
 class ScoreJobs(_Entries[ScoreJob]):
     """N score jobs that are like one another but for their tokens and targets.
 
-    `shares_row` [N] is each job's own; the tokens, targets and `shares_row` of `like` are nobody's.
+    `shares_row` [N] is each job's own; the tokens, targets, alternatives and `shares_row` of `like`
+    are nobody's. `alternatives` [targets, K] are those of all targets.
     """
 
     like: ScoreJob
@@ -103,10 +103,12 @@ class ScoreJobs(_Entries[ScoreJob]):
     targets: Ids
     target_starts: Starts
     shares_row: npt.NDArray[np.bool_]
+    alternatives: Ids | None = None
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob]) -> "ScoreJobs":
         """Return jobs, one at least, that are like the first but for tokens and targets."""
+        others = [job.alternatives for job in jobs if job.alternatives is not None]
         return cls(
             jobs[0],
             np.concatenate([job.tokens for job in jobs]),
@@ -114,6 +116,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             np.concatenate([job.targets for job in jobs]),
             find_starts([len(job.targets) for job in jobs]),
             np.array([job.shares_row for job in jobs]),
+            np.concatenate(others) if others else None,
         )
 
     def __len__(self) -> int:
@@ -121,24 +124,29 @@ class ScoreJobs(_Entries[ScoreJob]):
         return len(self.shares_row)
 
     def _make(self, index: int) -> ScoreJob:
-        read, scored = self.token_starts, self.target_starts
+        read, scored, others = self.token_starts, self.target_starts, self.alternatives
         return self._fill(
             self.tokens[read[index] : read[index + 1]],
             self.targets[scored[index] : scored[index + 1]],
             bool(self.shares_row[index]),
+            None if others is None else others[scored[index] : scored[index + 1]],
         )
 
     def __iter__(self) -> Iterator[ScoreJob]:
         """Yield the jobs in order."""
         read, scored = self.token_starts.tolist(), self.target_starts.tolist()
+        others = self.alternatives
         for n, shares_row in enumerate(self.shares_row.tolist()):
             yield self._fill(
                 self.tokens[read[n] : read[n + 1]],
                 self.targets[scored[n] : scored[n + 1]],
                 shares_row,
+                None if others is None else others[scored[n] : scored[n + 1]],
             )
 
-    def _fill(self, tokens: Ids, targets: Ids, shares_row: bool) -> ScoreJob:
+    def _fill(
+        self, tokens: Ids, targets: Ids, shares_row: bool, alternatives: Ids | None
+    ) -> ScoreJob:
         like = self.like
         return ScoreJob(
             tokens,
@@ -152,6 +160,8 @@ class ScoreJobs(_Entries[ScoreJob]):
             like.double,
             like.reads_end,
             like.step_tokens,
+            alternatives,
+            like.tail,
             plan=like.plan,
             override=like.override,
             adapter=like.adapter,
@@ -159,6 +169,7 @@ class ScoreJobs(_Entries[ScoreJob]):
         )
 
     def _gather(self, indices: Indices) -> "ScoreJobs":
+        others = self.alternatives
         return replace(
             self,
             tokens=gather(self.tokens, self.token_starts, indices),
@@ -166,6 +177,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             targets=gather(self.targets, self.target_starts, indices),
             target_starts=find_starts(np.diff(self.target_starts)[indices]),
             shares_row=self.shares_row[indices],
+            alternatives=None if others is None else gather(others, self.target_starts, indices),
         )
 
     def make_fingerprints(self) -> list[bytes | None]:
@@ -174,7 +186,7 @@ class ScoreJobs(_Entries[ScoreJob]):
         options = like.write_options()
         if options is None:
             return [None] * len(self)
-        if like.plan is not None:
+        if like.plan is not None or self.alternatives is not None:
             return [job.fingerprint for job in self]
         tokens, targets = self.tokens.tobytes(), self.targets.tobytes()
         read, scored = (4 * self.token_starts).tolist(), (4 * self.target_starts).tolist()
@@ -202,7 +214,9 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
                 j.double,
                 j.reads_end,
                 j.step_tokens,
+                j.tail,
                 j.cache_namespace,
+                None if j.alternatives is None else j.alternatives.shape[1],
             ),
             *(id(j.plan), id(j.override), id(j.adapter)),
         )
@@ -263,15 +277,13 @@ def sum_expected(jobs: Sequence[Job]) -> int:
 class ScoreOutputs(_Entries[ScoreOutput]):
     """Outputs of N score jobs that have the same columns.
 
-    `columns` have the rows of all, behind one another; alternatives are [rows, top]. `traces` and
-    `readings` are None where no output has any.
+    `columns` have the rows of all, behind one another. `traces` and `readings` are None where no
+    output has any.
     """
 
     columns: dict[str, npt.NDArray[Any]]
     row_starts: Starts
     cached_tokens: npt.NDArray[np.int32]
-    top_ids: Ids | None = None
-    top_logprobs: Scores | None = None
     traces: Sequence[SteeringTrace | None] | None = None
     readings: Sequence[Readings | None] | None = None
 
@@ -283,7 +295,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         first = outputs[0]
         traces = [output.trace for output in outputs]
         readings = [output.readings for output in outputs]
-        has_top = first.top_ids is not None
         return cls(
             {
                 name: np.concatenate([output.columns[name] for output in outputs])
@@ -291,8 +302,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             },
             find_starts([len(next(iter(output.columns.values()))) for output in outputs]),
             np.array([output.cached_tokens for output in outputs], dtype=np.int32),
-            np.concatenate([o.top_ids for o in outputs]) if has_top else None,
-            np.concatenate([o.top_logprobs for o in outputs]) if has_top else None,
             traces if any(trace is not None for trace in traces) else None,
             readings if any(reading is not None for reading in readings) else None,
         )
@@ -304,7 +313,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         first = parts[0]
         if len(parts) == 1:
             return first
-        has_top = first.top_ids is not None
         return cls(
             {
                 name: np.concatenate([part.columns[name] for part in parts])
@@ -312,8 +320,6 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             },
             find_starts(np.concatenate([np.diff(part.row_starts) for part in parts])),
             np.concatenate([part.cached_tokens for part in parts]),
-            np.concatenate([p.top_ids for p in parts]) if has_top else None,
-            np.concatenate([p.top_logprobs for p in parts]) if has_top else None,
             _join_optional([(len(part), part.traces) for part in parts]),
             _join_optional([(len(part), part.readings) for part in parts]),
         )
@@ -326,24 +332,17 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         rows = slice(self.row_starts[index], self.row_starts[index + 1])
         return ScoreOutput(
             {name: values[rows] for name, values in self.columns.items()},
-            None if self.top_ids is None else self.top_ids[rows],
-            None if self.top_logprobs is None else self.top_logprobs[rows],
             cached_tokens=int(self.cached_tokens[index]),
             trace=self.traces[index] if self.traces else None,
             readings=self.readings[index] if self.readings else None,
         )
 
     def _gather(self, indices: Indices) -> "ScoreOutputs":
-        def pick(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return gather(values, self.row_starts, indices)
-
-        chosen = indices.tolist()
+        chosen, starts = indices.tolist(), self.row_starts
         return ScoreOutputs(
-            {name: pick(values) for name, values in self.columns.items()},
+            {name: gather(values, starts, indices) for name, values in self.columns.items()},
             find_starts(np.diff(self.row_starts)[indices]),
             self.cached_tokens[indices],
-            None if self.top_ids is None else pick(self.top_ids),
-            None if self.top_logprobs is None else pick(self.top_logprobs),
             [self.traces[n] for n in chosen] if self.traces else None,
             [self.readings[n] for n in chosen] if self.readings else None,
         )
@@ -374,10 +373,10 @@ def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
 
 
 def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
-    """Return the columns of an output and its number of alternatives; None of what has none."""
+    """Return the columns of an output and how many numbers a row has; None of what has none."""
     if not isinstance(result, ScoreOutput):
         return None
-    return (*result.columns, None if result.top_ids is None else result.top_ids.shape[1])
+    return tuple((name, values.shape[1:]) for name, values in result.columns.items())
 
 
 class ResultPart(NamedTuple):
@@ -478,9 +477,15 @@ def find_finite(outputs: ScoreOutputs) -> list[bool]:
 
 
 def _find_finite_rows(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-    """Return which rows [R] have no NaN in any column, and no rank 0."""
+    """Return which rows [R] have no NaN in any column, and no rank 0.
+
+    All that is listed of a row is NaN, or none of it.
+    """
     finite_R: npt.NDArray[np.bool_] = np.logical_and.reduce(
-        [values > 0 if name == "rank" else ~np.isnan(values) for name, values in columns.items()]
+        [
+            values > 0 if name == "rank" else ~np.isnan(values if values.ndim == 1 else values.T[0])
+            for name, values in columns.items()
+        ]
     )
     return finite_R
 

@@ -72,7 +72,7 @@ NEUTRAL = Policy()
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
-FINGERPRINT_HEAD = struct.Struct("<IIII?")
+FINGERPRINT_HEAD = struct.Struct("<IIIII?")
 
 MAX_DRAWN_SEED = 2**31
 
@@ -182,12 +182,9 @@ class Job:
 
 def find_features(job: Job) -> tuple[Feature, ...]:
     """Return what a job needs for what it changes of the model."""
-    asked: dict[Feature, object] = {
-        "steering": job.plan,
-        "override": job.override,
-        "adapter": job.adapter,
-    }
-    return tuple(feature for feature, value in asked.items() if value is not None)
+    names: tuple[Feature, ...] = ("steering", "override", "adapter")
+    asked = job.plan, job.override, job.adapter
+    return tuple(n for n, value in zip(names, asked, strict=True) if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +244,9 @@ class ScoreJob(Job):
     float32 [R, V]; with `reference`, such a file is read, and the columns `kl` and `top1_agrees`
     compare this model's rows with it.
 
-    `top` alternatives are listed for each row. `policy` is what the policy columns refer to. With
-    `double` the columns are computed in float64. For steering, the prompt ends where the scored
-    tokens begin.
+    For each row the `top` most probable tokens are listed, and the ids `alternatives` [R, K]; with
+    `tail`, the mass of all others. `policy` is what these and the policy columns refer to. With
+    `double` all is computed in float64. For steering, the prompt ends where scored tokens begin.
 
     With `reads_end` the model reads the text's last token, too, so that probes do. The last entry
     of `targets` then stands for no token, and its row is nobody's.
@@ -267,6 +264,8 @@ class ScoreJob(Job):
     double: bool = False
     reads_end: bool = False
     step_tokens: int | None = None
+    alternatives: Ids | None = None
+    tail: bool = False
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -306,8 +305,9 @@ class ScoreJob(Job):
         if options is None:
             return None
         plan = b"" if self.plan is None else self.plan.digest(self.prompt_len)
+        others = b"" if self.alternatives is None else self.alternatives.tobytes()
         return self.digest(
-            options, self.tokens.tobytes(), self.targets.tobytes(), self.shares_row, plan
+            options, self.tokens.tobytes(), self.targets.tobytes(), self.shares_row, plan, others
         )
 
     def write_options(self) -> bytes | None:
@@ -317,27 +317,39 @@ class ScoreJob(Job):
             return None
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
-        named = (self.cache_namespace,) if self.cache_namespace else ()
-        changes = (override, adapter, self.reads_end, self.step_tokens, *named)
-        return repr((self.columns, astuple(self.policy), self.double, *changes)).encode()
+        changes = override, adapter, self.reads_end, self.step_tokens, self.tail
+        read = self.columns, astuple(self.policy), self.double
+        return repr((read, changes, self.cache_namespace)).encode()
 
     def digest(
-        self, options: bytes, tokens: bytes, targets: bytes, shares_row: bool, plan: bytes
+        self,
+        options: bytes,
+        tokens: bytes,
+        targets: bytes,
+        shares_row: bool,
+        plan: bytes,
+        alternatives: bytes = b"",
     ) -> bytes:
-        """Return SHA-256 of a job like this one, with other tokens and targets."""
-        head = FINGERPRINT_HEAD.pack(
-            len(tokens) // 4, len(targets) // 4, len(options), self.top, shares_row
-        )
-        return hashlib.sha256(b"".join((head, options, tokens, targets, plan))).digest()
+        """Return SHA-256 of a job like this one, with other tokens, targets and alternatives."""
+        sizes = len(tokens) // 4, len(targets) // 4, len(options), self.top, len(alternatives) // 4
+        head = FINGERPRINT_HEAD.pack(*sizes, shares_row)
+        parts = head, options, tokens, targets, alternatives, plan
+        return hashlib.sha256(b"".join(parts)).digest()
+
+
+TOP_IDS, TOP_LOGPROBS, TOP_TAIL = "top_ids", "top_logprobs", "top_tail"
+ALTERNATIVES, ALTERNATIVES_TAIL = "alternatives", "alternatives_tail"
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput(Output):
-    """The columns of a job's R rows, each [R]; alternatives [R, top], most probable first."""
+    """The columns of a job's R rows, each [R], and of each row the tokens that the job lists.
+
+    These are `top_ids` and `top_logprobs` [R, top], most probable first, and `alternatives` [R, K];
+    the mass beside them is `top_tail` and `alternatives_tail` [R].
+    """
 
     columns: dict[str, npt.NDArray[Any]]
-    top_ids: Ids | None = None
-    top_logprobs: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,9 +551,8 @@ class CaptureJob(Job):
     """A sequence of tokens whose activations are wanted, at `hook` of each of `layers`.
 
     Of its tokens at `positions` `read` says which: `each`, the `last`, or the `mean` over them but
-    for attention sinks (`numerics.sinks`). An
-    activation is what leaves its hook, steering included; for that the prompt is the first
-    `num_prompt` tokens, or the whole sequence.
+    for attention sinks (`numerics.sinks`). An activation is what leaves its hook, steering
+    included; for that the prompt is the first `num_prompt` tokens, or the whole sequence.
     """
 
     layers: tuple[int, ...]
@@ -563,9 +574,8 @@ class CaptureJob(Job):
     @property
     def places(self) -> npt.NDArray[np.int64]:
         """The tokens that are read, by their places in the sequence."""
-        found: npt.NDArray[np.int64] = np.flatnonzero(
-            self.positions.mask(0, len(self.tokens), self.prompt_len)
-        )
+        mask = self.positions.mask(0, len(self.tokens), self.prompt_len)
+        found: npt.NDArray[np.int64] = np.flatnonzero(mask)
         return found[-1:] if self.read == "last" else found
 
     @property

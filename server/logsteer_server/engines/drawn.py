@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
+from logsteer_server.contract.jobs import TOP_IDS, TOP_LOGPROBS, GenerateJob, GenerateOutput
 from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
 
@@ -129,13 +129,12 @@ class DrawnValues:
         empty_NW = np.zeros((0, self._spec.width), self._dtype)
         values_NW = np.concatenate([empty_NW, *self._parts_NW], dtype=self._dtype)
         self._parts_NW = []
-        found, none_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
-        columns = dict(found.columns)
+        columns, none_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
         return {
             "logprobs": columns.pop("logprob", none_N0.ravel()),
+            "top_ids": columns.pop(TOP_IDS, none_N0.astype(np.int32)),
+            "top_logprobs": columns.pop(TOP_LOGPROBS, none_N0),
             "columns": columns,
-            "top_ids": none_N0.astype(np.int32) if found.top_ids is None else found.top_ids,
-            "top_logprobs": none_N0 if found.top_logprobs is None else found.top_logprobs,
         }
 
 

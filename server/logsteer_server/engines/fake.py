@@ -13,6 +13,11 @@ import numpy as np
 from logsteer.schemas import Column
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
+    ALTERNATIVES,
+    ALTERNATIVES_TAIL,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    TOP_TAIL,
     CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
@@ -150,12 +155,15 @@ def fake_scores(job: ScoreJob, shift: float = 0.0) -> list[JobResult]:
     except (OSError, ValueError) as error:
         return [JobFailure("internal", str(error))]
     columns = fake_columns(job.columns, logprobs)
-    readings = fake_readings(job, job.tokens)
-    if not job.top:
-        return [ScoreOutput(columns, readings=readings)]
-    top_ids = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
-    top = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
-    return [ScoreOutput(columns, top_ids, top, readings=readings)]
+    if job.top:
+        columns[TOP_IDS] = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
+        columns[TOP_LOGPROBS] = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
+    if job.alternatives is not None:
+        columns[ALTERNATIVES] = logprobs[:, None] - job.alternatives.astype(np.float32)
+    if job.tail:
+        tails = ((TOP_TAIL, TOP_IDS), (ALTERNATIVES_TAIL, ALTERNATIVES))
+        columns |= {name: np.exp(logprobs) for name, listed in tails if listed in columns}
+    return [ScoreOutput(columns, readings=fake_readings(job, job.tokens))]
 
 
 class FakeEngine:

@@ -1,7 +1,7 @@
 """The result cache: equal score jobs are answered without the engine.
 
     key     the scope (what computes) and the SHA-256 of the job (what is computed)
-    value   the job's columns and alternatives, row by row, and their dtype
+    value   the job's columns, row by row, and their dtype
 
 One thread owns the cache and serves requests in order: no lock is needed, and a result that one
 call stores is visible to the next.
@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 from cachetools import LRUCache
 
 from logsteer_server.contract.batches import ScoreOutputs, find_finite, make_fingerprints
@@ -37,7 +36,6 @@ Measured with tracemalloc: 338 to 444, by the load of the dictionaries.
 """
 
 SCOPE_BYTES = 16
-TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 KNOWN_DTYPES = 64
 """Row dtypes to keep: requests use few sets of columns at a time."""
 
@@ -69,10 +67,8 @@ Packed = tuple[np.dtype[np.void], bytes, bytes]
 
 
 def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
-    """Pack each output. A row has a field for each column, and two for alternatives."""
-    arrays: dict[str, npt.NDArray[Any]] = dict(outputs.columns)
-    if outputs.top_ids is not None and outputs.top_logprobs is not None:
-        arrays |= {TOP_IDS: outputs.top_ids, TOP_LOGPROBS: outputs.top_logprobs}
+    """Pack each output. A row has a field for each column."""
+    arrays = outputs.columns
     dtype = _make_dtype(*((name, own.dtype.str, own.shape[1:]) for name, own in arrays.items()))
     rows = np.empty(outputs.row_starts[-1], dtype)
     for name, array in arrays.items():
@@ -108,8 +104,7 @@ def unpack_output(packed: Packed) -> ScoreOutput:
         found = {name: (count, mean) for name, (count, mean) in sites.items()}
         trace = SteeringTrace(tuple(tokens), found, tuple(passed))
     columns = {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
-    top_ids, top_logprobs = columns.pop(TOP_IDS, None), columns.pop(TOP_LOGPROBS, None)
-    return ScoreOutput(columns, top_ids, top_logprobs, trace=trace)
+    return ScoreOutput(columns, trace=trace)
 
 
 MissingJob = tuple[bytes | int, list[int]]

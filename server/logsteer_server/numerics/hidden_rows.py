@@ -111,13 +111,14 @@ def join_equal(index_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class HiddenRows:
     """R hidden states [R, D], and T targets: target t follows row `row_T[t]`, in order of rows.
 
-    `before`: as `Rows` takes it, for each target.
+    `before` and `alternatives_TK`: as `Rows` takes them, for each target.
     """
 
     hidden_RD: Tensor
     targets_T: Tensor
     row_T: np.ndarray
     before: Sequence[tuple[TokenHistory, int]] = ()
+    alternatives_TK: Tensor | None = None
 
     @classmethod
     def take(
@@ -126,15 +127,21 @@ class HiddenRows:
         index_T: np.ndarray,
         targets_T: np.ndarray,
         before: Sequence[tuple[TokenHistory, int]] = (),
+        alternatives: Sequence[np.ndarray] = (),
     ) -> "HiddenRows":
-        """Take the hidden states at the targets' places, once where targets share one."""
+        """Take the hidden states at the targets' places, once where targets share one.
+
+        `alternatives` are those of the targets in parts, [T, K] in all, or none.
+        """
         index_R, row_T = join_equal(index_T)
         device = hidden_ND.device
+        others_TK = torch.from_numpy(np.concatenate(alternatives)) if alternatives else None
         return cls(
             hidden_ND[torch.from_numpy(index_R).to(device)],
             torch.from_numpy(targets_T).to(device, torch.int64),
             row_T,
             before,
+            None if others_TK is None else others_TK.to(device, torch.int64),
         )
 
     @classmethod
@@ -162,6 +169,7 @@ def make_rows(
     reference_RV: Tensor | None,
     spec: RowSpec,
     before: Sequence[tuple[TokenHistory, int]] = (),
+    alternatives_RK: Tensor | None = None,
 ) -> Rows:
     """Return rows that are read by the kernel on a GPU, except in float64."""
     kind = Rows
@@ -177,6 +185,7 @@ def make_rows(
         spec.eos_ids,
         spec.double,
         before=before,
+        alternatives_RK=alternatives_RK,
     )
 
 
@@ -231,8 +240,9 @@ def _read_targets(
     if files.reference:
         reference_tV = files.reference.read(place, count, logits_rV.device)
     logits_tV = rows.pick(logits_rV, first, targets)
-    before = rows.before[targets]
-    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec, before)
+    before, others_TK = rows.before[targets], rows.alternatives_TK
+    others_tK = None if others_TK is None else others_TK[targets]
+    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec, before, others_tK)
     if files.export:
         files.export.write(place, found.log_probs_RV)
     return read_rows(found, spec), found.finite_R

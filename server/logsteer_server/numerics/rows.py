@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import NEUTRAL, Policy, ScoreJob
+from logsteer_server.contract.jobs import (
+    ALTERNATIVES,
+    ALTERNATIVES_TAIL,
+    NEUTRAL,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    TOP_TAIL,
+    Policy,
+    ScoreJob,
+)
 from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
@@ -76,6 +85,7 @@ class Rows:
         shaped: what the policy draws from, where that is known.
         before: of each row the history of its sequence, and how many tokens after the prompt stand
             before the row's target; for a policy with adjustments.
+        alternatives_RK: int64, further tokens of each row whose log-probability is read.
 
     """
 
@@ -89,7 +99,9 @@ class Rows:
         double: bool = False,
         shaped: ShapedRows | None = None,
         before: Sequence[tuple[TokenHistory, int]] = (),
+        alternatives_RK: Tensor | None = None,
     ) -> None:
+        self.alternatives_RK = alternatives_RK
         self._given_RV = logits_RV
         self._double = double
         self.targets_R = targets_R
@@ -322,27 +334,52 @@ BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
 """Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
 """What a policy's adjustments add: how often each token came, factors, adjusted logits."""
+BYTES_PER_TAIL_LOGIT = 24
+"""What the mass beside listed tokens adds: logits in float64, those left, and one temporary."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """What is read from each row: columns by name, and K most probable alternatives."""
+    """What is read from each row: columns by name, the `top` most probable tokens, so many
+    `alternatives` of the caller's, and with `tail` the mass beside either.
+
+    `is_listed_by_policy`: these are of what the policy draws from, not of the model.
+    """
 
     columns: tuple[str, ...] = ("logprob",)
     top: int = 0
     policy: Policy = NEUTRAL
     eos_ids: tuple[int, ...] = ()
     double: bool = False
+    alternatives: int = 0
+    tail: bool = False
+    is_listed_by_policy: bool = False
 
     @classmethod
     def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":
-        """Take from a job what it wants read, on a model whose sequences end with these tokens."""
-        return cls(job.columns, job.top, job.policy, eos_ids, job.double)
+        """Return what a job reads, on a model whose sequences end with these tokens."""
+        others = 0 if job.alternatives is None else job.alternatives.shape[1]
+        is_listed = bool(job.top or others) and job.policy != NEUTRAL
+        return cls(
+            job.columns, job.top, job.policy, eos_ids, job.double, others, job.tail, is_listed
+        )
+
+    @property
+    def lists(self) -> tuple[tuple[str, int | None], ...]:
+        """What follows the columns: names, and how many numbers each has, or None for one a row."""
+        found: list[tuple[str, int | None]] = []
+        if self.top:
+            found += [(TOP_IDS, self.top), (TOP_LOGPROBS, self.top)]
+            found += [(TOP_TAIL, None)] * self.tail
+        if self.alternatives:
+            found += [(ALTERNATIVES, self.alternatives)]
+            found += [(ALTERNATIVES_TAIL, None)] * self.tail
+        return tuple(found)
 
     @property
     def width(self) -> int:
-        """Numbers per row: one per column, an id and a log-probability per alternative."""
-        return len(self.columns) + 2 * self.top
+        """Numbers per row."""
+        return len(self.columns) + sum(1 if count is None else count for _, count in self.lists)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,12 +389,12 @@ class RowSpec:
     @property
     def is_fused(self) -> bool:
         """Whether the kernel for CUDA reads all of it, without temporaries."""
-        return FUSED_COLUMNS.issuperset(self.columns) and not self.top and not self.double
+        return FUSED_COLUMNS.issuperset(self.columns) and not self.lists and not self.double
 
     @property
     def looks_at_policy(self) -> bool:
-        """Whether a column depends on the sampling policy."""
-        return not POLICY_COLUMNS.keys().isdisjoint(self.columns)
+        """Whether anything that is read depends on the sampling policy."""
+        return self.is_listed_by_policy or not POLICY_COLUMNS.keys().isdisjoint(self.columns)
 
     def bytes_per_logit(self, device: torch.device) -> int:
         """Return the peak bytes while it is done on a device."""
@@ -366,46 +403,61 @@ class RowSpec:
             size = BYTES_PER_CUT_LOGIT
         if self.policy.adjustments is not None:
             size += BYTES_PER_ADJUSTED_LOGIT
+        if self.tail:
+            size += BYTES_PER_TAIL_LOGIT
         return 2 * size if self.double else size
 
 
 def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
-    """Read what `spec` names from each row [R, width]: columns, K ids, K log-probabilities.
+    """Read what `spec` names from each row [R, width]: columns, then what its `lists` name.
 
     Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
     """
     if rows.size > MAX_EXACT_ID:
         raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
     parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
+    by_policy = spec.is_listed_by_policy
+    logits_RV = rows.shaped.logits_RV if by_policy and spec.lists else rows.logits_RV
+    read = rows.shaped.log_q_at if by_policy else rows.log_probs_at
     if spec.top:
-        top = rows.logits_RV.topk(min(spec.top, rows.size), dim=-1)
-        parts += [top.indices.to(spec.dtype), rows.log_probs_at(top.indices)]
+        ids_RK = logits_RV.topk(min(spec.top, rows.size), dim=-1).indices
+        parts += [ids_RK.to(spec.dtype), read(ids_RK)]
+        if spec.tail:
+            parts.append(_sum_others(logits_RV, ids_RK).to(spec.dtype))
+    if spec.alternatives:
+        assert rows.alternatives_RK is not None
+        parts.append(read(rows.alternatives_RK))
+        if spec.tail:
+            parts.append(_sum_others(logits_RV, rows.alternatives_RK).to(spec.dtype))
     return torch.cat(parts, dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class RowValues:
-    """What was read from R rows, as arrays on the host."""
+def _sum_others(logits_RV: Tensor, ids_RK: Tensor) -> Tensor:
+    """Return the mass of all tokens but these, per row [R, 1], added up in float64.
 
-    columns: dict[str, np.ndarray]
-    top_ids: np.ndarray | None
-    top_logprobs: np.ndarray | None
+    It is a sum of the others, because 1 less the mass of the listed has no digits where that is
+    nearly 1.
+    """
+    wide_RV = logits_RV.double()
+    log_sum_R1 = wide_RV.logsumexp(-1, keepdim=True)
+    return (wide_RV.scatter(-1, ids_RK, -torch.inf) - log_sum_R1).exp_().sum(-1, keepdim=True)
 
 
-def unpack(values_RW: np.ndarray, spec: RowSpec) -> RowValues:
-    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32.
+def unpack(values_RW: np.ndarray, spec: RowSpec) -> dict[str, np.ndarray]:
+    """Split what `read_rows` put side by side, by name; ranks and ids as int32.
 
     Those of a row that is not finite are 0.
     """
-    names: Sequence[str] = spec.columns
     columns = {
         name: _round(values_RW[:, i]) if name == "rank" else values_RW[:, i]
-        for i, name in enumerate(names)
+        for i, name in enumerate(spec.columns)
     }
-    if not spec.top:
-        return RowValues(columns, None, None)
-    first, middle = len(names), len(names) + spec.top
-    return RowValues(columns, _round(values_RW[:, first:middle]), values_RW[:, middle:])
+    start = len(columns)
+    for name, count in spec.lists:
+        own = values_RW[:, start] if count is None else values_RW[:, start : start + count]
+        columns[name] = _round(own) if name == TOP_IDS else own
+        start += count or 1
+    return columns
 
 
 def _round(values: np.ndarray) -> np.ndarray:

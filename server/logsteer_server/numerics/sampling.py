@@ -69,7 +69,11 @@ class ShapedRows:
 
     def log_q(self, ids_R: Tensor) -> Tensor:
         """Return log q of one token per row; it does not underflow as q does."""
-        return self.pick_logits(ids_R) - self.log_sum_exp_R
+        return self.log_q_at(ids_R[:, None]).squeeze(-1)
+
+    def log_q_at(self, ids_RK: Tensor) -> Tensor:
+        """Return log q of K tokens of each row [R, K], in nats."""
+        return self.logits_RV.gather(-1, ids_RK) - self.log_sum_exp_R[:, None]
 
 
 def is_greedy(policy: Policy) -> bool:

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 
 from logsteer.errors import api_error
 from logsteer.schemas.common import BosPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
+    NEUTRAL,
+    TOP_IDS,
+    TOP_LOGPROBS,
     GenerateJob,
     GenerateOutput,
     Ids,
@@ -177,21 +181,32 @@ def _plan_echo(
 ) -> ScoreJob | None:
     """Return the job that scores a prompt from its second token on, and reads the next row.
 
-    It lists as many alternatives as the echo and `prompt_logprobs` show, at least.
+    It lists as many alternatives as the echo and `prompt_logprobs` show, at least; the latter are
+    read at the request's temperature.
     """
-    shown = count_alternatives(request, info)
-    columns = ("logprob",) if shown is None else ("logprob", "rank")
+    shown, policy = count_alternatives(request, info), NEUTRAL
+    columns = ("logprob",) if shown is None else ("logprob", "rank", "log_q")
     if shown is None and echoed is None:
         return None
+    if shown is not None and request.logprobs_mode == "processed_logprobs":
+        policy = Policy(temperature=request.temperature or 1.0)
+    if echoed and policy != NEUTRAL:
+        detail = (
+            "An echo lists alternatives at temperature 1, prompt_logprobs at the request's own: "
+            "leave out one of them, or send logprobs_mode: raw_logprobs."
+        )
+        raise api_error("invalid_request", detail, param="prompt_logprobs")
     top = min(info.vocab_size, max(echoed or 0, shown or 0))
     if reads_next:
         # No target follows the last row; the alternatives that are read there say what would.
         targets = np.array([*ids[1:], 0], dtype=np.int32)
-        return ScoreJob(np.array(ids, dtype=np.int32), targets, columns, top=max(1, top))
+        return ScoreJob(
+            np.array(ids, dtype=np.int32), targets, columns, top=max(1, top), policy=policy
+        )
     if len(ids) < 2:
         return None
     tokens, targets = np.array(ids[:-1], dtype=np.int32), np.array(ids[1:], dtype=np.int32)
-    return ScoreJob(tokens, targets, columns, top=top)
+    return ScoreJob(tokens, targets, columns, top=top, policy=policy)
 
 
 def _plan_samples(
@@ -308,8 +323,8 @@ def read_echo(prompt: CompletionPrompt, output: ScoreOutput | None, top: int) ->
     return TokenColumns(
         prompt.ids,
         [None, *output.columns["logprob"][:count].tolist()],
-        [None, *_cut(output.top_ids, count, top)],
-        [None, *_cut(output.top_logprobs, count, top)],
+        [None, *_cut(output.columns.get(TOP_IDS), count, top)],
+        [None, *_cut(output.columns.get(TOP_LOGPROBS), count, top)],
         *where,
     )
 
@@ -325,45 +340,63 @@ def read_next(
 
     It ends the completion where it is one of `eos_ids`.
     """
-    assert output.top_ids is not None
-    assert output.top_logprobs is not None
-    ids: Ids = output.top_ids[-1:]
+    ids: Ids = output.columns[TOP_IDS][-1:]
+    logprobs = output.columns[TOP_LOGPROBS][-1:]
     ends = int(ids[0, 0]) in eos_ids
     return GenerateOutput(
         ids[:, 0],
         "" if ends else codec.piece(int(ids[0, 0])),
-        output.top_logprobs[-1:, 0],
+        logprobs[:, 0],
         ids[:, :top],
-        output.top_logprobs[-1:, :top],
+        logprobs[:, :top],
         "stop" if ends else "length",
         cached_tokens=output.cached_tokens,
     )
 
 
-def list_prompt_logprobs(
+class JsonText:
+    """A part of a document that is JSON already. No dataclass, which orjson would write out."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+
+def write_prompt_logprobs(
     prompt: CompletionPrompt, output: ScoreOutput | None, shown: int, codec: TextCodec
-) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities in vLLM's shape: null for the first token, then for each
+) -> JsonText:
+    """Write a prompt's log-probabilities in vLLM's shape: null for the first token, then for each
     token and its `shown` alternatives, by id, log-probability, rank and text.
+
+    A row's entries are formatted at once: a token of 64 alternatives as dictionaries would cost
+    the HTTP process more than the model does.
     """
-    found: list[dict[str, Any] | None] = [None]
     if output is None:
-        return found
-    own, ranks = output.columns["logprob"].tolist(), output.columns["rank"].tolist()
-    count = len(prompt.ids) - 1
-    top_ids = _cut(output.top_ids, count, shown)
-    top_logprobs = _cut(output.top_logprobs, count, shown)
-    for row, token in enumerate(prompt.ids[1:]):
-        ranked = zip(top_ids[row], top_logprobs[row], strict=True)
-        entries = {id_: (value, place) for place, (id_, value) in enumerate(ranked, 1)}
-        entries.setdefault(token, (own[row], ranks[row]))
-        found.append(
-            {
-                str(id_): {"logprob": value, "rank": rank, "decoded_token": codec.piece(id_)}
-                for id_, (value, rank) in entries.items()
-            }
+        return JsonText(b"[null]")
+    count, columns = len(prompt.ids) - 1, output.columns
+    ids_TK, logprobs_TK = (
+        np.concatenate([own[:count, None], columns[listed][:count, :shown]], axis=1)
+        if shown
+        else own[:count, None]
+        for own, listed in (
+            (np.array(prompt.ids[1:], np.int32), TOP_IDS),
+            (columns["log_q"], TOP_LOGPROBS),
         )
-    return found
+    )
+    ranks = columns["rank"][:count].tolist()
+    text = orjson.dumps(logprobs_TK.ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
+    values = text[1:-1].split(b",")
+    pieces = {token: codec.json_piece(token) for token in np.unique(ids_TK).tolist()}
+    width, rows = shown + 1, []
+    one = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
+    for row, ids in enumerate(ids_TK.tolist()):
+        # Alternatives that are the token itself are there once, as the token.
+        places = [0, *(k for k in range(1, width) if ids[k] != ids[0])]
+        fields: list[Any] = []
+        for k in places:
+            rank = k or ranks[row]
+            fields += (ids[k], values[row * width + k], rank, pieces[ids[k]])
+        rows.append(b"{%b}" % (b",".join([one] * len(places)) % tuple(fields)))
+    return JsonText(b"[null,%b]" % b",".join(rows))
 
 
 def render_chat_logprobs(columns: TokenColumns, codec: TextCodec, as_ids: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.activations import CaptureSite
-from logsteer_server.tasks.logprob import list_top
+from logsteer_server.tasks.logprob import show_listed
 from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
@@ -86,7 +86,10 @@ class LensTask(BodyTask[LensRequest]):
                 f"{limit} are allowed at once: ask for fewer layers or tokens, or raise max_items."
             )
             raise api_error("payload_too_large", detail, param="items")
-        planner.expect_rows(count, len(body.columns), min(body.top, info.vocab_size))
+        listed = plan.jobs.like.top
+        if plan.jobs.alternatives is not None:
+            listed += plan.jobs.alternatives.shape[1]
+        planner.expect_rows(count, len(body.columns), listed, detokenize=body.detokenize)
         captures = [capture_rows(job, layers) for job in plan.jobs]
         rows = sum(capture.num_rows for capture in captures)
         planner.hold_activations(HELD * rows * len(layers) * info.hidden_size)
@@ -111,7 +114,7 @@ class LensTask(BodyTask[LensRequest]):
         top = min(body.top, info.vocab_size)
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
-        read = ColumnOptions.of(body.columns, policy, body.precision, top)
+        read = ColumnOptions.of(body.columns, policy, body.precision, top, tail=body.tail)
         plan = plan_targets(items, self.codec, info, options, read, planner.cover, problems)
         return plan, layers
 
@@ -123,12 +126,15 @@ class LensTask(BodyTask[LensRequest]):
         for number in range(len(layers)):
             for job, output in zip(plan.jobs, captured, strict=True):
                 base = change(job)
+                listed = job.alternatives
                 for row, stream_D in enumerate(output.activations_LTD[number]):
                     place = job.first_row + row
+                    own = slice(None) if job.shares_row else slice(row, row + 1)
                     yield replace(
                         base,
                         tokens=job.tokens[place : place + 1],
-                        targets=job.targets if job.shares_row else job.targets[row : row + 1],
+                        targets=job.targets[own],
+                        alternatives=None if listed is None else listed[own],
                         plan=replace_at(RESID_POST, {last: stream_D}, 0),
                     )
 
@@ -165,7 +171,4 @@ class LensTask(BodyTask[LensRequest]):
             "logprobs": columns["logprob"],
             **show_columns(columns, self._body.columns),
         }
-        if outputs.top_ids is not None and outputs.top_logprobs is not None:
-            top = list_top(self.codec, outputs.top_ids[begin:end], outputs.top_logprobs[begin:end])
-            rows["top"] = top
-        return rows
+        return rows | show_listed(columns, self.codec if self._body.detokenize else None)

@@ -5,7 +5,7 @@ scores of what comes of them.
 """
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,16 @@ from logsteer.schemas import DiagnosticsRequest, LogprobRequest
 from logsteer.schemas.logprob import SpacePolicy
 from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs, add_between, find_starts
-from logsteer_server.contract.jobs import NEUTRAL, Ids, ScoreJob, Scores
+from logsteer_server.contract.jobs import (
+    ALTERNATIVES,
+    ALTERNATIVES_TAIL,
+    NEUTRAL,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    TOP_TAIL,
+    ScoreJob,
+    Scores,
+)
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
@@ -42,6 +51,7 @@ from logsteer_server.tasks.targets import (
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 
+LISTS = {TOP_IDS, TOP_LOGPROBS, TOP_TAIL, ALTERNATIVES, ALTERNATIVES_TAIL}
 LEFT_OUT = "merged_left_out"
 """Flag of an item of which merged targets take no part in the comparison with exact ones."""
 
@@ -53,7 +63,7 @@ class FiniteDocuments(list[dict[str, Any]]):
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What an answer shows of each target: its tokens, these columns, what probes of the
-    interventions have read, aggregates over `window`.
+    interventions have read, aggregates over `window`. `dtype`: of listed log-probabilities.
     """
 
     columns: Sequence[str]
@@ -61,6 +71,8 @@ class Shown:
     window: int | None = None
     interventions: Interventions = UNCHANGED
     space: SpacePolicy = "as_given"
+    detokenize: bool = True
+    dtype: str = "float32"
 
 
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
@@ -148,10 +160,27 @@ def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
     return {"best": logprobs.index(max(known)), "choice_probs": probs} | flags
 
 
-def list_top(codec: TextCodec, top_ids: Ids, top_logprobs: Scores) -> dict[str, Any]:
-    """Return the alternatives of some rows, as `TopAlternatives`."""
-    tokens = [[codec.piece(token_id) for token_id in row] for row in top_ids.tolist()]
-    return {"token_ids": top_ids, "tokens": tokens, "logprobs": top_logprobs}
+def show_listed(
+    read: Mapping[str, Column], codec: TextCodec | None, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Return what is listed of some rows, as `top` and `alternatives` of an answer.
+
+    The texts of tokens are left out without a codec.
+    """
+    shown: dict[str, Any] = {}
+    if dtype == "float16":
+        read = {n: v if n == TOP_IDS else v.astype(np.float16) for n, v in read.items()}
+    if TOP_IDS in read:
+        shown["top"] = {"token_ids": read[TOP_IDS], "logprobs": read[TOP_LOGPROBS]}
+        if codec is not None:
+            rows = read[TOP_IDS].tolist()
+            shown["top"]["tokens"] = [list(map(codec.piece, row)) for row in rows]
+    if ALTERNATIVES in read:
+        shown["alternatives"] = {"logprobs": read[ALTERNATIVES]}
+    for name, tail in (("top", TOP_TAIL), ("alternatives", ALTERNATIVES_TAIL)):
+        if tail in read:
+            shown[name]["tail"] = read[tail]
+    return shown
 
 
 class _ScoreWriter:
@@ -163,6 +192,7 @@ class _ScoreWriter:
         self._shown = shown
         self._columns = show_columns(outputs.columns, shown.columns)
         self._others: dict[str, Column] | None = self._columns.pop("columns", None)
+        self._listed = outputs.columns.keys() & LISTS
         self._tokens: dict[int, list[str]] = {}
         """Of the list of ids that is at an address."""
 
@@ -192,18 +222,20 @@ class _ScoreWriter:
             score["aggregates"] = aggregate_columns(asked, shown.window)
         if shown.per_token:
             score["token_ids"] = token_ids
-            if (tokens := self._tokens.get(id(token_ids))) is None:
-                tokens = self._tokens[id(token_ids)] = list(map(self._codec.piece, token_ids))
-            score["tokens"] = tokens
-            score["offsets"] = offsets
+            if shown.detokenize:
+                if (tokens := self._tokens.get(id(token_ids))) is None:
+                    tokens = self._tokens[id(token_ids)] = list(map(self._codec.piece, token_ids))
+                score["tokens"] = tokens
+                score["offsets"] = offsets
             for name, values in self._columns.items():
                 score[name] = values[begin:end]
             if self._others is not None:
                 others = self._others.items()
                 score["columns"] = {name: values[begin:end] for name, values in others}
-            top_ids, top_logprobs = self._outputs.top_ids, self._outputs.top_logprobs
-            if top_ids is not None and top_logprobs is not None:
-                score["top"] = list_top(self._codec, top_ids[begin:end], top_logprobs[begin:end])
+            if self._listed:
+                listed = {name: self._outputs.columns[name][begin:end] for name in self._listed}
+                codec = self._codec if shown.detokenize else None
+                score |= show_listed(listed, codec, shown.dtype)
         return score
 
 
@@ -238,7 +270,10 @@ class LogprobTask(BodyTask[LogprobRequest]):
             self.results = self._problems.fill([], self.request_id)
             return
         rows = len(plan.jobs.targets)
-        planner.expect_rows(rows, len(body.columns), min(body.top, self.info.vocab_size))
+        listed = plan.jobs.like.top
+        if plan.jobs.alternatives is not None:
+            listed += plan.jobs.alternatives.shape[1]
+        planner.expect_rows(rows, len(body.columns), listed, detokenize=body.detokenize)
         if self.interventions.probes:
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
@@ -256,7 +291,15 @@ class LogprobTask(BodyTask[LogprobRequest]):
             read = partial(read_rows, files, self.info.vocab_size)
             vocabulary = await planner.capacity.call_long(read) if files else []
         window = body.window if isinstance(body, DiagnosticsRequest) else None
-        shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
+        shown = Shown(
+            body.columns,
+            body.per_token,
+            window,
+            self.interventions,
+            body.space,
+            body.detokenize,
+            body.dtype if planner.packs_arrays else "float32",
+        )
         self.results = await planner.run(
             assemble_targets, plan, collector.scores, self.codec, shown
         )
@@ -274,7 +317,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
         policy = NEUTRAL
         if "policy" in body.model_fields_set:
             policy = plan_policy(body.policy, self.codec, info)
-        read = ColumnOptions.of(body.columns, policy, body.precision, top, reads_end=reads_end)
+        read = ColumnOptions.of(
+            body.columns, policy, body.precision, top, reads_end=reads_end, tail=body.tail
+        )
         plan = plan_targets(
             body.items, self.codec, info, options, read, planner.cover, self._problems
         )
@@ -286,14 +331,30 @@ class LogprobTask(BodyTask[LogprobRequest]):
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:
         """Return the answer as the tensors of a file, as `LogprobAnswer` says."""
-        if not self._body.vocabulary:
-            detail = "A file has the rows of vocabulary: true; ask for them, or for JSON."
-            raise api_error("invalid_request", detail, param="vocabulary")
         targets = [one for result in document["results"] for one in result.get("targets", ())]
-        rows = [target.pop("vocabulary_logprobs") for target in targets]
-        starts = find_starts([len(part) for part in rows]).astype(np.int32)
-        tensors = {"vocabulary_logprobs": rows, "row_starts": [starts]}
-        return TensorLayout(tensors, {"answer": document})
+        tensors: dict[str, list[Column]] = {}
+        for target in targets:
+            own = {"vocabulary_logprobs": target.pop("vocabulary_logprobs", None)}
+            own |= _pop_listed(target)
+            for name, rows in own.items():
+                if rows is not None:
+                    tensors.setdefault(name, []).append(rows)
+        if not tensors:
+            detail = (
+                "A file has arrays: ask for top, alternatives or vocabulary: true, or for JSON."
+            )
+            raise api_error("invalid_request", detail, param="vocabulary")
+        starts = find_starts([target["num_tokens"] for target in targets]).astype(np.int32)
+        return TensorLayout(tensors | {"row_starts": [starts]}, {"answer": document})
+
+
+def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
+    """Take what is listed out of a target, as a file names it."""
+    top, others = target.pop("top", {}), target.pop("alternatives", {})
+    names = {TOP_IDS: "token_ids", TOP_LOGPROBS: "logprobs", TOP_TAIL: "tail"}
+    found = {name: top[shown] for name, shown in names.items() if shown in top}
+    names = {ALTERNATIVES: "logprobs", ALTERNATIVES_TAIL: "tail"}
+    return found | {name: others[shown] for name, shown in names.items() if shown in others}
 
 
 class DiagnosticsTask(LogprobTask):

@@ -29,13 +29,13 @@ from logsteer_server.tasks.completions import (
     CompletionPrompt,
     TokenColumns,
     count_alternatives,
-    list_prompt_logprobs,
     plan_chat,
     plan_completions,
     read_echo,
     read_generated,
     read_next,
     render_chat_logprobs,
+    write_prompt_logprobs,
 )
 from logsteer_server.tasks.generation import (
     add_end,
@@ -164,7 +164,7 @@ class OpenAITask(BodyTask[S]):
         """Return the log-probabilities of a prompt's tokens, where they are asked for."""
         if (shown := count_alternatives(self._body, self.info)) is None:
             return {}
-        return {"prompt_logprobs": list_prompt_logprobs(prompt, echo, shown, self.codec)}
+        return {"prompt_logprobs": write_prompt_logprobs(prompt, echo, shown, self.codec)}
 
     def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)

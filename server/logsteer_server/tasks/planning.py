@@ -106,8 +106,8 @@ COPIES = 3
 """Of such an array while it is written: 2.0 measured as safetensors, 2.6 as MessagePack."""
 BYTES_PER_PROBE = 640
 """What one probe takes of a sequence beside its numbers: 462 as objects, 163 as JSON."""
-BYTES_PER_ALTERNATIVE = 56
-"""An alternative's id, text and log-probability."""
+BYTES_PER_LISTED = 56
+"""A listed token's id, text and log-probability."""
 
 THREADS = 2
 """Of each kind: one encodes, outside of Python's lock, while the other has that."""
@@ -159,7 +159,7 @@ class Planner:
         self.expected_bytes = 0
         self._has_long_text = False
         self._is_large = memory.amount > LARGE_REQUEST
-        self._packs_arrays = packs_arrays
+        self.packs_arrays = packs_arrays
         self.capacity = capacity
         self.cover: Cover = tokens.cover
         """Reserves room for the tokens planned so far; plans call it in their threads."""
@@ -190,20 +190,25 @@ class Planner:
         if self._has_long_text:
             self._memory.add(longest * BYTES_PER_CHAR)
 
-    def expect_rows(self, rows: int, numbers: int, alternatives: int = 0) -> None:
+    def expect_rows(
+        self, rows: int, numbers: int, listed: int = 0, *, detokenize: bool = True
+    ) -> None:
         """Reserve memory for an answer of so many rows, with so much in each.
 
+        `listed`: tokens of a row, with their texts where they are detokenized.
         Errors: APIError `payload_too_large`, `overloaded`.
         """
-        size = rows * (BYTES_PER_ROW + numbers * BYTES_PER_NUMBER)
-        self.expect_bytes(size + rows * alternatives * BYTES_PER_ALTERNATIVE)
+        is_packed = self.packs_arrays and not detokenize
+        each = COPIES * 2 * BYTES_PER_PACKED if is_packed else BYTES_PER_LISTED
+        size = rows * (BYTES_PER_ROW + numbers * BYTES_PER_NUMBER + listed * each)
+        self.expect_bytes(size)
 
     def expect_arrays(self, numbers: int) -> None:
         """Reserve memory for an answer with so many numbers of activations, or of whole rows.
 
         Errors: as `expect_rows`, by the bound of activations.
         """
-        packs, limit = self._packs_arrays, self.settings.max_activation_bytes
+        packs, limit = self.packs_arrays, self.settings.max_activation_bytes
         size = numbers * (BYTES_PER_PACKED if packs else BYTES_PER_NUMBER)
         if size > limit:
             detail = (

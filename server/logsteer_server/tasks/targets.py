@@ -7,6 +7,7 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -52,6 +53,7 @@ class ColumnOptions:
     policy: Policy = NEUTRAL
     double: bool = False
     reads_end: bool = False
+    tail: bool = False
 
     @classmethod
     def of(
@@ -62,10 +64,11 @@ class ColumnOptions:
         top: int = 0,
         *,
         reads_end: bool = False,
+        tail: bool = False,
     ) -> "ColumnOptions":
         """Return the options of a request's fields."""
         wanted = tuple(dict.fromkeys(["logprob", *columns]))
-        return cls(wanted, top, policy, precision == "float64", reads_end)
+        return cls(wanted, top, policy, precision == "float64", reads_end, tail)
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:
@@ -248,7 +251,11 @@ def plan_targets(
                 laid.add_problem(problems, place, cut)
             continue
         try:
-            planned.append(builder.place(text, cut if cut.context_ids else cut.read_first()))
+            cut, listed = cut if cut.context_ids else cut.read_first(), None
+            if laid.has_alternatives:
+                item, number = laid.find_owner(place)
+                listed = _list_alternatives(given[item], number, cut, info)
+            planned.append(builder.place(text, cut, listed))
         except APIError as error:
             laid.add_problem(problems, place, error)
         cover(builder.num_tokens)
@@ -269,6 +276,7 @@ class _LaidItems:
     items: list[PlannedItem] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     distinct: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    has_alternatives: bool = False
 
     def has_twin(self, place: int, numbers: Sequence[int | None]) -> bool:
         """Return whether the other variant of a target can be scored, or has still to be looked at.
@@ -279,10 +287,15 @@ class _LaidItems:
         twin = first + ((place - first) ^ 1)
         return twin > place or numbers[twin] is not None
 
+    def find_owner(self, place: int) -> tuple[int, int]:
+        """Return the item of the target at a place, and the target's number in it."""
+        index = bisect_right(self.firsts, place) - 1
+        variants = 1 if self.items[index].variants is None else 2
+        return index, (place - self.firsts[index]) // variants
+
     def add_problem(self, problems: ItemProblems, place: int, error: APIError) -> None:
         """Add the error of the target at a place to the problems of its item."""
-        index = bisect_right(self.firsts, place) - 1
-        number = (place - self.firsts[index]) // (1 if self.items[index].variants is None else 2)
+        index, number = self.find_owner(place)
         name = "target_ids" if isinstance(self.scored[place], Cut) else "targets"
         problems.add(index, error, None if error.param else f"{name}[{number}]")
 
@@ -301,6 +314,7 @@ def _lay_out_items(
     for index, item in enumerate(given):
         first = len(scored)
         laid.firsts.append(first)
+        laid.has_alternatives |= item.alternatives is not None
         cover(0)  # ends the plan of a request that was given up
         try:
             if item.context_ids is not None:
@@ -370,6 +384,31 @@ def _cut_ids(
     return cuts
 
 
+def _list_alternatives(item: LogprobItem, number: int, cut: Cut, info: EngineInfo) -> Ids | None:
+    """Return the alternatives of a target's scored tokens [T, K]; None where the item has none.
+
+    Errors: APIError `invalid_request` where they are not of its tokens.
+    """
+    given = item.alternatives
+    if given is None:
+        return None
+    count, name = len(cut.target_ids), f"alternatives[{number}]"
+    if isinstance(given[0], int):
+        rows, name = np.array([given], np.int32).repeat(count, axis=0), "alternatives"
+    else:
+        listed = given[number] if number < len(given) else []
+        listed = listed[cut.finding == "no_context" :]  # its first token is not scored
+        if len(listed) != count or len(set(map(len, listed))) > 1:
+            detail = (
+                f"The target has {count} scored tokens, and {len(listed)} lists of alternatives: "
+                "send one for each token, all of the same length."
+            )
+            raise api_error("invalid_request", detail, param=name)
+        rows = np.array(listed, np.int32)
+    check_ids([int(rows.max(initial=0))], info.vocab_size, name)
+    return rows
+
+
 def _empty_target(name: str) -> APIError:
     detail = "A target needs at least one token, and this one is empty; leave it out."
     return api_error("invalid_request", detail, param=name)
@@ -390,6 +429,8 @@ class _JobBuilder:
         self._tokens = array("i")
         self._token_starts = [0]
         self._targets: list[list[int]] = []
+        self._alternatives: defaultdict[int, list[Ids]] = defaultdict(list)
+        """Of each job."""
         self._sharing: dict[bytes, int] = {}
         """The jobs of single tokens, by the SHA-256 of their context."""
         self._context_ids: list[int] = []
@@ -401,7 +442,7 @@ class _JobBuilder:
         """Tokens that the model reads for the jobs so far."""
         return len(self._tokens)
 
-    def place(self, text: str, cut: Cut) -> PlannedTarget:
+    def place(self, text: str, cut: Cut, alternatives: Ids | None) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
         context_ids, target_ids, offsets, finding = cut
         reads_end = self._read.reads_end
@@ -428,6 +469,9 @@ class _JobBuilder:
             job = self._shared
             slot = len(self._targets[job])
             self._targets[job].append(target_ids[0])
+        if alternatives is not None:
+            end = np.zeros((int(reads_end), alternatives.shape[1]), np.int32)
+            self._alternatives[job] += [alternatives, end]
         return PlannedTarget(text, target_ids, offsets, finding, excess, job, slot)
 
     def make_jobs(self) -> ScoreJobs:
@@ -441,7 +485,11 @@ class _JobBuilder:
             policy=read.policy,
             double=read.double,
             reads_end=read.reads_end,
+            tail=read.tail,
         )
+        listed = None
+        if self._alternatives:
+            listed = self._join_alternatives()
         counts = np.array(list(map(len, self._targets)))
         shares_row = np.zeros(len(counts), dtype=bool)
         shares_row[list(self._sharing.values())] = True
@@ -452,7 +500,20 @@ class _JobBuilder:
             np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),
             find_starts(counts),
             shares_row & (counts > 1),
+            listed,
         )
+
+    def _join_alternatives(self) -> Ids:
+        """Return those of all targets [targets, K]. Errors: APIError `invalid_request`."""
+        parts = [rows for job in range(len(self._targets)) for rows in self._alternatives[job]]
+        counts = {rows.shape[1] for rows in parts}
+        if len(counts) > 1 or sum(map(len, parts)) < sum(map(len, self._targets)):
+            detail = (
+                f"Some tokens have {sorted(counts)} alternatives, or none; all of a request have "
+                "equally many: repeat an id where there are fewer, or send two requests."
+            )
+            raise api_error("invalid_request", detail, param="items")
+        return np.concatenate(parts)
 
 
 def fit_context(num_read: int, least: int, limit: int, policy: OverflowPolicy) -> int:

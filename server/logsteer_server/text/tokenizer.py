@@ -8,6 +8,8 @@ from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import orjson
+
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Message
 from logsteer_server.imports import load_tokenizer
@@ -80,6 +82,7 @@ class TextCodec:
         self._anchor_length = len(self.decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
         self.piece_bytes = lru_cache(maxsize=65_536)(self._piece_bytes)
+        self.json_piece = lru_cache(maxsize=65_536)(self._json_piece)
         kinds = {part["type"] for part in list_parts(self._backend.decoder, "decoders")}
         self._byte_of_sign = BYTE_OF_SIGN if "ByteLevel" in kinds else {}
         self._fallbacks = {
@@ -217,6 +220,10 @@ class TextCodec:
     def _piece(self, token_id: int) -> str:
         """Return the text that a token adds after other text, its leading space included."""
         return self.decode([*self._anchor, token_id])[self._anchor_length :]
+
+    def _json_piece(self, token_id: int) -> bytes:
+        encoded: bytes = orjson.dumps(self.piece(token_id))
+        return encoded
 
     def _piece_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds after other text; they may be part of a character."""

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 ac25778dcabc2994eea8e40d7b6ce268a995f5906bed7e0d1a632a8717e3e84d
+// Written by build/types.mjs from openapi.json, sha256 b40117b508fb410b2e8c033d3f21c556826a53f69e4c28266b44373217adb009
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -634,6 +634,7 @@ export interface components {
             } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             continue_final_message?: boolean;
+            detokenize?: boolean;
             items: (string | components["schemas"]["LogprobItem"])[];
             layers?: number[] | null;
             model?: string | null;
@@ -648,10 +649,12 @@ export interface components {
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
+            tail?: boolean;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
         };
         LensRows: {
+            alternatives?: components["schemas"]["ListedTokens"] | null;
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -681,6 +684,12 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        ListedTokens: {
+            logprobs: (number | null)[][];
+            tail?: (number | null)[] | null;
+        } & {
+            [key: string]: unknown;
+        };
         LogprobAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
             id: string;
@@ -695,6 +704,7 @@ export interface components {
             [key: string]: unknown;
         };
         LogprobItem: {
+            alternatives?: (number[] | number[][][]) | null;
             context?: string | null;
             context_ids?: number[] | null;
             messages?: components["schemas"]["Message"][] | null;
@@ -714,6 +724,9 @@ export interface components {
             } | null;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             continue_final_message?: boolean;
+            detokenize?: boolean;
+            /** @enum {string} */
+            dtype?: "float32" | "float16";
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
             /** @enum {string} */
@@ -732,6 +745,7 @@ export interface components {
             special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
             step_tokens?: number | null;
+            tail?: boolean;
             tools?: components["schemas"]["Tool"][] | null;
             top?: number;
             vocabulary?: boolean;
@@ -1081,6 +1095,7 @@ export interface components {
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
+            alternatives?: components["schemas"]["ListedTokens"] | null;
             /** @enum {string} */
             boundary: "exact" | "merged" | "no_context";
             columns?: {
@@ -1388,6 +1403,7 @@ export interface components {
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
+            alternatives?: components["schemas"]["ListedTokens"] | null;
             /** @enum {string} */
             boundary: "exact" | "merged" | "no_context";
             columns?: {
@@ -1518,8 +1534,9 @@ export interface components {
         };
         TopAlternatives: {
             logprobs: (number | null)[][];
+            tail?: (number | null)[] | null;
             token_ids: number[][];
-            tokens: string[][];
+            tokens?: string[][] | null;
         } & {
             [key: string]: unknown;
         };

@@ -126,12 +126,13 @@ class ScoreQueue(ModelQueue):
         for job in jobs if spec.policy.adjustments else ():
             prompt, device = job.tokens[: job.prompt_len], hidden_BTD.device
             before += place_targets(prompt, job.targets, job.shares_row, device)
+        others = [job.alternatives for job in jobs if job.alternatives is not None]
         export, reference = (
             ReferenceFile(path, vocab_size) if path else None
             for path in (jobs[0].export, jobs[0].reference)
         )
         values_RW = read_hidden(
-            HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R, before),
+            HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R, before, others),
             self._model.project,
             vocab_size,
             spec,
@@ -142,13 +143,11 @@ class ScoreQueue(ModelQueue):
         results: Results = []
         start = 0
         for b, job in zip(members, jobs, strict=True):
-            rows = unpack(found_RW[start : start + len(job.targets)], spec)
+            columns = unpack(found_RW[start : start + len(job.targets)], spec)
             start += len(job.targets)
             entry, steered = batch[b], batch[b].steered
             readings = steered.take_readings() if steered else None
-            output = ScoreOutput(
-                rows.columns, rows.top_ids, rows.top_logprobs, trace=entry.trace, readings=readings
-            )
+            output = ScoreOutput(columns, trace=entry.trace, readings=readings)
             results.append(entry.conclude(output))
         return results
 

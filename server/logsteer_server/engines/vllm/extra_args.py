@@ -27,6 +27,7 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
+            "alternatives": b"" if job.alternatives is None else job.alternatives.tobytes(),
             "shares_row": job.shares_row,
             "first_row": job.first_row,
             "spec": spec,

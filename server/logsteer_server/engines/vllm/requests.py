@@ -176,11 +176,8 @@ class ScoreRequests(PrefillRequests):
         if values.numel() == 0:
             # The prefix cache reached beyond the first wanted row, so that row was not computed.
             return None
-        rows = unpack(values.numpy().reshape(-1, spec.width), spec)
         return ScoreOutput(
-            rows.columns,
-            rows.top_ids,
-            rows.top_logprobs,
+            unpack(values.numpy().reshape(-1, spec.width), spec),
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
         )
 

@@ -41,10 +41,12 @@ class PartialRows:
 class RowRequest:
     """What one request wants: the targets of its last rows, and what is read from them.
 
-    `prompt`: the tokens in front of them, for a policy with adjustments.
+    `alternatives`: the further tokens of each [R, K]. `prompt`: the tokens in front of the targets,
+    for a policy with adjustments.
     """
 
     targets: np.ndarray
+    alternatives: np.ndarray
     shares_row: bool
     spec: RowSpec
     prompt: np.ndarray
@@ -55,7 +57,8 @@ class RowRequest:
     def parse(cls, wanted: dict[str, Any]) -> "RowRequest":
         """Parse what `describe_rows` put into the request's extra arguments."""
         return cls(
-            np.frombuffer(wanted["targets"], dtype=np.int32),
+            targets := np.frombuffer(wanted["targets"], dtype=np.int32),
+            np.frombuffer(wanted["alternatives"], dtype=np.int32).reshape(len(targets), -1),
             wanted["shares_row"],
             wanted["spec"],
             np.frombuffer(wanted["prompt"], dtype=np.int32),
@@ -126,6 +129,11 @@ class StepRows:
     def targets(self) -> np.ndarray:
         """The targets of these rows."""
         return self.wanted.targets[self.first : self.first + self.count]
+
+    @property
+    def alternatives(self) -> np.ndarray:
+        """The alternatives of these rows."""
+        return self.wanted.alternatives[self.first : self.first + self.count]
 
     def place(self, device: torch.device) -> list[tuple[TokenHistory, int]]:
         """Return what stands before each target, for a policy with adjustments."""
@@ -239,11 +247,13 @@ class RowReader:
             index_R = np.concatenate([step.index_R for step in with_rows])
             targets_R = np.concatenate([step.targets for step in with_rows])
             before = [place for step in with_rows for place in step.place(hidden_TD.device)]
+            spec = with_rows[0].wanted.spec
+            others = [step.alternatives for step in with_rows] if spec.alternatives else ()
             values_RW = read_hidden(
-                HiddenRows.take(hidden_TD, index_R, targets_R, before),
+                HiddenRows.take(hidden_TD, index_R, targets_R, before, others),
                 project,
                 self._vocab_size,
-                with_rows[0].wanted.spec,
+                spec,
                 self._bounds,
                 self._find_files(with_rows[0]),
             )

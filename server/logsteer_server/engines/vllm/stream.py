@@ -288,4 +288,5 @@ def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float
         for output in vllm.step():
             if output.request_id == wanted and output.finished:
                 values = output.prompt_token_id_logprobs.numpy().reshape(-1, spec.width)
-                return unpack(values, spec).columns["logprob"]
+                found: npt.NDArray[np.float32] = unpack(values, spec)["logprob"]
+                return found
