@@ -232,7 +232,7 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
             )
         if target.boundary == "no_context":
             yield Text(f"{target.target!r}: nothing precedes its first token, which is not scored")
-        if target.top is not None and target.top.tokens is not None:
+        if target.top is not None and target.top.tokens:
             yield Text(f"most probable at each token of {target.target!r}")
             yield draw_rows([
                 {"token": token} | {

@@ -171,8 +171,8 @@ class TopAlternatives(ListedTokens):
     """The most probable tokens of each scored row, most probable first; arrays are [R][top]."""
 
     token_ids: list[list[int]]
-    tokens: list[list[str]] | None = Field(
-        default=None, description="Their texts; null with `detokenize: false`."
+    tokens: list[list[str]] = Field(
+        default_factory=list, description="Their texts; none with `detokenize: false`."
     )
 
 

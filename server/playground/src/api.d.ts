@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 b40117b508fb410b2e8c033d3f21c556826a53f69e4c28266b44373217adb009
+// Written by build/types.mjs from openapi.json, sha256 de43e785cedf1fde449c24aa35bc64fcbb9f7c4141c5798c1defb11d60d7826e
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -1536,7 +1536,7 @@ export interface components {
             logprobs: (number | null)[][];
             tail?: (number | null)[] | null;
             token_ids: number[][];
-            tokens?: string[][] | null;
+            tokens?: string[][];
         } & {
             [key: string]: unknown;
         };
