@@ -148,7 +148,7 @@ function findAlternatives(
       known.set(at, found);
     }
     const top = (await found)?.top;
-    const tokens = top?.tokens[index - first];
+    const tokens = top?.tokens?.[index - first];
     const logprobs = top?.logprobs[index - first];
     return tokens && logprobs ? { tokens, logprobs } : null;
   };

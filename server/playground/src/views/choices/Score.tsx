@@ -59,7 +59,7 @@ export function Score({ name, target, shown, scale }: ScoreProps) {
               id={target.token_ids?.[index]}
               logprob={target.logprobs?.[index]}
               rank={target.ranks?.[index]}
-              alternatives={target.top?.tokens[index]?.map((token, at) => ({
+              alternatives={target.top?.tokens?.[index]?.map((token, at) => ({
                 token,
                 logprob: target.top?.logprobs[index]?.[at] ?? null,
                 isTaken: target.top?.token_ids[index]?.[at] === target.token_ids?.[index],

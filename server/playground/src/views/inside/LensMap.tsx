@@ -78,7 +78,7 @@ function LensMap({ side: { name, target }, values, scale, says }: LensMapProps) 
               ["Layer", layers[layer]],
               ["Entropy", `${fixed(row?.columns?.entropy?.[token], 3)} nats`],
             ]}
-            alternatives={(top?.tokens[token] ?? []).map((alternative, at) => ({
+            alternatives={(top?.tokens?.[token] ?? []).map((alternative, at) => ({
               token: alternative,
               logprob: top?.logprobs[token]?.[at] ?? null,
               isTaken: top?.token_ids[token]?.[at] === target.token_ids[token],

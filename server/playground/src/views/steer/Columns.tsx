@@ -267,10 +267,10 @@ function TextCard({ shown, column, row, index, probe, onBranch }: TextCardProps)
             : top === undefined
               ? null
               : ids.map((id, at) => ({
-                  token: top?.tokens[index]?.[at] ?? "",
+                  token: top?.tokens?.[index]?.[at] ?? "",
                   logprob: top?.logprobs[index]?.[at] ?? null,
                   isTaken: id === text.ids[index],
-                  onChoose: onBranch && branch(id, top?.tokens[index]?.[at] ?? ""),
+                  onChoose: onBranch && branch(id, top?.tokens?.[index]?.[at] ?? ""),
                 }))
         }
       />
