@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 
 _KEYS = {"dtype", "shape", "data"}
-_CODES = {"<f4": "f", "<i4": "i"}
+_CODES = {"<f4": "f", "<f2": "e", "<i4": "i"}
 MAX_EMPTY = 2**20
 """Lists in an array without a number: no byte stands for them."""
 
@@ -15,7 +15,7 @@ MAX_EMPTY = 2**20
 def unpack(body: bytes) -> Any:
     """Return the document in `body`, its arrays as nested lists; non-finite numbers become None.
 
-    An array is a map of `dtype` ("<f4" or "<i4"), `shape` and little-endian `data`.
+    An array is a map of `dtype` ("<f4", "<f2" or "<i4"), `shape` and little-endian `data`.
     Raises ValueError where the body is not MessagePack or an array contradicts itself.
     """
     try:
@@ -38,10 +38,10 @@ def _nested_list(dtype: str, shape: list[int], data: bytes) -> Any:
     if dtype not in _CODES:
         raise ValueError(f"array of dtype {dtype!r}; known are {sorted(_CODES)}")
     size = math.prod(shape)
-    if len(data) != 4 * size or (not size and max(shape) > MAX_EMPTY):
-        raise ValueError(f"array of shape {shape} in {len(data)} bytes; {4 * size} expected")
+    if len(data) != int(dtype[-1]) * size or (not size and max(shape) > MAX_EMPTY):
+        raise ValueError(f"array of {dtype} and shape {shape} in {len(data)} bytes")
     numbers: list[Any] = list(struct.unpack(f"<{size}{_CODES[dtype]}", data))
-    if dtype == "<f4":
+    if dtype != "<i4":
         # The buffer has no null: the server writes NaN there for what JSON calls null.
         numbers = [number if math.isfinite(number) else None for number in numbers]
     return _fold(numbers, shape)
