@@ -21,6 +21,7 @@ from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward, Samples
+from logsteer.extras.teacher import TeacherScores
 from logsteer.schemas import (
     ActivationItem,
     ActivationRead,
@@ -2311,6 +2312,69 @@ class AsyncClientMethods(AsyncCaller):
             columns=columns,
             diagnostics=diagnostics,
             window=window,
+        )
+
+    async def teacher(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        top: int = 64,
+        alternatives: Sequence[Any] | None = None,
+        temperature: float = 1.0,
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
+    ) -> TeacherScores:
+        """Return a teacher's log-probabilities of completions as numpy arrays, for distillation.
+
+        One request of ids, answered by arrays alone. Every sequence has the same number K of
+        alternatives.
+
+        Args:
+            sequences: Token ids of prompts with completions.
+            prompt_lengths: Tokens of each one's prompt, unscored.
+            top: Most probable tokens listed at each token.
+            alternatives: For each sequence the tokens [T, K] whose log-probabilities are read.
+            temperature: All are of softmax(logits / temperature).
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
+                Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
+        """
+        return await self._teacher(
+            sequences,
+            prompt_lengths,
+            top,
+            alternatives,
+            temperature,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            tail=tail,
+            precision=precision,
+            model=model,
+            special_tokens=special_tokens,
+            cache=cache,
+            dtype=dtype,
         )
 
     async def activations(
