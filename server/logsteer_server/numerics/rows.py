@@ -379,8 +379,8 @@ BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
 """Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
 """What a policy's adjustments add: how often each token came, factors, adjusted logits."""
-BYTES_PER_TAIL_LOGIT = 24
-"""What the mass beside listed tokens adds: logits in float64, those left, and one temporary."""
+BYTES_PER_TAIL_LOGIT = 8
+"""What the mass beside listed tokens adds: probabilities, and one temporary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,9 +484,8 @@ def _sum_others(logits_RV: Tensor, ids_RK: Tensor) -> Tensor:
     It is a sum of the others, because 1 less the mass of the listed has no digits where that is
     nearly 1.
     """
-    wide_RV = logits_RV.double()
-    log_sum_R1 = wide_RV.logsumexp(-1, keepdim=True)
-    return (wide_RV.scatter(-1, ids_RK, -torch.inf) - log_sum_R1).exp_().sum(-1, keepdim=True)
+    p_RV = log_softmax(logits_RV).exp_()
+    return p_RV.scatter_(-1, ids_RK, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def unpack(values_RW: np.ndarray, spec: RowSpec) -> dict[str, np.ndarray]:
