@@ -82,6 +82,32 @@ def outside(chat_server: Server) -> Iterator[openai.OpenAI]:
         yield found
 
 
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_request_may_bring_its_template(
+    outside: openai.OpenAI, client: Client, model: str
+) -> None:
+    def ask(template: str, **body: Any) -> Any:
+        body = {"chat_template": template, "return_token_ids": True} | body
+        return outside.chat.completions.create(
+            model=model, messages=CHAT, max_tokens=1, extra_body=body
+        )
+
+    ids = ask("Q: {{ messages[0].content }} {{ mood }}", chat_template_kwargs={"mood": "A:"})
+    text = f"Q: {CHAT[0]['content']} A:"
+    assert (
+        ids.prompt_token_ids == client.tokenize(text, model=model, bos="never").results[0].token_ids
+    )
+    for broken, reason in {
+        "{% for": "unexpected",
+        "{{ raise_exception('no such turn') }}": "no such turn",
+        "{{ messages.__class__.__mro__ }}": "unsafe",
+        "{{ 1 / 0 }}": "division",
+    }.items():
+        with pytest.raises(openai.BadRequestError, match=f"chat template.*{reason}") as refused:
+            ask(broken)
+        assert refused.value.param == "chat_template"
+
+
 ANSWER = {"role": "assistant", "content": "Paris"}
 PREFILL = {"continue_final_message": True}
 

@@ -50,6 +50,8 @@ LABELS = frozenset({
 """Fields that change no answer here: they say something of the caller, or of other tokenizers and
 models.
 """
+MAX_TEMPLATE = 2**16
+"""Characters of a request's own chat template."""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
 _TOOLS = "its successors are taken: send tools and tool_choice"
 _NO_SEARCH = "nothing is searched here; leave it out"
@@ -305,7 +307,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **_OF_VLLM,
-        "chat_template": Unsupported("the checkpoint's own is used; send chat_template_kwargs"),
         "functions": Unsupported(_TOOLS, ([],)),
         "function_call": Unsupported(_TOOLS, ("none", "auto")),
         "web_search_options": Unsupported(_NO_SEARCH),
@@ -323,6 +324,13 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
     }
 
     messages: list[Message] = Field(min_length=1)
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_TEMPLATE,
+        description="Text of a Jinja template in place of the model's, where the server's setting "
+        "`trust_request_chat_template` allows it.",
+    )
     documents: list[dict[str, str]] | None = Field(
         default=None, min_length=1, description="Documents that the template reads."
     )

@@ -128,7 +128,7 @@ def plan_chat(
     top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
     schema = find_schema(request)
     if schema is None and request.tools and request.tool_choice == "auto":
-        _check_calls_are_read(codec)
+        _check_calls_are_read(request.chat_template or codec.find_template(has_tools=True)[1])
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     samples = _plan_samples(request, ids, max_tokens, top, policy, schema)
     is_tool = request.tool_choice not in ("none", "auto")
@@ -158,8 +158,8 @@ def _check_form(
     check_forced(sample.json_schema, request.n, param)
 
 
-def _check_calls_are_read(codec: TextCodec) -> None:
-    if CALL_BEGINS not in codec.find_template(has_tools=True)[1]:
+def _check_calls_are_read(template: str) -> None:
+    if CALL_BEGINS not in template:
         detail = (
             f"tool_choice: auto looks for calls in the form {CALL_BEGINS}, which this model's chat "
             "template does not use: send required, a function's name, or none."
