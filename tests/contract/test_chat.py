@@ -2,6 +2,7 @@
 generated."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -211,6 +212,29 @@ def test_a_reply_has_the_form_asked_for(outside: openai.OpenAI, steering: Any) -
     assert (json_object.choices[0].message.content or "").lstrip().startswith("{")
 
 
+CHOICES = ["a+b", 'say "c\\d"\nor']
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"choice": CHOICES}, "|".join(map(re.escape, CHOICES))),
+        ({"regex": r"^[xy]{2,3}\.$"}, "[xy]{2,3}[.]"),
+    ],
+)
+def test_a_reply_matches_an_expression(
+    outside: openai.OpenAI, client: Client, form: Any, wanted: str
+) -> None:
+    body = {"structured_outputs": form, "return_token_ids": True}
+    replies = outside.completions.create(
+        model="vllm", prompt="Once", n=8, seed=1, max_tokens=40, extra_body=body, temperature=2
+    )
+    said = {choice.text for choice in replies.choices}
+    assert len(said) > 1
+    for choice in replies.choices:
+        assert (choice.finish_reason, bool(re.fullmatch(wanted, choice.text))) == ("stop", True)
+
+
 NAMED: Any = {"type": "function", "function": {"name": "say"}}
 
 
@@ -290,6 +314,8 @@ def test_what_cannot_be_forced_is_refused_by_name(outside: openai.OpenAI) -> Non
         ("tlens", {"response_format": FORM}, "response_format: the engine transformer_lens"),
         ("tlens", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: the engine"),
         ("vllm", {"response_format": broken}, "no JSON Schema has"),
+        ("vllm", {"extra_body": {"structured_outputs": {"regex": r"\bno"}}}, "cannot be forced"),
+        ("tlens", {"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "the engine"),
     ]
     for model, fields, reason in cases:
         with pytest.raises(openai.BadRequestError, match=reason):

@@ -143,5 +143,6 @@ def test_a_json_schema_in_vllms_form() -> None:
         )
         assert asked.response_format is not None
         assert asked.response_format.type == "json_schema"
-    with pytest.raises(ValueError, match="json_object"):
-        CompletionRequest.model_validate({"prompt": "a", "structured_outputs": {"regex": "a+"}})
+    for wrong in ({"grammar": "a"}, {"regex": "a", "json_object": True}, {}, {"choice": []}):
+        with pytest.raises(ValueError, match=r"json_object|at least 1"):
+            CompletionRequest.model_validate({"prompt": "a", "structured_outputs": wrong})

@@ -6,10 +6,11 @@ null stands for a field that is left out.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
@@ -138,15 +139,19 @@ class JsonSchemaFormat(Request):
 
 
 class ResponseFormat(Request):
-    """The form of a reply: any text, any JSON object, or an instance of a JSON Schema."""
+    """The form of a reply: any text, any JSON object, an instance of a JSON Schema, or a match of
+    a regular expression.
+    """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchemaFormat | None = None
+    pattern: str | None = Field(default=None, description="Of type `regex`.")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise name_refusal({"response_format": "type json_schema goes with json_schema"})
+        for name, kind in (("json_schema", "json_schema"), ("pattern", "regex")):
+            if (getattr(self, name) is None) == (self.type == kind):
+                raise name_refusal({"response_format": f"type {kind} goes with {name}"})
         return self
 
     @property
@@ -155,13 +160,21 @@ class ResponseFormat(Request):
         return self.type != "text"
 
 
+_CHOICES = TypeAdapter(Annotated[list[str], Field(min_length=1)])
+
+
 def _read_structured(given: Any) -> dict[str, Any]:
     """Return vLLM's `structured_outputs` as a `response_format`."""
     asked = {name: value for name, value in dict(given).items() if value not in (None, False)}
     if asked == {"json_object": True}:
         return {"type": "json_object"}
+    if asked.keys() == {"regex"}:
+        return {"type": "regex", "pattern": asked["regex"]}
+    if asked.keys() == {"choice"}:
+        texts = _CHOICES.validate_python(asked["choice"])
+        return {"type": "regex", "pattern": "|".join(map(re.escape, texts))}
     if asked.keys() != {"json"}:
-        reason = "a reply is forced into a JSON Schema or an object: send json or json_object"
+        reason = "send one of json, json_object, regex and choice, and nothing beside it"
         raise name_refusal({"structured_outputs": reason})
     schema = asked["json"]
     schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -203,8 +216,8 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
     )
     response_format: ResponseFormat | None = Field(
         default=None,
-        description="Force the reply into this form. vLLM's `structured_outputs` with `json` or "
-        "`json_object` is the same.",
+        description="Force the reply into this form. vLLM's `structured_outputs` with `json`, "
+        "`json_object`, `regex` or `choice` is the same.",
     )
     request_id: str | None = Field(
         default=None, max_length=128, description="What the answer's id ends with."

@@ -10,7 +10,7 @@ import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, astuple, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,14 @@ class Policy:
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
 
+
+class Form(NamedTuple):
+    """What a continuation is: an instance of a JSON Schema, or a match of a regular expression."""
+
+    kind: Literal["json", "regex"]
+    text: str
+
+
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
@@ -103,7 +111,7 @@ class Routing:
 
 Feature = Literal["steering", "override", "gradient", "adapter", "structure", "step_tokens"]
 """Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`; a `ScoreJob` with
+`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJob` with
 `step_tokens`."""
 
 
@@ -368,8 +376,8 @@ class GenerateJob(Job):
     policy columns are of the distribution that draws it. With `double` all of this, the draw
     included, is computed in float64.
 
-    With `json_schema`, a JSON Schema as text, the whole continuation is an instance of it: each
-    token is drawn from those alone that may follow, and the policy columns are of these.
+    With `form` the whole continuation has it: each token is drawn from those alone that may follow,
+    and the policy columns are of these.
     """
 
     max_tokens: int
@@ -385,13 +393,13 @@ class GenerateJob(Job):
     stream: bool = False
     columns: tuple[str, ...] = ()
     double: bool = False
-    json_schema: str | None = None
+    form: Form | None = None
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine."""
         needed = find_features(self)
-        return needed if self.json_schema is None else (*needed, "structure")
+        return needed if self.form is None else (*needed, "structure")
 
     @property
     def min_tokens(self) -> int:

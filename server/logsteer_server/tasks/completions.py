@@ -20,6 +20,7 @@ from logsteer_server.contract.jobs import (
     NEUTRAL,
     TOP_IDS,
     TOP_LOGPROBS,
+    Form,
     GenerateJob,
     GenerateOutput,
     Ids,
@@ -31,8 +32,8 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.policies import plan_policy
-from logsteer_server.tasks.reply_form import check_forced
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
+from logsteer_server.tasks.reply_form import check_forced, check_regex
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_form
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import CharCounter, TextCodec
@@ -72,7 +73,7 @@ def plan_completions(
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
     bos: BosPolicy = "auto" if request.add_special_tokens else "never"
-    schema = find_schema(request)
+    form = find_form(request)
     for index, (text, given) in enumerate(read_prompts(request.prompt, codec, bos)):
         ids = truncate(given, request, request.max_tokens, info)
         text = text if len(ids) == len(given) else None
@@ -89,7 +90,7 @@ def plan_completions(
         starts = _find_starts(text if is_given else None, ids, codec) if scores_echo else []
         samples = []
         if generates:
-            samples = _plan_samples(request, ids, request.max_tokens, top, policy, schema)
+            samples = _plan_samples(request, ids, request.max_tokens, top, policy, form)
             _check_form(request, samples[0], info)
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
@@ -126,11 +127,11 @@ def plan_chat(
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
     top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
-    schema = find_schema(request)
-    if schema is None and request.tools and request.tool_choice == "auto":
+    form = find_form(request)
+    if form is None and request.tools and request.tool_choice == "auto":
         _check_calls_are_read(request.chat_template or codec.find_template(has_tools=True)[1])
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
-    samples = _plan_samples(request, ids, max_tokens, top, policy, schema)
+    samples = _plan_samples(request, ids, max_tokens, top, policy, form)
     is_tool = request.tool_choice not in ("none", "auto")
     _check_form(request, samples[0], info, "tool_choice" if is_tool else "response_format")
     echo_job = _plan_echo(ids, request, info, None, reads_next=False)
@@ -151,11 +152,12 @@ def _check_form(
     request: SamplingRequest, sample: GenerateJob, info: EngineInfo, param: str = "response_format"
 ) -> None:
     """Refuse a form that replies cannot be forced into. Errors: APIError, as `check_forced`."""
-    if sample.json_schema is None:
+    if (form := sample.form) is None:
         return
     if failure := info.refuse(sample):
         raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-    check_forced(sample.json_schema, request.n, param)
+    check = check_forced if form.kind == "json" else check_regex
+    check(form.text, request.n, param)
 
 
 def _check_calls_are_read(template: str) -> None:
@@ -215,7 +217,7 @@ def _plan_samples(
     max_tokens: int,
     top: int | None,
     policy: Policy,
-    schema: str | None,
+    form: Form | None,
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
@@ -234,7 +236,7 @@ def _plan_samples(
             top=top or 0,
             logprobs=top is not None,
             stream=request.stream,
-            json_schema=schema,
+            form=form,
         )
         for index in range(request.n)
     ]

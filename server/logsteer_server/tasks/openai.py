@@ -203,7 +203,9 @@ class OpenAITask(BodyTask[S]):
     @property
     def _schema(self) -> str | None:
         """The JSON Schema that replies are forced to follow."""
-        return next((job.json_schema for each in self._prompts for job in each.samples), None)
+        forms = (job.form for each in self._prompts for job in each.samples)
+        form = next(forms, None)
+        return form.text if form is not None and form.kind == "json" else None
 
     def _check_reply(self, index: int, output: GenerateOutput) -> None:
         """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""

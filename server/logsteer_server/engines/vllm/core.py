@@ -132,8 +132,8 @@ class VllmCore:
             extra_args=extra_args,
             skip_reading_prefix_cache=not use_cache,
         )
-        if job.json_schema is not None:
-            params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
+        if job.form is not None:
+            params.structured_outputs = StructuredOutputsParams(**{job.form.kind: job.form.text})
         config = self.config
         try:
             params.verify(
