@@ -143,6 +143,19 @@ def test_every_endpoint_reads_the_same_conversation(client: Client, model: str) 
 
 
 @pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_variant_sets_variables_of_the_template(client: Client, model: str) -> None:
+    quiet: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+    item = {"messages": CHAT, "targets": [" Paris"]}
+    client.variants.put("quiet", model=model, **quiet)
+    try:
+        found = client.logprob([item], model="quiet").results
+        assert found == client.logprob([item], model=model, **quiet).results
+        assert found != client.logprob([item], model=model).results
+    finally:
+        client.variants.delete("quiet")
+
+
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
 def test_a_prefilled_answer_goes_on(client: Client, model: str) -> None:
     greedy: Any = {"model": model, "temperature": 0, "max_tokens": 4}
     (result,) = client.generate(None, messages=[*CHAT, ANSWER], **PREFILL, **greedy).results

@@ -114,6 +114,8 @@ def test_every_field_of_the_openai_client_is_known(
         (CompletionRequest, {"prompt": ""}, "prompt"),
         (CompletionRequest, COMPLETION | {"max_tokens": 0}, "max_tokens"),
         (CompletionRequest, COMPLETION | {"cache": False}, "cache"),
+        (CompletionRequest, COMPLETION | {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (ChatCompletionRequest, CHAT | {"logprob_token_ids": [1]}, "logprob_token_ids"),
         (ChatCompletionRequest, CHAT | {"top_logprobs": 3}, "top_logprobs"),
         (ChatCompletionRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
         (ChatCompletionRequest, TOOLS | {"tool_choice": named("seek")}, "tool_choice"),
@@ -195,7 +197,7 @@ def test_calls_are_found_in_a_reply(
 def test_the_form_that_a_reply_is_forced_into(fields: Any, wanted: Any) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
     found = find_form(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
-    assert (found and json.loads(found.text)) == wanted
+    assert (found and json.loads(found[1])) == wanted
 
 
 @pytest.mark.parametrize("place", ["$defs", "definitions"])
@@ -212,7 +214,7 @@ def test_each_function_has_its_own_definitions(place: str) -> None:
     tools = [describe("one", "integer"), describe("two", "string")]
     form = find_form(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
     assert form is not None
-    schema = form.text
+    _, schema = form
     check_forced(schema, 1, "tool_choice")
     for name, right, wrong in [("one", 1, "x"), ("two", "x", 1)]:
         for nested in (right, {"a": right}):

@@ -59,7 +59,6 @@ _NO_SEARCH = "nothing is searched here; leave it out"
 _TEXT_ALONE = "text is read and written, and nothing else; leave it out"
 _ONE_SERVER = "keys and values stay on this server; leave it out"
 _OF_VLLM: Mapping[str, Unsupported] = {
-    "logprob_token_ids": Unsupported("send /logprob, whose targets may be any tokens"),
     "use_beam_search": Unsupported(_NO_SEARCH, (False,)),
     "length_penalty": Unsupported(_NO_SEARCH, (1,)),
     "watermarking": Unsupported("text is drawn as the policy says; leave it out", (False,)),
@@ -211,6 +210,12 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
         description="Of `prompt_logprobs`: at the request's own temperature (0 counts as 1), "
         "without penalties and cuts; or at temperature 1.",
     )
+    logprob_token_ids: list[TokenId] | None = Field(
+        default=None,
+        max_length=128,
+        description="With `logprobs`: list the log-probabilities of these tokens at each one that "
+        "is generated, in place of the most probable ones.",
+    )
     return_token_ids: bool = Field(
         default=False, description="Give the ids of the prompt and of the completion."
     )
@@ -257,6 +262,9 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
             raise name_refusal({"stream_options": "goes with stream: true; leave out one of them"})
         if self.prompt_logprobs is not None and self.stream:
             raise name_refusal({"prompt_logprobs": "a stream has none; leave out one of them"})
+        asked = getattr(self, "logprobs", None)
+        if self.logprob_token_ids and (asked is None or asked is False):
+            raise name_refusal({"logprob_token_ids": "goes with logprobs; send both"})
         return self
 
     @property
@@ -296,6 +304,9 @@ class CompletionRequest(SamplingRequest):
             raise name_refusal(
                 {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
             )
+        if self.echo and self.logprob_token_ids:
+            reason = "they are of generated tokens; leave out echo, or send /logprob"
+            raise name_refusal({"logprob_token_ids": reason})
         if self.echo and self.probes is not None:
             reason = "they are read where tokens are generated; leave out echo, or send /logprob"
             raise name_refusal({"probes": reason})

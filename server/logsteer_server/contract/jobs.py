@@ -10,7 +10,7 @@ import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, astuple, dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +68,8 @@ class Policy:
 
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
-
-
-class Form(NamedTuple):
-    """What a continuation is: an instance of a JSON Schema, or a match of a regular expression."""
-
-    kind: Literal["json", "regex"]
-    text: str
-
-
+ReplyForm = tuple[Literal["json", "regex"], str]
+"""A JSON Schema or a regular expression, and its text."""
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
@@ -368,14 +361,12 @@ class GenerateJob(Job):
     drawn. Generation ends at a token that ends the sequence, unless `ignore_eos`, at one of
     `stop_ids`, or where the text contains a string of `stop`, which is left out unless
     `include_stop`; at none of these before the policy's `min_tokens`. With `skip_special` special
-    tokens are left out of the text. With
-    `stream` the output comes in pieces. Without `logprobs` log-probabilities, columns and
-    alternatives are left out.
+    tokens are left out of the text. With `stream` the output comes in pieces. Without `logprobs`
+    neither columns nor alternatives are read: the `top` most probable tokens, or those of `listed`.
 
     `columns` are read beside the log-probability from the logits that each token is drawn from; the
     policy columns are of the distribution that draws it. With `double` all of this, the draw
     included, is computed in float64.
-
     With `form` the whole continuation has it: each token is drawn from those alone that may follow,
     and the policy columns are of these.
     """
@@ -393,7 +384,8 @@ class GenerateJob(Job):
     stream: bool = False
     columns: tuple[str, ...] = ()
     double: bool = False
-    form: Form | None = None
+    form: ReplyForm | None = None
+    listed: tuple[int, ...] = ()
 
     @property
     def features(self) -> tuple[Feature, ...]:

@@ -354,6 +354,8 @@ class RowSpec:
     alternatives: int = 0
     tail: bool = False
     is_listed_by_policy: bool = False
+    listed: tuple[int, ...] = ()
+    """The alternatives of rows that have the same ones, as those of a draw have."""
 
     @classmethod
     def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":

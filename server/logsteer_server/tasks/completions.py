@@ -20,12 +20,12 @@ from logsteer_server.contract.jobs import (
     NEUTRAL,
     TOP_IDS,
     TOP_LOGPROBS,
-    Form,
     GenerateJob,
     GenerateOutput,
     Ids,
     Job,
     Policy,
+    ReplyForm,
     ScoreJob,
     ScoreOutput,
     draw_seed,
@@ -36,7 +36,7 @@ from logsteer_server.tasks.reply_form import check_forced, check_regex
 from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_form
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
-from logsteer_server.text.tokenizer import CharCounter, TextCodec
+from logsteer_server.text.tokenizer import CharCounter, TextCodec, check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def plan_completions(
     """
     prompts: list[CompletionPrompt] = []
     num_planned = 0
-    top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
+    top = _count_listed(request, request.logprobs, info)
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
     bos: BosPolicy = "auto" if request.add_special_tokens else "never"
@@ -126,7 +126,7 @@ def plan_chat(
     max_tokens = asked or max(1, info.context_length - len(ids))
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
-    top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
+    top = _count_listed(request, request.top_logprobs if request.logprobs else None, info)
     form = find_form(request)
     if form is None and request.tools and request.tool_choice == "auto":
         _check_calls_are_read(request.chat_template or codec.find_template(has_tools=True)[1])
@@ -136,6 +136,13 @@ def plan_chat(
     _check_form(request, samples[0], info, "tool_choice" if is_tool else "response_format")
     echo_job = _plan_echo(ids, request, info, None, reads_next=False)
     return CompletionPrompt(text, ids, echo_job, False, samples)
+
+
+def _count_listed(request: SamplingRequest, asked: int | None, info: EngineInfo) -> int | None:
+    """Return how many tokens are listed beside each drawn one; None without log-probabilities."""
+    listed = request.logprob_token_ids or ()
+    check_ids(listed, info.vocab_size, "logprob_token_ids")
+    return len(listed) or (None if asked is None else min(asked, info.vocab_size))
 
 
 def truncate(
@@ -152,12 +159,13 @@ def _check_form(
     request: SamplingRequest, sample: GenerateJob, info: EngineInfo, param: str = "response_format"
 ) -> None:
     """Refuse a form that replies cannot be forced into. Errors: APIError, as `check_forced`."""
-    if (form := sample.form) is None:
+    if sample.form is None:
         return
     if failure := info.refuse(sample):
         raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-    check = check_forced if form.kind == "json" else check_regex
-    check(form.text, request.n, param)
+    kind, text = sample.form
+    check = check_forced if kind == "json" else check_regex
+    check(text, request.n, param)
 
 
 def _check_calls_are_read(template: str) -> None:
@@ -217,7 +225,7 @@ def _plan_samples(
     max_tokens: int,
     top: int | None,
     policy: Policy,
-    form: Form | None,
+    form: ReplyForm | None,
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
@@ -234,6 +242,7 @@ def _plan_samples(
             skip_special=request.skip_special_tokens,
             ignore_eos=request.ignore_eos,
             top=top or 0,
+            listed=tuple(request.logprob_token_ids or ()),
             logprobs=top is not None,
             stream=request.stream,
             form=form,

@@ -205,7 +205,7 @@ class OpenAITask(BodyTask[S]):
         """The JSON Schema that replies are forced to follow."""
         forms = (job.form for each in self._prompts for job in each.samples)
         form = next(forms, None)
-        return form.text if form is not None and form.kind == "json" else None
+        return form[1] if form is not None and form[0] == "json" else None
 
     def _check_reply(self, index: int, output: GenerateOutput) -> None:
         """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""

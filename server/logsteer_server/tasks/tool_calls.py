@@ -7,13 +7,13 @@ from uuid import uuid4
 
 from logsteer.schemas.chat import Tool
 from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice, SamplingRequest
-from logsteer_server.contract.jobs import Form
+from logsteer_server.contract.jobs import ReplyForm
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """What models of the families Qwen and Hermes write before and after a call."""
 
 
-def find_form(request: SamplingRequest) -> Form | None:
+def find_form(request: SamplingRequest) -> ReplyForm | None:
     """Return the form of the whole reply; None: any reply will do.
 
     Of a named function it is the schema of its arguments, of any one that of a list of calls.
@@ -35,8 +35,8 @@ def find_form(request: SamplingRequest) -> Form | None:
     elif wanted is not None and wanted.json_schema is not None:
         found = wanted.json_schema.schema_
     elif wanted is not None and wanted.pattern is not None:
-        return Form("regex", wanted.pattern)
-    return None if found is None else Form("json", json.dumps(found))
+        return "regex", wanted.pattern
+    return None if found is None else ("json", json.dumps(found))
 
 
 def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class VllmCore:
             skip_reading_prefix_cache=not use_cache,
         )
         if job.form is not None:
-            params.structured_outputs = StructuredOutputsParams(**{job.form.kind: job.form.text})
+            kind, text = job.form
+            params.structured_outputs = StructuredOutputsParams(**{kind: text})
         config = self.config
         try:
             params.verify(
