@@ -163,7 +163,8 @@ def configure_chat(directory: Path) -> Configuration:
     shutil.copy(Path(__file__).with_name("chat_template.jinja"), checkpoint)
     (checkpoint / "additional_chat_templates").mkdir()
     (checkpoint / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
-    return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
+    models = vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint)
+    return uncached(*models, trust_request_chat_template=True)
 
 
 def configure_longrope(directory: Path) -> Configuration:

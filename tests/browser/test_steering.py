@@ -44,6 +44,33 @@ def own(api: Client) -> str:
 # ------------------------------------------------------------------ Steer
 
 
+def test_steering_is_kept_as_a_model_asked_and_deleted(visit: OpenPage, api: Client) -> None:
+    seen = visit("steer?vector=mood&scale=1.5&layers=3&max_tokens=4")
+    view = seen.see("steer")
+    view.get_by_text("Keep this as a model").click()
+    view.get_by_label("Name of the variant").fill("in-a-mood")
+    seen.button("Keep the variant").click()
+    expect(view.get_by_text("in-a-mood is a model now.")).to_be_visible()
+    assert seen.copy("cli", "#view-steer .more").endswith("in-a-mood mood:1.5@3")
+    card = api.variants.get("in-a-mood")
+    assert (card.model, card.steering) == ("demo", seen.sent_to("/steer")["steering"])
+    seen.page.get_by_label("Model", exact=True).select_option("in-a-mood")
+    seen.open("text?text=Tom+was+glad.&model=in-a-mood")
+    seen.see("text")
+    assert seen.sent_to("/perplexity")["model"] == "in-a-mood"
+    assert seen.answer_to("/perplexity")["steering"]["tokens_steered"] > 0
+    seen.open("models")
+    models = seen.see("models")
+    expect(models.get_by_role("region", name="Stored variants")).to_contain_text(
+        "mood \N{MULTIPLICATION SIGN} 1.5 at 3"
+    )
+    assert seen.find_violations() == []
+    seen.button("Delete in-a-mood").click()
+    seen.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(models.get_by_text("None. A variant is")).to_be_visible()
+    assert not api.variants.list().variants
+
+
 def test_one_layer_s_direction_is_used_at_all_of_them(visit: OpenPage) -> None:
     seen = visit("steer?vector=mood&scale=1.5&layers=3&max_tokens=4")
     view = seen.see("steer")

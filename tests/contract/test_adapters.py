@@ -96,6 +96,19 @@ def test_scores_are_those_of_merged_weights(client: Client, merged: list[np.ndar
     assert score(client, adapter="a0") == pytest.approx(merged[0], abs=PER_TOKEN)
 
 
+def test_a_variant_is_computed_with_its_adapter(client: Client, merged: list[np.ndarray]) -> None:
+    client.variants.put("adapted", adapter="a1")
+    try:
+        found = client.logprob([ITEM], model="adapted")
+        assert found.results == client.logprob([ITEM], adapter="a1").results
+        assert found.adapter is not None and found.adapter.name == "a1"
+        assert found.results[0].targets[0].logprobs == pytest.approx(merged[1], abs=PER_TOKEN)
+        with refused("in_use", "'a1' is named by the variants adapted"):
+            client.adapters.delete("a1")
+    finally:
+        client.variants.delete("adapted")
+
+
 def test_a_name_is_given_to_another_adapter(
     client: Client, directories: list[Path], merged: list[np.ndarray]
 ) -> None:

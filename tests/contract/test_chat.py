@@ -2,6 +2,7 @@
 generated."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -82,6 +83,32 @@ def outside(chat_server: Server) -> Iterator[openai.OpenAI]:
         yield found
 
 
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_request_may_bring_its_template(
+    outside: openai.OpenAI, client: Client, model: str
+) -> None:
+    def ask(template: str, **body: Any) -> Any:
+        body = {"chat_template": template, "return_token_ids": True} | body
+        return outside.chat.completions.create(
+            model=model, messages=CHAT, max_tokens=1, extra_body=body
+        )
+
+    ids = ask("Q: {{ messages[0].content }} {{ mood }}", chat_template_kwargs={"mood": "A:"})
+    text = f"Q: {CHAT[0]['content']} A:"
+    assert (
+        ids.prompt_token_ids == client.tokenize(text, model=model, bos="never").results[0].token_ids
+    )
+    for broken, reason in {
+        "{% for": "unexpected",
+        "{{ raise_exception('no such turn') }}": "no such turn",
+        "{{ messages.__class__.__mro__ }}": "unsafe",
+        "{{ 1 / 0 }}": "division",
+    }.items():
+        with pytest.raises(openai.BadRequestError, match=f"chat template.*{reason}") as refused:
+            ask(broken)
+        assert refused.value.param == "chat_template"
+
+
 ANSWER = {"role": "assistant", "content": "Paris"}
 PREFILL = {"continue_final_message": True}
 
@@ -113,6 +140,19 @@ def test_every_endpoint_reads_the_same_conversation(client: Client, model: str) 
     answer = client.generate(None, messages=[one, [ANSWER], two], **greedy, on_error="report")
     problems = [result.problem and result.problem.param for result in answer.results]
     assert problems == [None, "messages[1]", None]
+
+
+@pytest.mark.parametrize("model", ["vllm", "tlens"])
+def test_a_variant_sets_variables_of_the_template(client: Client, model: str) -> None:
+    quiet: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+    item = {"messages": CHAT, "targets": [" Paris"]}
+    client.variants.put("quiet", model=model, **quiet)
+    try:
+        found = client.logprob([item], model="quiet").results
+        assert found == client.logprob([item], model=model, **quiet).results
+        assert found != client.logprob([item], model=model).results
+    finally:
+        client.variants.delete("quiet")
 
 
 @pytest.mark.parametrize("model", ["vllm", "tlens"])
@@ -183,6 +223,29 @@ def test_a_reply_has_the_form_asked_for(outside: openai.OpenAI, steering: Any) -
         **arguments | {"max_tokens": 200}, response_format={"type": "json_object"}
     )
     assert (json_object.choices[0].message.content or "").lstrip().startswith("{")
+
+
+CHOICES = ["a+b", 'say "c\\d"\nor']
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"choice": CHOICES}, "|".join(map(re.escape, CHOICES))),
+        ({"regex": r"^[xy]{2,3}\.$"}, "[xy]{2,3}[.]"),
+    ],
+)
+def test_a_reply_matches_an_expression(
+    outside: openai.OpenAI, client: Client, form: Any, wanted: str
+) -> None:
+    body = {"structured_outputs": form, "return_token_ids": True}
+    replies = outside.completions.create(
+        model="vllm", prompt="Once", n=8, seed=1, max_tokens=40, extra_body=body, temperature=2
+    )
+    said = {choice.text for choice in replies.choices}
+    assert len(said) > 1
+    for choice in replies.choices:
+        assert (choice.finish_reason, bool(re.fullmatch(wanted, choice.text))) == ("stop", True)
 
 
 NAMED: Any = {"type": "function", "function": {"name": "say"}}
@@ -264,6 +327,8 @@ def test_what_cannot_be_forced_is_refused_by_name(outside: openai.OpenAI) -> Non
         ("tlens", {"response_format": FORM}, "response_format: the engine transformer_lens"),
         ("tlens", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: the engine"),
         ("vllm", {"response_format": broken}, "no JSON Schema has"),
+        ("vllm", {"extra_body": {"structured_outputs": {"regex": r"\bno"}}}, "cannot be forced"),
+        ("tlens", {"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "the engine"),
     ]
     for model, fields, reason in cases:
         with pytest.raises(openai.BadRequestError, match=reason):

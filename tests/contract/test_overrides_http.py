@@ -50,6 +50,15 @@ def score(client: Client, **options: Any) -> np.ndarray:
     return np.array(target.logprobs)
 
 
+def test_a_variant_is_computed_with_its_override(client: Client) -> None:
+    client.variants.put("moved", override=OVERRIDE)
+    try:
+        assert score(client, model="moved").tolist() == score(client, override=OVERRIDE).tolist()
+        assert np.abs(score(client, model="moved") - score(client)).max() > PER_TOKEN
+    finally:
+        client.variants.delete("moved")
+
+
 def test_an_override_goes_up_and_goes_again(
     client: Client, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:

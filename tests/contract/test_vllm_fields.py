@@ -102,6 +102,29 @@ def test_log_probabilities_of_a_prompt(client: Client, shown: int) -> None:
     assert len(talk["prompt_logprobs"]) == talk["usage"]["prompt_tokens"]
 
 
+def test_log_probabilities_of_tokens_that_are_named(client: Client) -> None:
+    prompt_ids = client.tokenize(PROMPT).results[0].token_ids
+    listed = [300, 5, 900]
+    fields: dict[str, Any] = {
+        "logprob_token_ids": listed, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    found = choose(client, logprobs=0, temperature=1.2, seed=1, **fields)
+    drawn = found["token_ids"]
+    item = {"context_ids": prompt_ids, "target_ids": [drawn], "alternatives": listed}
+    wanted = client.logprob([item]).results[0].targets[0]
+    assert wanted.alternatives is not None
+    for row, token in enumerate(drawn):
+        entries = found["logprobs"]["top_logprobs"][row]
+        assert entries.keys() == {f"token_id:{one}" for one in [*listed, token]}
+        for one, value in zip(listed, wanted.alternatives.logprobs[row], strict=True):
+            assert entries[f"token_id:{one}"] == pytest.approx(value, abs=1e-4)
+    talk = chat(client, messages=MESSAGES, logprobs=True, stop=[], **fields | GREEDY)
+    for entry in talk["choices"][0]["logprobs"]["content"]:
+        own = {one["token"] for one in entry["top_logprobs"]}
+        assert own | {entry["token"]} == {f"token_id:{one}" for one in listed} | {entry["token"]}
+        assert len(own) >= len(listed)
+
+
 def test_what_a_prompt_is_read_as(client: Client) -> None:
     ids = client.tokenize(PROMPT).results[0].token_ids
     bare = choose(client, add_special_tokens=False, return_token_ids=True)["prompt_token_ids"]
@@ -143,5 +166,6 @@ def test_a_json_schema_in_vllms_form() -> None:
         )
         assert asked.response_format is not None
         assert asked.response_format.type == "json_schema"
-    with pytest.raises(ValueError, match="json_object"):
-        CompletionRequest.model_validate({"prompt": "a", "structured_outputs": {"regex": "a+"}})
+    for wrong in ({"grammar": "a"}, {"regex": "a", "json_object": True}, {}, {"choice": []}):
+        with pytest.raises(ValueError, match=r"json_object|at least 1"):
+            CompletionRequest.model_validate({"prompt": "a", "structured_outputs": wrong})

@@ -24,8 +24,8 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
-from logsteer_server.tasks.reply_form import check_forced, check_reply
-from logsteer_server.tasks.tool_calls import find_plain, find_schema, read_calls
+from logsteer_server.tasks.reply_form import check_forced, check_regex, check_reply
+from logsteer_server.tasks.tool_calls import find_form, find_plain, read_calls
 from logsteer_server.tasks.training import list_sides, read_sides
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
@@ -114,6 +114,8 @@ def test_every_field_of_the_openai_client_is_known(
         (CompletionRequest, {"prompt": ""}, "prompt"),
         (CompletionRequest, COMPLETION | {"max_tokens": 0}, "max_tokens"),
         (CompletionRequest, COMPLETION | {"cache": False}, "cache"),
+        (CompletionRequest, COMPLETION | {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (ChatCompletionRequest, CHAT | {"logprob_token_ids": [1]}, "logprob_token_ids"),
         (ChatCompletionRequest, CHAT | {"top_logprobs": 3}, "top_logprobs"),
         (ChatCompletionRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
         (ChatCompletionRequest, TOOLS | {"tool_choice": named("seek")}, "tool_choice"),
@@ -194,8 +196,8 @@ def test_calls_are_found_in_a_reply(
 )
 def test_the_form_that_a_reply_is_forced_into(fields: Any, wanted: Any) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
-    found = find_schema(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
-    assert (found and json.loads(found)) == wanted
+    found = find_form(ChatCompletionRequest(**CHAT, tools=[tool], **fields))
+    assert (found and json.loads(found[1])) == wanted
 
 
 @pytest.mark.parametrize("place", ["$defs", "definitions"])
@@ -210,8 +212,9 @@ def test_each_function_has_its_own_definitions(place: str) -> None:
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     tools = [describe("one", "integer"), describe("two", "string")]
-    schema = find_schema(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
-    assert schema is not None
+    form = find_form(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
+    assert form is not None
+    _, schema = form
     check_forced(schema, 1, "tool_choice")
     for name, right, wrong in [("one", 1, "x"), ("two", "x", 1)]:
         for nested in (right, {"a": right}):
@@ -252,6 +255,28 @@ def test_a_schema_that_takes_long_to_compile_is_refused(
         return
     with refused("invalid_request", reason, param="response_format"):
         check_forced(json.dumps(schema), samples, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"^(\w+[,.]? )+\w+\.$", None),
+        ("|".join(["yes"] * 1000), None),
+        ("(a*)*b", "without an end"),
+        ("(a|)+b", "without an end"),
+        ("((a+)+c?)+b", "without an end"),
+        (".{1,600}", "600 characters"),
+        (r"\Aa", r"\\A"),
+        ("(", "fault"),
+    ],
+)
+def test_an_expression_is_forced_in_full_or_refused(pattern: str, reason: str | None) -> None:
+    """xgrammar takes ten seconds and more for texts of 400 characters, or reads another one."""
+    if reason is None:
+        check_regex(pattern, 1, "response_format")
+        return
+    with refused("invalid_request", reason, param="response_format"):
+        check_regex(pattern, 1, "response_format")
 
 
 NUMBER = {"type": "integer"}

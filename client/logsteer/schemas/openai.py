@@ -6,10 +6,11 @@ null stands for a field that is left out.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
@@ -50,13 +51,14 @@ LABELS = frozenset({
 """Fields that change no answer here: they say something of the caller, or of other tokenizers and
 models.
 """
+MAX_TEMPLATE = 2**16
+"""Characters of a request's own chat template."""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
 _TOOLS = "its successors are taken: send tools and tool_choice"
 _NO_SEARCH = "nothing is searched here; leave it out"
 _TEXT_ALONE = "text is read and written, and nothing else; leave it out"
 _ONE_SERVER = "keys and values stay on this server; leave it out"
 _OF_VLLM: Mapping[str, Unsupported] = {
-    "logprob_token_ids": Unsupported("send /logprob, whose targets may be any tokens"),
     "use_beam_search": Unsupported(_NO_SEARCH, (False,)),
     "length_penalty": Unsupported(_NO_SEARCH, (1,)),
     "watermarking": Unsupported("text is drawn as the policy says; leave it out", (False,)),
@@ -136,15 +138,19 @@ class JsonSchemaFormat(Request):
 
 
 class ResponseFormat(Request):
-    """The form of a reply: any text, any JSON object, or an instance of a JSON Schema."""
+    """The form of a reply: any text, any JSON object, an instance of a JSON Schema, or a match of
+    a regular expression.
+    """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchemaFormat | None = None
+    pattern: str | None = Field(default=None, description="Of type `regex`.")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise name_refusal({"response_format": "type json_schema goes with json_schema"})
+        for name, kind in (("json_schema", "json_schema"), ("pattern", "regex")):
+            if (getattr(self, name) is None) == (self.type == kind):
+                raise name_refusal({"response_format": f"type {kind} goes with {name}"})
         return self
 
     @property
@@ -153,13 +159,21 @@ class ResponseFormat(Request):
         return self.type != "text"
 
 
+_CHOICES = TypeAdapter(Annotated[list[str], Field(min_length=1)])
+
+
 def _read_structured(given: Any) -> dict[str, Any]:
     """Return vLLM's `structured_outputs` as a `response_format`."""
     asked = {name: value for name, value in dict(given).items() if value not in (None, False)}
     if asked == {"json_object": True}:
         return {"type": "json_object"}
+    if asked.keys() == {"regex"}:
+        return {"type": "regex", "pattern": asked["regex"]}
+    if asked.keys() == {"choice"}:
+        texts = _CHOICES.validate_python(asked["choice"])
+        return {"type": "regex", "pattern": "|".join(map(re.escape, texts))}
     if asked.keys() != {"json"}:
-        reason = "a reply is forced into a JSON Schema or an object: send json or json_object"
+        reason = "send one of json, json_object, regex and choice, and nothing beside it"
         raise name_refusal({"structured_outputs": reason})
     schema = asked["json"]
     schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -196,13 +210,19 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
         description="Of `prompt_logprobs`: at the request's own temperature (0 counts as 1), "
         "without penalties and cuts; or at temperature 1.",
     )
+    logprob_token_ids: list[TokenId] | None = Field(
+        default=None,
+        max_length=128,
+        description="With `logprobs`: list the log-probabilities of these tokens at each one that "
+        "is generated, in place of the most probable ones.",
+    )
     return_token_ids: bool = Field(
         default=False, description="Give the ids of the prompt and of the completion."
     )
     response_format: ResponseFormat | None = Field(
         default=None,
-        description="Force the reply into this form. vLLM's `structured_outputs` with `json` or "
-        "`json_object` is the same.",
+        description="Force the reply into this form. vLLM's `structured_outputs` with `json`, "
+        "`json_object`, `regex` or `choice` is the same.",
     )
     request_id: str | None = Field(
         default=None, max_length=128, description="What the answer's id ends with."
@@ -242,6 +262,9 @@ class SamplingRequest(CompatibleRequest, ActivationFields, DrawOptions):
             raise name_refusal({"stream_options": "goes with stream: true; leave out one of them"})
         if self.prompt_logprobs is not None and self.stream:
             raise name_refusal({"prompt_logprobs": "a stream has none; leave out one of them"})
+        asked = getattr(self, "logprobs", None)
+        if self.logprob_token_ids and (asked is None or asked is False):
+            raise name_refusal({"logprob_token_ids": "goes with logprobs; send both"})
         return self
 
     @property
@@ -281,6 +304,9 @@ class CompletionRequest(SamplingRequest):
             raise name_refusal(
                 {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
             )
+        if self.echo and self.logprob_token_ids:
+            reason = "they are of generated tokens; leave out echo, or send /logprob"
+            raise name_refusal({"logprob_token_ids": reason})
         if self.echo and self.probes is not None:
             reason = "they are read where tokens are generated; leave out echo, or send /logprob"
             raise name_refusal({"probes": reason})
@@ -305,7 +331,6 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **_OF_VLLM,
-        "chat_template": Unsupported("the checkpoint's own is used; send chat_template_kwargs"),
         "functions": Unsupported(_TOOLS, ([],)),
         "function_call": Unsupported(_TOOLS, ("none", "auto")),
         "web_search_options": Unsupported(_NO_SEARCH),
@@ -323,6 +348,13 @@ class ChatCompletionRequest(SamplingRequest, ChatFields):
     }
 
     messages: list[Message] = Field(min_length=1)
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_TEMPLATE,
+        description="Text of a Jinja template in place of the model's, where the server's setting "
+        "`trust_request_chat_template` allows it.",
+    )
     documents: list[dict[str, str]] | None = Field(
         default=None, min_length=1, description="Documents that the template reads."
     )

@@ -68,7 +68,8 @@ class Policy:
 
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
-
+ReplyForm = tuple[Literal["json", "regex"], str]
+"""A JSON Schema or a regular expression, and its text."""
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
@@ -103,7 +104,7 @@ class Routing:
 
 Feature = Literal["steering", "override", "gradient", "adapter", "structure", "step_tokens"]
 """Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `json_schema`; a `ScoreJob` with
+`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJob` with
 `step_tokens`."""
 
 
@@ -359,16 +360,14 @@ class GenerateJob(Job):
     drawn. Generation ends at a token that ends the sequence, unless `ignore_eos`, at one of
     `stop_ids`, or where the text contains a string of `stop`, which is left out unless
     `include_stop`; at none of these before the policy's `min_tokens`. With `skip_special` special
-    tokens are left out of the text. With
-    `stream` the output comes in pieces. Without `logprobs` log-probabilities, columns and
-    alternatives are left out.
+    tokens are left out of the text. With `stream` the output comes in pieces. Without `logprobs`
+    neither columns nor alternatives are read: the `top` most probable tokens, or those of `listed`.
 
     `columns` are read beside the log-probability from the logits that each token is drawn from; the
     policy columns are of the distribution that draws it. With `double` all of this, the draw
     included, is computed in float64.
-
-    With `json_schema`, a JSON Schema as text, the whole continuation is an instance of it: each
-    token is drawn from those alone that may follow, and the policy columns are of these.
+    With `form` the whole continuation has it: each token is drawn from those alone that may follow,
+    and the policy columns are of these.
     """
 
     max_tokens: int
@@ -384,13 +383,14 @@ class GenerateJob(Job):
     stream: bool = False
     columns: tuple[str, ...] = ()
     double: bool = False
-    json_schema: str | None = None
+    form: ReplyForm | None = None
+    listed: tuple[int, ...] = ()
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine."""
         needed = find_features(self)
-        return needed if self.json_schema is None else (*needed, "structure")
+        return needed if self.form is None else (*needed, "structure")
 
     @property
     def min_tokens(self) -> int:

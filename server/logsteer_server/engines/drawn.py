@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.jobs import TOP_IDS, TOP_LOGPROBS, GenerateJob, GenerateOutput
+from logsteer_server.contract.jobs import (
+    ALTERNATIVES,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    GenerateJob,
+    GenerateOutput,
+)
 from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
 
@@ -130,6 +136,9 @@ class DrawnValues:
         values_NW = np.concatenate([empty_NW, *self._parts_NW], dtype=self._dtype)
         self._parts_NW = []
         columns, none_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
+        if listed := self._spec.listed:
+            columns[TOP_IDS] = np.array([listed], np.int32).repeat(len(values_NW), axis=0)
+            columns[TOP_LOGPROBS] = columns.pop(ALTERNATIVES)
         return {
             "logprobs": columns.pop("logprob", none_N0.ravel()),
             "top_ids": columns.pop(TOP_IDS, none_N0.astype(np.int32)),

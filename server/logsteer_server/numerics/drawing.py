@@ -81,7 +81,10 @@ def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
     if not job.logprobs:
         return RowSpec((), 0, job.policy, eos_ids, job.double)
     columns = tuple(dict.fromkeys(["logprob", *job.columns]))
-    return RowSpec(columns, job.top, job.policy, eos_ids, job.double)
+    top, listed = 0 if job.listed else job.top, job.listed
+    return RowSpec(
+        columns, top, job.policy, eos_ids, job.double, alternatives=len(listed), listed=listed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,9 @@ class RowSampler:
         if not spec.width:
             return Drawn(ids_r, finite_r, own_rV[:, :0])
         rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
+        if spec.listed:
+            listed_K = torch.tensor(spec.listed, device=ids_r.device)
+            rows.alternatives_RK = listed_K.expand(len(ids_r), -1)
         return Drawn(ids_r, finite_r, read_rows(rows, spec))
 
     def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:

@@ -400,6 +400,8 @@ class RowSpec:
     tail: bool = False
     is_listed_by_policy: bool = False
     beta: float = 0.5
+    listed: tuple[int, ...] = ()
+    """The alternatives of rows that have the same ones, as those of a draw have."""
 
     @classmethod
     def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":

@@ -21,7 +21,7 @@ class ConfigurationError(ValueError):
 
 
 SERVER_TOPICS = {
-    "Address": "host port uds insecure allowed_hosts allowed_origins",
+    "Address": "host port uds insecure allowed_hosts allowed_origins trust_request_chat_template",
     "Keys": "api_key key_file limits_url share_caches max_key_bytes",
     "Logs, metrics, traces": (
         "log_level log_format access_log access_log_file audit_log_file tracing metrics_key"
@@ -65,6 +65,11 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any that is free.")
     uds: Path | None = Field(
         None, description="Unix domain socket to listen on, in place of host and port."
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="Take `chat_template` of a request. Templates are sandboxed, but may compute "
+        "for as long as they like: allow it where all callers are trusted.",
     )
     insecure: bool = Field(
         False, description="Listen on other than loopback addresses without keys."

@@ -25,17 +25,18 @@ from logsteer_server.contract.jobs import (
     Ids,
     Job,
     Policy,
+    ReplyForm,
     ScoreJob,
     ScoreOutput,
     draw_seed,
 )
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.policies import plan_policy
-from logsteer_server.tasks.reply_form import check_forced
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_schema
+from logsteer_server.tasks.reply_form import check_forced, check_regex
+from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_form
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
-from logsteer_server.text.tokenizer import CharCounter, TextCodec
+from logsteer_server.text.tokenizer import CharCounter, TextCodec, check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,11 @@ def plan_completions(
     """
     prompts: list[CompletionPrompt] = []
     num_planned = 0
-    top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
+    top = _count_listed(request, request.logprobs, info)
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
     bos: BosPolicy = "auto" if request.add_special_tokens else "never"
-    schema = find_schema(request)
+    form = find_form(request)
     for index, (text, given) in enumerate(read_prompts(request.prompt, codec, bos)):
         ids = truncate(given, request, request.max_tokens, info)
         text = text if len(ids) == len(given) else None
@@ -89,7 +90,7 @@ def plan_completions(
         starts = _find_starts(text if is_given else None, ids, codec) if scores_echo else []
         samples = []
         if generates:
-            samples = _plan_samples(request, ids, request.max_tokens, top, policy, schema)
+            samples = _plan_samples(request, ids, request.max_tokens, top, policy, form)
             _check_form(request, samples[0], info)
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
@@ -125,16 +126,23 @@ def plan_chat(
     max_tokens = asked or max(1, info.context_length - len(ids))
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
-    top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
-    schema = find_schema(request)
-    if schema is None and request.tools and request.tool_choice == "auto":
-        _check_calls_are_read(codec)
+    top = _count_listed(request, request.top_logprobs if request.logprobs else None, info)
+    form = find_form(request)
+    if form is None and request.tools and request.tool_choice == "auto":
+        _check_calls_are_read(request.chat_template or codec.find_template(has_tools=True)[1])
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
-    samples = _plan_samples(request, ids, max_tokens, top, policy, schema)
+    samples = _plan_samples(request, ids, max_tokens, top, policy, form)
     is_tool = request.tool_choice not in ("none", "auto")
     _check_form(request, samples[0], info, "tool_choice" if is_tool else "response_format")
     echo_job = _plan_echo(ids, request, info, None, reads_next=False)
     return CompletionPrompt(text, ids, echo_job, False, samples)
+
+
+def _count_listed(request: SamplingRequest, asked: int | None, info: EngineInfo) -> int | None:
+    """Return how many tokens are listed beside each drawn one; None without log-probabilities."""
+    listed = request.logprob_token_ids or ()
+    check_ids(listed, info.vocab_size, "logprob_token_ids")
+    return len(listed) or (None if asked is None else min(asked, info.vocab_size))
 
 
 def truncate(
@@ -151,15 +159,17 @@ def _check_form(
     request: SamplingRequest, sample: GenerateJob, info: EngineInfo, param: str = "response_format"
 ) -> None:
     """Refuse a form that replies cannot be forced into. Errors: APIError, as `check_forced`."""
-    if sample.json_schema is None:
+    if sample.form is None:
         return
     if failure := info.refuse(sample):
         raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-    check_forced(sample.json_schema, request.n, param)
+    kind, text = sample.form
+    check = check_forced if kind == "json" else check_regex
+    check(text, request.n, param)
 
 
-def _check_calls_are_read(codec: TextCodec) -> None:
-    if CALL_BEGINS not in codec.find_template(has_tools=True)[1]:
+def _check_calls_are_read(template: str) -> None:
+    if CALL_BEGINS not in template:
         detail = (
             f"tool_choice: auto looks for calls in the form {CALL_BEGINS}, which this model's chat "
             "template does not use: send required, a function's name, or none."
@@ -215,7 +225,7 @@ def _plan_samples(
     max_tokens: int,
     top: int | None,
     policy: Policy,
-    schema: str | None,
+    form: ReplyForm | None,
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
@@ -232,9 +242,10 @@ def _plan_samples(
             skip_special=request.skip_special_tokens,
             ignore_eos=request.ignore_eos,
             top=top or 0,
+            listed=tuple(request.logprob_token_ids or ()),
             logprobs=top is not None,
             stream=request.stream,
-            json_schema=schema,
+            form=form,
         )
         for index in range(request.n)
     ]

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from logsteer.errors import api_error
 from logsteer.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -202,7 +203,9 @@ class OpenAITask(BodyTask[S]):
     @property
     def _schema(self) -> str | None:
         """The JSON Schema that replies are forced to follow."""
-        return next((job.json_schema for each in self._prompts for job in each.samples), None)
+        forms = (job.form for each in self._prompts for job in each.samples)
+        form = next(forms, None)
+        return form[1] if form is not None and form[0] == "json" else None
 
     def _check_reply(self, index: int, output: GenerateOutput) -> None:
         """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""
@@ -405,7 +408,13 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
     def check_limits(self, settings: Settings) -> None:
-        """Bound the completions. Errors: APIError `payload_too_large`."""
+        """Bound the completions. Errors: APIError `payload_too_large`, `invalid_request`."""
+        if self._body.chat_template is not None and not settings.trust_request_chat_template:
+            detail = (
+                "chat_template: this server takes no templates of requests, which could keep it "
+                "busy for ever; leave it out, or set trust_request_chat_template: true."
+            )
+            raise api_error("invalid_request", detail, param="chat_template")
         check_count("n", self._body.n, settings.max_items)
 
     @property

@@ -7,10 +7,12 @@ by trying each keyword on texts that break it. A reply that ended by itself is c
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
+from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from logsteer.errors import api_error
@@ -61,7 +63,8 @@ _FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
 }  # fmt: skip
-_MISREAD = {"(?=", "(?!", "(?<=", "(?<!", '"', *(rf"\{letter}" for letter in '"\\nrtfvAzZ')}
+_ANCHORS = {rf"\{letter}" for letter in "AzZ"}
+_MISREAD = {"(?=", "(?!", "(?<=", "(?<!", '"', *(rf"\{letter}" for letter in '"\\nrtfv')} | _ANCHORS
 """Parts of a regular expression that the grammar reads as something else: what looks ahead, what
 JSON has to escape, and anchors of Python's that are letters to it."""
 
@@ -80,6 +83,46 @@ def check_forced(schema: str, samples: int, param: str) -> None:
     if fault is not None:
         detail = f"{param}: its JSON Schema has {fault}; write it without that."
         raise api_error("invalid_request", detail, param=param)
+
+
+def check_regex(pattern: str, samples: int, param: str) -> None:
+    """Refuse a regular expression that is read as another one, or whose matching would take long.
+
+    Errors: APIError `invalid_request`, which names `param` and what it is.
+    """
+    fault = next((found for found in _PART.findall(pattern) if found in _ANCHORS), None)
+    size = _count_atoms(pattern)
+    limit = MAX_ATOMS if re.search(r"(?<!\\)[*+{]", pattern) else MAX_ALL_ATOMS
+    if size > limit or size * samples > MAX_ALL_ATOMS:
+        fault = f"{size} characters unfolded, at most {limit}, {MAX_ALL_ATOMS} in all samples"
+    try:
+        if _count_nested(_parser.parse(pattern)) > 2:
+            fault = "repetitions without an end within one another, or of what may be empty"
+    except (re.error, RecursionError, OverflowError) as error:
+        fault = f"a fault, {error!s:.80}"
+    if fault is not None:
+        detail = f"{param}: the regular expression has {fault}; write it without that."
+        raise api_error("invalid_request", detail, param=param)
+
+
+def _count_nested(part: Any) -> float:
+    """Return how deeply repetitions without an end lie within one another in a parsed expression.
+
+    One of what may be empty is endlessly deep: to match 400 characters with `(a*)*` takes 10 s.
+    """
+    deepest = 0.0
+    for kind, given in part:
+        values = given if isinstance(given, tuple) else ()
+        inner = [
+            each for value in values for each in (value if isinstance(value, list) else [value])
+        ]
+        nested = max(
+            (_count_nested(each) for each in inner if hasattr(each, "getwidth")), default=0
+        )
+        if "REPEAT" in str(kind) and given[1] == _constants.MAXREPEAT:
+            nested += 1 if given[2].getwidth()[0] else math.inf
+        deepest = max(deepest, nested)
+    return deepest
 
 
 def _find_faults(schema: str, samples: int) -> Iterator[str]:

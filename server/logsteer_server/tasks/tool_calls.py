@@ -7,15 +7,16 @@ from uuid import uuid4
 
 from logsteer.schemas.chat import Tool
 from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice, SamplingRequest
+from logsteer_server.contract.jobs import ReplyForm
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """What models of the families Qwen and Hermes write before and after a call."""
 
 
-def find_schema(request: SamplingRequest) -> str | None:
-    """Return the JSON Schema that the whole reply is to follow, as text; None: any reply will do.
+def find_form(request: SamplingRequest) -> ReplyForm | None:
+    """Return the form of the whole reply; None: any reply will do.
 
-    Of a named function it is that of its arguments, of any one that of a list of calls.
+    Of a named function it is the schema of its arguments, of any one that of a list of calls.
     """
     wanted, tools = request.response_format, []
     found: dict[str, Any] | None = None
@@ -33,7 +34,9 @@ def find_schema(request: SamplingRequest) -> str | None:
         found = {"type": "object"}
     elif wanted is not None and wanted.json_schema is not None:
         found = wanted.json_schema.schema_
-    return None if found is None else json.dumps(found)
+    elif wanted is not None and wanted.pattern is not None:
+        return "regex", wanted.pattern
+    return None if found is None else ("json", json.dumps(found))
 
 
 def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class ChatForm:
     begins_turn: bool | None = None
     tools: list[dict[str, Any]] | None = None
     is_whole: bool = False
+    template: str | None = None
+    """The text of one in place of the model's."""
 
     @classmethod
     def of(cls, request: ChatFields, *, is_whole: bool = False) -> "ChatForm":
@@ -35,6 +37,7 @@ class ChatForm:
             request.add_generation_prompt,
             tools or None,
             is_whole,
+            getattr(request, "chat_template", None),
         )
 
     def ends_in_answer(self) -> "ChatForm":
@@ -86,7 +89,7 @@ def render(
     """
     from jinja2 import TemplateError
 
-    _, template = find_template(tokenizer, has_tools=bool(form.tools))
+    template = form.template or find_template(tokenizer, has_tools=bool(form.tools))[1]
     _check_is_read(tokenizer, template, form)
     begins_turn = form.begins_turn
     if begins_turn is None:
@@ -103,6 +106,7 @@ def render(
         text = tokenizer.apply_chat_template(
             turns,
             tools=tools,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=begins_turn,
             continue_final_message=form.continues,
@@ -111,14 +115,16 @@ def render(
     except (
         TemplateError,
         ArithmeticError,
+        AttributeError,
         LookupError,
         RuntimeError,
         TypeError,
         ValueError,
     ) as error:
         reason = str(error)[:400].removesuffix(".")
-        detail = f"The model's chat template refuses these messages: {reason}."
-        raise api_error("invalid_request", detail, param="messages") from error
+        owner, param = ("request", "chat_template") if form.template else ("model", "messages")
+        detail = f"The {owner}'s chat template refuses these messages: {reason}."
+        raise api_error("invalid_request", detail, param=param) from error
     return str(text)
 
 
@@ -143,7 +149,7 @@ def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
             raise api_error("invalid_request", detail, param="chat_template_kwargs")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             detail = (
-                f"chat_template_kwargs has {name[:80]}, which this model's chat template does not "
+                f"chat_template_kwargs has {name[:80]}, which the chat template does not "
                 "read: it would change nothing; leave it out. /tokenizer_info gives the template."
             )
             raise api_error("invalid_request", detail, param="chat_template_kwargs")

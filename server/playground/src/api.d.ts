@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 de43e785cedf1fde449c24aa35bc64fcbb9f7c4141c5798c1defb11d60d7826e
+// Written by build/types.mjs from openapi.json, sha256 7c24b85fcdaa799276b016a7df416c17b33239262efac78f3474e7aa59420b0b
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -291,6 +291,25 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/variants/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Show Variant */
+        get: operations["show_variant_variants__name__get"];
+        /** Put Variant */
+        put: operations["put_variant_variants__name__put"];
+        post?: never;
+        /** Delete Variant */
+        delete: operations["delete_variant_variants__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/vectors": {
         parameters: {
             query?: never;
@@ -431,6 +450,12 @@ export interface components {
             positive: string | components["schemas"]["Message"][];
         };
         DeletedSae: {
+            name: string;
+            sha256: string | null;
+        } & {
+            [key: string]: unknown;
+        };
+        DeletedVariant: {
             name: string;
             sha256: string | null;
         } & {
@@ -1635,6 +1660,17 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        VariantRequest: {
+            adapter?: string | null;
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            description?: string | null;
+            model?: string | null;
+            override?: components["schemas"]["ParameterOverride"] | null;
+            overwrite?: boolean;
+            steering?: components["schemas"]["Steering"] | null;
+        };
         VectorAbout: {
             format?: ("safetensors" | "gguf" | "pt") | null;
             method?: ("mean_difference" | "pca" | "logistic" | "lda") | null;
@@ -2314,6 +2350,97 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["TokenizeAnswer"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_variant_variants__name__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VariantCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    put_variant_variants__name__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["VariantRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VariantCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_variant_variants__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeletedVariant"];
                 };
             };
             default: {

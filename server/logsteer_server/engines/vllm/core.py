@@ -132,8 +132,9 @@ class VllmCore:
             extra_args=extra_args,
             skip_reading_prefix_cache=not use_cache,
         )
-        if job.json_schema is not None:
-            params.structured_outputs = StructuredOutputsParams(json=job.json_schema)
+        if job.form is not None:
+            kind, text = job.form
+            params.structured_outputs = StructuredOutputsParams(**{kind: text})
         config = self.config
         try:
             params.verify(

@@ -2,13 +2,25 @@
 import { computed, effect, signal } from "@preact/signals";
 import { call, isAway, ServerProblem, type ModelCard, type Schemas } from "./api";
 
+export type VariantCard = Schemas["VariantCard"];
+
 export const models = signal<ModelCard[]>([]);
+/** The stored variants, whose names are models. */
+export const variants = signal<VariantCard[]>([]);
 export const modelsError = signal<unknown>(null);
 /** The id that was chosen or came with the address; empty: the first that is ready. */
 export const chosenModel = signal("");
 
+/** The models, then the variants: each is the model that it is a variant of, under its own name. */
+export const namedModels = computed<ModelCard[]>(() => [
+  ...models.value,
+  ...variants.value.flatMap(({ name, model }) =>
+    models.value.filter(({ id }) => id === model).map((base) => ({ ...base, id: name, variant_of: base.id })),
+  ),
+]);
+
 export const currentModel = computed<ModelCard | null>(() => {
-  const all = models.value;
+  const all = namedModels.value;
   return (
     all.find((model) => model.id === chosenModel.value) ??
     all.find((model) => model.state === "ready") ??
@@ -22,7 +34,9 @@ const UNSETTLED_MS = 1_000;
 
 export async function refreshModels(): Promise<void> {
   try {
-    models.value = (await call("get", "/models", undefined)).models;
+    const answer = await call("get", "/models", undefined);
+    models.value = answer.models;
+    variants.value = answer.variants ?? [];
     modelsError.value = null;
   } catch (error) {
     modelsError.value = error;

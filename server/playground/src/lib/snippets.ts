@@ -35,6 +35,7 @@ const ENDPOINTS = {
   "vectors.train": ["POST", "/vectors/train"],
   "vectors.combine": ["POST", "/vectors/{name}/combine"],
   "saes.put": ["PUT", "/saes/{name}"],
+  "variants.put": ["PUT", "/variants/{name}"],
 } as const;
 
 /** A shell word: bare where it may be, else in single quotes. */
@@ -337,6 +338,14 @@ export function toCommand(asked: Asked, origin: string): string {
     case "vectors.put":
       last = [quote(asked.path?.name ?? ""), quote(asked.file ?? "")];
       break;
+    case "variants.put": {
+      const vectors = options.splice(0);
+      if (input !== null || vectors.some((option) => !option.startsWith("--vector "))) {
+        throw new Error("the command takes names, scales and layers");
+      }
+      last = [quote(asked.path?.name ?? ""), ...vectors.map((option) => option.slice("--vector ".length))];
+      break;
+    }
     case "saes.put":
       last = [quote(asked.path?.name ?? ""), "."];
       break;
@@ -381,4 +390,5 @@ const COMMANDS: { [endpoint: string]: string[] } = {
   "vectors.combine": ["vectors", "combine"],
   "vectors.put": ["vectors", "put"],
   "saes.put": ["saes", "put"],
+  "variants.put": ["variants", "put"],
 };

@@ -10,7 +10,7 @@ export type SaeCard = Schemas["SaeCard"];
 export const vectors = signal<VectorCard[] | null>(null);
 
 /** The model whose vectors these are. */
-export const askedModel = computed(() => currentModel.value?.id);
+export const askedModel = computed(() => currentModel.value?.variant_of ?? currentModel.value?.id);
 
 effect(() => {
   askedModel.value;

@@ -1,14 +1,14 @@
 // The head of the page: its name, the model that is asked, and light or dark.
 import { useEffect, useState } from "preact/hooks";
 import { isAway } from "../lib/api";
-import { chosenModel, currentModel, models } from "../lib/models";
+import { chosenModel, currentModel, namedModels } from "../lib/models";
 import { isDark, switchTheme } from "../lib/theme";
 import { copyText } from "./CopyAs";
 import { isHelpWanted } from "./HelpDialog";
 import { Icon } from "./Icon";
 
 export function Header() {
-  const all = models.value;
+  const all = namedModels.value;
   const current = currentModel.value;
   return (
     <header class="head">
@@ -39,7 +39,7 @@ export function Header() {
               </select>
             </span>
             <span class="head-state">
-              {isAway.value ? "no answer" : current.state === "ready" ? current.engine : current.state}
+              {isAway.value ? "no answer" : current.state !== "ready" ? current.state : current.variant_of ? `variant of ${current.variant_of}` : current.engine}
             </span>
           </>
         )}

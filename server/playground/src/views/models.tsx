@@ -12,6 +12,7 @@ import { Select } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Stats } from "../parts/Stats";
 import { Table, type TableColumn } from "../parts/Table";
+import { Variants } from "./models/Variants";
 
 type State = {
   /** What a self-test compares a model with; empty: nothing. */
@@ -52,6 +53,7 @@ function ModelsView({ state, setState, models, isShown }: ViewProps<State>) {
       {models.map((model) => (
         <Model key={model.id} model={model} models={models} state={state} setState={setState} />
       ))}
+      <Variants />
       <CopyAs label="Copy this list as" asked={{ endpoint: "models" }} />
       <CopyAs label="Copy reading the configuration as" asked={{ endpoint: "reload" }} />
     </div>

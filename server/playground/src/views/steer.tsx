@@ -17,6 +17,7 @@ import { Receipt } from "../parts/Receipt";
 import "./steer.css";
 import { Columns, type Colouring } from "./steer/Columns";
 import { Doses, listDoses, readDose, type DosesState } from "./steer/Doses";
+import { KeepVariant } from "./steer/KeepVariant";
 import { useStreams, type Ask, type Plan, type Steered, type Turn } from "./steer/stream";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
@@ -204,6 +205,7 @@ function SteerView({ state, setState, model, isShown, result: shown, onResult, i
             <PositionFields fields={state} onChange={setState} />
             <SamplingFields state={state} setState={setState} />
           </details>
+          {plan !== null && named !== undefined && <KeepVariant model={named} steering={plan.ask(null)[0]?.body.steering} />}
         </RunForm>
       }
       below={
