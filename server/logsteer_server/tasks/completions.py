@@ -365,6 +365,10 @@ def read_next(
     )
 
 
+ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
+"""A token of `prompt_logprobs`: its id, log-probability, rank and text."""
+
+
 class JsonText:
     """A part of a document that is JSON already. No dataclass, which orjson would write out."""
 
@@ -383,30 +387,23 @@ def write_prompt_logprobs(
     """
     if output is None:
         return JsonText(b"[null]")
-    count, columns = len(prompt.ids) - 1, output.columns
+    count, columns, piece = len(prompt.ids) - 1, output.columns, codec.json_piece
     ids_TK, logprobs_TK = (
-        np.concatenate([own[:count, None], columns[listed][:count, :shown]], axis=1)
-        if shown
-        else own[:count, None]
-        for own, listed in (
-            (np.array(prompt.ids[1:], np.int32), TOP_IDS),
-            (columns["log_q"], TOP_LOGPROBS),
-        )
+        np.array(prompt.ids[1:], np.int32)[:, None],
+        columns["log_q"][:count, None],
     )
-    ranks = columns["rank"][:count].tolist()
-    text = orjson.dumps(logprobs_TK.ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
-    values = text[1:-1].split(b",")
-    pieces = {token: codec.json_piece(token) for token in np.unique(ids_TK).tolist()}
-    width, rows = shown + 1, []
-    one = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
-    for row, ids in enumerate(ids_TK.tolist()):
-        # Alternatives that are the token itself are there once, as the token.
-        places = [0, *(k for k in range(1, width) if ids[k] != ids[0])]
-        fields: list[Any] = []
-        for k in places:
-            rank = k or ranks[row]
-            fields += (ids[k], values[row * width + k], rank, pieces[ids[k]])
-        rows.append(b"{%b}" % (b",".join([one] * len(places)) % tuple(fields)))
+    if shown:
+        ids_TK = np.concatenate([ids_TK, columns[TOP_IDS][:count, :shown]], axis=1)
+        listed_TK = columns[TOP_LOGPROBS][:count, :shown]
+        logprobs_TK = np.concatenate([logprobs_TK, listed_TK], axis=1)
+    rows = []
+    for ids_K, logprobs_K, rank in zip(ids_TK, logprobs_TK, columns["rank"].tolist(), strict=False):
+        ids, fields = ids_K.tolist(), list[Any]()
+        values = orjson.dumps(logprobs_K, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+        for place, number in enumerate(ids):
+            if not place or number != ids[0]:  # the token itself is there once, with its own rank
+                fields += (number, values[place], place or rank, piece(number))
+        rows.append(b"{%b}" % (b",".join([ENTRY] * (len(fields) // 4)) % tuple(fields)))
     return JsonText(b"[null,%b]" % b",".join(rows))
 
 

@@ -88,6 +88,8 @@ class OpenAITask(BodyTask[S]):
         self._said: dict[int, str] = {}
         self._held: dict[int, GenerateOutput] = {}
         """Last pieces of replies of a given form, until these are checked."""
+        self._written: dict[int, dict[str, Any]] = {}
+        """The `prompt_logprobs` of the prompt at an address, where requested."""
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
@@ -98,6 +100,8 @@ class OpenAITask(BodyTask[S]):
             collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
+            if (shown := count_alternatives(self._body, self.info)) is not None:
+                await planner.capacity.call_long(self._write_prompts, shown)
             for n, output in enumerate(self._found) if self._schema else ():
                 if isinstance(output, GenerateOutput):
                     await planner.capacity.call_long(self._check_reply, n, output)
@@ -159,13 +163,14 @@ class OpenAITask(BodyTask[S]):
         self._named.add(index)
         return {"prompt_token_ids": self._prompts[index // self._body.n].ids}
 
-    def _list_prompt_logprobs(
-        self, prompt: CompletionPrompt, echo: ScoreOutput | None
-    ) -> dict[str, Any]:
-        """Return the log-probabilities of a prompt's tokens, where they are asked for."""
-        if (shown := count_alternatives(self._body, self.info)) is None:
-            return {}
-        return {"prompt_logprobs": write_prompt_logprobs(prompt, echo, shown, self.codec)}
+    def _write_prompts(self, shown: int) -> None:
+        """Write the log-probabilities of each prompt's tokens."""
+        first = 0
+        for prompt in self._prompts:
+            echo = self._found[first] if prompt.echo_job else None
+            first += len(prompt.jobs)
+            written = write_prompt_logprobs(prompt, echo, shown, self.codec)
+            self._written[id(prompt)] = {"prompt_logprobs": written}
 
     def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
@@ -178,7 +183,9 @@ class OpenAITask(BodyTask[S]):
         drawn = [job for job in jobs if isinstance(job, GenerateJob)]
         rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
         listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
-        planner.expect_rows(rows, 1, max((job.top for job in listed), default=0))
+        top = max((job.top for job in listed), default=0)
+        # An entry of `prompt_logprobs` names its fields, and is copied as it is written.
+        planner.expect_rows(rows, 1, top if self._body.prompt_logprobs is None else 2 * top)
         contexts = sum(job.prompt_len for job in drawn)
         tokens = sum(job.max_tokens for job in drawn)
         planner.expect_readings(self.interventions, len(drawn), tokens, contexts)
@@ -392,7 +399,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
             own = read_echo(prompt, echo, self._body.logprobs or 0)
             columns = own if columns is None else own + columns
         choice = self._choose(index, text, columns, output.finish_reason if output else "length")
-        choice |= self._list_prompt_logprobs(prompt, echo)
+        choice |= self._written.get(id(prompt), {})
         return choice | self._list_prompt(index) | self._list_ids(output)
 
 
@@ -482,6 +489,5 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
             for index, output in enumerate(drawn)
         ]
         self._num_generated = sum(len(output.token_ids) for output in drawn)
-        echo = self._found[0] if prompt.echo_job else None
-        told = self._list_prompt(0) | self._list_prompt_logprobs(prompt, echo)
+        told = self._list_prompt(0) | self._written.get(id(prompt), {})
         return {"choices": choices, **told}
