@@ -81,6 +81,20 @@ BARS = (
         )
     ),
     Bar(
+        "teacher", "64 most probable tokens at each of eight samples of a prompt, by "
+        "`Client.teacher`, against the stock server's `prompt_logprobs`",
+        "logsteer, Client.teacher / stock vLLM server, prompt_logprobs", least=3,
+    ),
+    Bar(
+        "teacher", "the same by `prompt_logprobs` of both",
+        "logsteer, prompt_logprobs / stock vLLM server, prompt_logprobs", least=3,
+    ),
+    Bar(
+        "teacher", "CPU seconds of the HTTP process, a thousand tokens by `prompt_logprobs`",
+        "logsteer, prompt_logprobs, HTTP process, CPU seconds a thousand tokens", most=0.1,
+        part="figures",
+    ),
+    Bar(
         "choices", "32 contexts, 4 targets each, over HTTP, against the stock server",
         "logsteer / stock vLLM server", least=8,
     ),

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from logsteer_server.numerics.rows import RowSpec
 MIB = 2**20
 ROWS, VOCAB, WIDTH = 2048, 128_256, 256
 CHUNK = 256 * MIB
+LISTED = 256
 
 
 class PeakMemory:
@@ -82,8 +84,10 @@ def main() -> None:
     def project(hidden_rD: torch.Tensor) -> torch.Tensor:
         return hidden_rD @ head_VD.T
 
+    others_RK = torch.randint(VOCAB, (ROWS, LISTED), device=device)
+
     def read(spec: RowSpec) -> torch.Tensor:
-        rows = HiddenRows.of(hidden_RD, targets_R)
+        rows = replace(HiddenRows.of(hidden_RD, targets_R), alternatives_TK=others_RK)
         return read_hidden(rows, project, VOCAB, spec, RowBounds(CHUNK, CHUNK))
 
     def read_whole() -> torch.Tensor:
@@ -97,6 +101,9 @@ def main() -> None:
         "rows, logprob + rank, 256 MiB": partial(read, RowSpec(("logprob", "rank"))),
         "rows, 3 columns + top 5, 256 MiB": partial(
             read, RowSpec(("logprob", "rank", "entropy"), top=5)
+        ),
+        f"rows, top {LISTED}, {LISTED} alternatives and tails, 256 MiB": partial(
+            read, RowSpec(("logprob",), top=LISTED, alternatives=LISTED, tail=True)
         ),
     }
     found: dict[str, dict[str, Any]] = {}

@@ -36,6 +36,7 @@ from bench import (
     scoring,
     start,
     steering,
+    teacher,
 )
 from bench.bars import write_page, write_result, write_table
 from bench.models import Workplace
@@ -77,6 +78,7 @@ BENCHMARKS = {
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
     "load_generator": Benchmark(load_generator.compare_load, any_model=True),
+    "teacher": Benchmark(teacher.compare_teachers, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "patching": Benchmark(steering.compare_patching, runs=5),

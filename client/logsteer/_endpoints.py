@@ -225,6 +225,12 @@ _SCORING = [
         notes="Items are those of `logprob`.",
     ),
     Endpoint(
+        "divergence", "POST", "/divergence", "scoring", s.DivergenceAnswer, s.DivergenceRequest,
+        positional=("items", "reference"),
+        summary="Compare two models' next-token distributions at every token of targets.",
+        notes="Items are those of `logprob`.",
+    ),
+    Endpoint(
         "perplexity", "POST", "/perplexity", "scoring", s.PerplexityAnswer, s.PerplexityRequest,
         events=_PERPLEXITY_EVENTS, positional=("texts",), optional=("texts",),
         summary="Score texts: the log-likelihood and perplexity of each, and of all together.",

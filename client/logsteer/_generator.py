@@ -148,6 +148,34 @@ CONVENIENCES = (
         "it was interrupted.",
     ),
     Convenience(
+        "teacher",
+        "logprob",
+        (
+            Parameter(
+                "sequences", "Sequence[Sequence[int]]", "Token ids of prompts with completions."
+            ),
+            Parameter("prompt_lengths", "Sequence[int]", "Tokens of each one's prompt, unscored."),
+            Parameter("top", "int", "Most probable tokens listed at each token.", default="64"),
+            Parameter(
+                "alternatives",
+                "Sequence[Any] | None",
+                "For each sequence the tokens [T, K] whose log-probabilities are read.",
+                default="None",
+            ),
+            Parameter(
+                "temperature", "float", "All are of softmax(logits / temperature).", default="1.0"
+            ),
+        ),
+        frozenset(
+            {"items", "top", "policy", "columns", "detokenize", "vocabulary", "per_token", "probes"}
+            | {"boundary", "space", "bos", "on_error", "on_overflow", "step_tokens", *CHAT_FIELDS}
+        ),
+        "TeacherScores",
+        "Return a teacher's log-probabilities of completions as numpy arrays, for distillation.",
+        "One request of ids, answered by arrays alone. Every sequence has the same number K of "
+        "alternatives.",
+    ),
+    Convenience(
         "activations",
         "activations",
         (_ITEMS, _LAYERS),
@@ -257,6 +285,7 @@ from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward
 from logsteer.extras.sampling import Samples
+from logsteer.extras.teacher import TeacherScores
 from logsteer.extras.activations import ActivationShards
 from logsteer.schemas import (
 {schemas}

@@ -26,6 +26,7 @@ from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
 from logsteer.errors import APIError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
 from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_threads
+from logsteer.extras.teacher import TeacherScores, list_items
 from logsteer.schemas import ItemScore, SpacePolicy
 
 A = TypeVar("A", bound=BaseModel)
@@ -125,6 +126,22 @@ class Caller:
         call = build_call("activations", values, self._model)
         file = self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
         return Activations(file.data)
+
+    def _teacher(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        top: int = 64,
+        alternatives: Sequence[Any] | None = None,
+        temperature: float = 1.0,
+        **options: Any,
+    ) -> TeacherScores:
+        items = list_items(sequences, prompt_lengths, alternatives)
+        policy = {"temperature": temperature}
+        values = {"items": items, "top": top, "policy": policy, "columns": ["log_q"], **options}
+        call = build_call("logprob", values | {"detokenize": False}, self._model)
+        file = self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
+        return TeacherScores(file.data)
 
     def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
         run = CaptureRun(options, *arguments)

@@ -21,6 +21,7 @@ from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward, Samples
+from logsteer.extras.teacher import TeacherScores
 from logsteer.schemas import (
     ActivationItem,
     ActivationRead,
@@ -31,6 +32,7 @@ from logsteer.schemas import (
     BosPolicy,
     Boundary,
     Column,
+    ComparedColumn,
     ContentFormat,
     DeletedAdapter,
     DeletedOverride,
@@ -38,6 +40,7 @@ from logsteer.schemas import (
     DeletedVariant,
     DeletedVector,
     DetokenizeAnswer,
+    DivergenceAnswer,
     GenerateAnswer,
     GradientAnswer,
     GradientVariable,
@@ -65,6 +68,7 @@ from logsteer.schemas import (
     ProbeRequest,
     Protocol,
     Readiness,
+    ReferenceModel,
     ReloadAnswer,
     SaeCard,
     SaeList,
@@ -462,6 +466,137 @@ class ClientMethods(Caller):
             step_tokens=step_tokens,
             vocabulary=vocabulary,
             window=window,
+        )
+
+    def divergence(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        reference: ReferenceModel | Mapping[str, Any],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        detokenize: bool | NotGiven = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[ComparedColumn] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
+        per_token: bool | NotGiven = NOT_GIVEN,
+        step_tokens: int | NotGiven | None = NOT_GIVEN,
+        vocabulary: bool | NotGiven = NOT_GIVEN,
+        beta: float | NotGiven = NOT_GIVEN,
+    ) -> DivergenceAnswer:
+        """Compare two models' next-token distributions at every token of targets.
+
+        Items are those of `logprob`.
+
+        Args:
+            items: Contexts and the targets scored after each.
+            reference: Q: another model, or this one changed.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
+            top: Most probable tokens listed per row, under the policy. Default 0.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            detokenize: False leaves out the texts of tokens and their offsets. Default True.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
+                Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
+            columns: Columns read from each scored row. With P the request's model and Q the
+                reference, over the whole vocabulary, at the policy's temperature: `forward_kl`
+                is KL(P || Q), `reverse_kl` KL(Q || P), `jsd` the Jensen-Shannon divergence;
+                `top1_agrees` is 1 where both have the same most probable token. Default
+                ['logprob', 'forward_kl', 'reverse_kl', 'jsd'].
+            policy: What the policy columns refer to, and the listed tokens.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
+            per_token: False leaves out the arrays, keeps the sums. Default True.
+            step_tokens: Tokens of a sequence that a step of the engine may read: longer ones
+                are read in several steps, more slowly, with the same scores up to rounding.
+                None: as many as the engine has room for.
+            vocabulary: Also give the log-probability of every token of the vocabulary at each
+                scored one, best as a file: `Accept: application/vnd.safetensors`. Default
+                False.
+            beta: Of `jsd`: beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q.
+                Default 0.5.
+        """
+        return self._ask(
+            "divergence",
+            items=items,
+            reference=reference,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            probes=probes,
+            on_error=on_error,
+            top=top,
+            tail=tail,
+            detokenize=detokenize,
+            precision=precision,
+            model=model,
+            bos=bos,
+            special_tokens=special_tokens,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            boundary=boundary,
+            space=space,
+            dtype=dtype,
+            per_token=per_token,
+            step_tokens=step_tokens,
+            vocabulary=vocabulary,
+            beta=beta,
         )
 
     def perplexity(
@@ -2173,6 +2308,69 @@ class ClientMethods(Caller):
             columns=columns,
             diagnostics=diagnostics,
             window=window,
+        )
+
+    def teacher(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        top: int = 64,
+        alternatives: Sequence[Any] | None = None,
+        temperature: float = 1.0,
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        tail: bool | NotGiven = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
+    ) -> TeacherScores:
+        """Return a teacher's log-probabilities of completions as numpy arrays, for distillation.
+
+        One request of ids, answered by arrays alone. Every sequence has the same number K of
+        alternatives.
+
+        Args:
+            sequences: Token ids of prompts with completions.
+            prompt_lengths: Tokens of each one's prompt, unscored.
+            top: Most probable tokens listed at each token.
+            alternatives: For each sequence the tokens [T, K] whose log-probabilities are read.
+            temperature: All are of softmax(logits / temperature).
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens before the first scored one are the prompt.
+            tail: Also give the mass of all tokens that are not listed, added up in float64.
+                Default False.
+            precision: Precision in which softmax and columns are computed from the model's
+                logits, and tokens are drawn. MessagePack answers carry float32 in any case.
+                Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
+            cache: Whether cached results of equal work may answer this request, and its results
+                be cached. They are the same numbers, bit for bit. Default True.
+            dtype: Of the listed log-probabilities in MessagePack and safetensors. Default
+                float32.
+        """
+        return self._teacher(
+            sequences,
+            prompt_lengths,
+            top,
+            alternatives,
+            temperature,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            tail=tail,
+            precision=precision,
+            model=model,
+            special_tokens=special_tokens,
+            cache=cache,
+            dtype=dtype,
         )
 
     def activations(

@@ -48,6 +48,7 @@ DRAW = {"max_tokens": 4, "seed": 3, "columns": ["rank"]}
 BODIES: dict[str, dict[str, Any]] = {
     "/logprob": {"items": ITEMS},
     "/diagnostics": {"items": ITEMS},
+    "/divergence": {"items": ITEMS, "reference": {}},
     "/perplexity": {"texts": [TEXT], "tokens": True},
     "/perplexity/stream": {"text": TEXT},
     "/steer": {"prompts": ["Once upon"], "steering": ABLATE, **DRAW},
@@ -86,6 +87,7 @@ OPENAI = dict.fromkeys(
 REFUSALS: dict[str, dict[str, str]] = {
     "/logprob": {},
     "/diagnostics": {},
+    "/divergence": {},
     "/perplexity": {"on_overflow": "cut into windows that fit"},
     "/perplexity/stream": {
         "columns": "keeps no tokens; send the text to /perplexity",
@@ -130,6 +132,7 @@ REFUSALS: dict[str, dict[str, str]] = {
 }
 """What an endpoint does not take, and the reason that it gives."""
 DRAWN_EACH_TIME = ("/steer", "/generate")
+COMPUTED_EACH_TIME = (*DRAWN_EACH_TIME, "/divergence")
 """Endpoints whose results are never kept, so that `cache` may say either."""
 
 CASES = [(path, field) for path in BODIES for field in FIELDS]
@@ -282,8 +285,14 @@ def check_columns(http: httpx.Client, path: str) -> None:
 
 
 def check_policy(http: httpx.Client, path: str) -> None:
-    """The fake's numbers know no policy; that it reaches the jobs shows in what they are called."""
+    """The fake's numbers know no policy; that it reaches the jobs shows in what they are called.
+
+    `/divergence` takes a temperature: `test_divergence` has its effect.
+    """
     body = with_text(path, f"a policy of {path}")
+    if path == "/divergence":
+        assert error_of(post(http, path, body | {"policy": {"top_k": 7}}))[1] == "policy"
+        return
     policies = [{"temperature": 0.5}, {"temperature": 0.5}, {"temperature": 0.5, "top_k": 7}]
     counts = [known(http, path, body | {"policy": policy}) for policy in policies]
     assert counts[0] == counts[2] == 0 < counts[1]
@@ -299,7 +308,7 @@ def check_precision(http: httpx.Client, path: str) -> None:
     assert named == ["float32", "float32", "float64"]
     counts = [answer["usage"]["cached_results"] for answer in answers]
     assert counts[0] == counts[2] == 0
-    assert (counts[1] > 0) != (path in DRAWN_EACH_TIME)
+    assert (counts[1] > 0) != (path in COMPUTED_EACH_TIME)
 
 
 def test_tokens_are_drawn_in_the_precision_asked_for(http: httpx.Client) -> None:
@@ -358,7 +367,7 @@ def check_cache(http: httpx.Client, path: str) -> None:
     body = with_text(path, f"a cache of {path}")
     assert known(http, path, body | {"cache": False}) == 0
     assert known(http, path, body) == 0, "what is not to be cached was kept"
-    assert (known(http, path, body | {"cache": True}) > 0) != (path in DRAWN_EACH_TIME)
+    assert (known(http, path, body | {"cache": True}) > 0) != (path in COMPUTED_EACH_TIME)
     assert known(http, path, body | {"cache": False}) == 0
 
 

@@ -173,3 +173,34 @@ def test_prompt_logprobs_are_at_the_requests_own_temperature(
         )
         assert {str(n) for n in best.indices.tolist()} <= entries.keys()
         assert [one["rank"] for one in listed] == list(range(1, K + 1))
+
+
+def test_a_teachers_numbers_are_arrays(client: Client, exact: HookedReference) -> None:
+    """Completions of several lengths, their own candidates, at a temperature, padded for torch."""
+    lengths = [4, 2]
+    sequences = [CONTEXT + TARGET[:count] for count in lengths]
+    alternatives = [np.array(OTHERS[:count]) for count in lengths]
+    scores = client.teacher(
+        sequences, [len(CONTEXT)] * 2, top=3, alternatives=alternatives, temperature=2.0,
+        tail=True, model="demo",
+    )  # fmt: skip
+    rows_TV = read_exact(exact, None, 2.0)
+    assert scores.row_starts.tolist() == [0, 4, 6]
+    assert scores.token_ids.tolist() == TARGET + TARGET[:2]
+    for b, count in enumerate(lengths):
+        own_TV, ids_T = rows_TV[:count], torch.tensor(TARGET[:count])
+        padded = {
+            name: scores.pad(name)[b, :count]
+            for name in ("logprobs", "top_logprobs", "alternatives", "alternatives_tail")
+        }
+        others_TK = torch.tensor(OTHERS[:count])
+        wanted = {
+            "logprobs": own_TV[torch.arange(count), ids_T],
+            "top_logprobs": own_TV.topk(3).values,
+            "alternatives": own_TV.gather(-1, others_TK),
+            "alternatives_tail": own_TV.exp().scatter(-1, others_TK, 0.0).sum(-1),
+        }
+        for name, values in wanted.items():
+            assert padded[name] == pytest.approx(values.numpy(), abs=PER_TOKEN), name
+    assert scores.pad("top_ids", -1)[1, 2:].tolist() == [[-1] * 3] * 2
+    assert scores.answer["usage"]["scored_tokens"] == 6

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.engine
 ENDPOINTS: dict[str, type[BaseModel]] = {
     "/logprob": schemas.LogprobRequest,
     "/diagnostics": schemas.DiagnosticsRequest,
+    "/divergence": schemas.DivergenceRequest,
     "/perplexity": schemas.PerplexityRequest,
     "/steer": schemas.SteerRequest,
     "/generate": schemas.GenerateRequest,

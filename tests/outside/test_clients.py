@@ -103,6 +103,18 @@ def test_trl_generates_chats_and_scores(client: Client, tmp_path: Path) -> None:
     assert {len(one) for one in found["scored"]["logprobs"][0]} == {5}
 
 
+def test_trl_trains_a_student_on_the_teachers_numbers(client: Client, tmp_path: Path) -> None:
+    """Its loss falls, and inside the trainer they are transformers' at its temperature."""
+    python = make_environment(tmp_path, "trl==1.16.0", with_ours=True)
+    script = SCRIPTS / "ask_distillation.py"
+    output = run(python, script, client.base_url, DEMO_MODEL, tmp_path)
+    found = json.loads(output.splitlines()[-1])
+    print(f"losses {found['losses']}, {found['largest']:.1e} nats from transformers")
+    first, last = (sum(part) / 4 for part in (found["losses"][:4], found["losses"][-4:]))
+    assert last < 0.7 * first
+    assert found["largest"] < 1e-4
+
+
 @pytest.mark.parametrize(
     ("backend", "path"),
     [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],

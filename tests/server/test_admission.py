@@ -165,6 +165,7 @@ STREAM = {"stream": True}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprob": ("/logprob", ITEMS),
     "diagnostics": ("/diagnostics", ITEMS),
+    "divergence": ("/divergence", {**ITEMS, "reference": {"model": "idle"}}),
     "perplexity": ("/perplexity", {"texts": [TEXT]}),
     "perplexity, events": ("/perplexity", {"texts": [TEXT], **STREAM}),
     "perplexity, compared": ("/perplexity", {"texts": [TEXT], "reference": "idle"}),
@@ -425,7 +426,7 @@ def test_answers_are_bounded_by_arithmetic() -> None:
     planner.expect_rows(1000, 2)
     assert planner.expected_bytes == capacity.memory.pending > 1000 * 2 * 8
     with pytest.raises(PayloadTooLargeError, match="max_answer_bytes"):
-        planner.expect_rows(1000, 2, alternatives=1000)
+        planner.expect_rows(1000, 2, listed=1000)
 
 
 def test_memory_is_that_of_all_requests() -> None:

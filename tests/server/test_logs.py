@@ -69,6 +69,7 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "metrics": ("/metrics", None),
     "logprob": ("/logprob", {"items": ITEMS, "steering": INLINE}),
     "diagnostics": ("/diagnostics", {"items": ITEMS}),
+    "divergence": ("/divergence", {"items": ITEMS, "reference": {}}),
     "perplexity": ("/perplexity", {"texts": [TEXT], "stream": True}),
     "perplexity_stream": ("/perplexity/stream", TEXT.encode()),
     "generate": ("/generate", {"prompts": [TEXT], "max_tokens": 4, "stream": True}),

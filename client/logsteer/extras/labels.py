@@ -181,7 +181,8 @@ def map_lens(target: LensTarget) -> LayerMap:
     Where alternatives were asked for, a cell is marked with the most probable token.
     """
     rows = target.layers.values()
-    marks = [[names[0] for names in one.top.tokens] for one in rows if one.top and one.top.tokens]
+    tops = [one.top.tokens for one in rows if one.top and one.top.tokens]
+    marks = [[names[0] for names in tokens] for tokens in tops] or None
     return LayerMap(
         f"Lens on {target.target!r}",
         "probability of the token" + (", and the most probable one" if marks else ""),

@@ -1,29 +1,38 @@
 """`POST /logprob`: the exact log-probability of targets given contexts."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from logsteer.schemas.chat import ChatFields, Message
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
     Answer,
+    Column,
     Columns,
     Count,
     Float,
     ItemOptions,
     ItemResult,
+    NamedRefusals,
     Reply,
     Request,
     RowColumns,
     RowOptions,
+    SamplingPolicy,
     Tabled,
     TokenId,
     Window,
+    check_distinct,
+    name_refusal,
 )
-from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
+from logsteer.schemas.interventions import (
+    ActivationFields,
+    AppliedInterventions,
+    InterventionFields,
+)
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged", "no_context"]
@@ -33,6 +42,11 @@ BOUNDARY = (
 )
 SpacePolicy = Literal["as_given", "both", "best"]
 ListedDtype = Literal["float32", "float16"]
+DivergenceColumn = Literal["forward_kl", "reverse_kl", "jsd", "top1_agrees"]
+ComparedColumn = Literal[Column, DivergenceColumn]
+ComparedColumns = Annotated[
+    list[ComparedColumn], Field(min_length=1), AfterValidator(check_distinct)
+]
 MAX_LISTED = 2**20
 """Tokens listed of a row: more than any vocabulary has."""
 
@@ -155,6 +169,46 @@ class DiagnosticsRequest(LogprobRequest):
     window: Window = 16
 
 
+class ReferenceModel(InterventionFields):
+    """The model that another one is compared with."""
+
+    model: str | None = Field(
+        default=None, description="A resident model, or a variant; null: the request's own."
+    )
+
+
+class DivergenceRequest(LogprobRequest, NamedRefusals):
+    """Targets on two models: the request's own, as it changes it, and `reference`."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "vocabulary": "rows are compared here; /logprob gives them",
+        "space": "targets are compared as they are given",
+    }
+
+    columns: ComparedColumns = Field(  # type: ignore[assignment]
+        default=["logprob", "forward_kl", "reverse_kl", "jsd"],
+        description="Columns read from each scored row. With P the request's model and Q the "
+        "reference, over the whole vocabulary, at the policy's temperature: `forward_kl` is KL(P "
+        "|| Q), `reverse_kl` KL(Q || P), `jsd` the Jensen-Shannon divergence; `top1_agrees` is 1 "
+        "where both have the same most probable token.",
+    )
+    reference: ReferenceModel = Field(description="Q: another model, or this one changed.")
+    beta: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Of `jsd`: beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q.",
+    )
+
+    @model_validator(mode="after")
+    def _policy_is_a_temperature(self) -> "DivergenceRequest":
+        policy = self.policy
+        if policy != SamplingPolicy(temperature=policy.temperature) or not policy.temperature:
+            reason = "divergences are over the whole vocabulary: it takes a temperature above 0"
+            raise name_refusal({"policy": reason})
+        return self
+
+
 class ListedTokens(Reply):
     """Tokens that were listed for each scored row, under the request's policy; arrays are [R][K].
 
@@ -272,3 +326,25 @@ class LogprobAnswer(Answer, AppliedInterventions, Tabled):
     """
 
     results: list[ItemScore]
+
+
+class DivergenceSummary(Reply):
+    """One divergence over all scored tokens."""
+
+    mean: Float
+    median: Float
+    p99: Float
+    max: Float
+
+
+class AppliedReference(AppliedInterventions):
+    """The model that was compared with, and what it was changed by."""
+
+    model: str
+
+
+class DivergenceAnswer(LogprobAnswer):
+    """One result per item, whose targets have the divergences in `columns`; and all together."""
+
+    reference: AppliedReference | None = None
+    divergence: dict[DivergenceColumn, DivergenceSummary] = Field(default_factory=dict)

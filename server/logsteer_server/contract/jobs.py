@@ -242,8 +242,8 @@ class ScoreJob(Job):
     of them are read from its one row.
 
     With `export`, each row's log-probabilities over the vocabulary are written to that file as
-    float32 [R, V]; with `reference`, such a file is read, and the columns `kl` and `top1_agrees`
-    compare this model's rows with it.
+    float32 [R, V]; with `reference`, such a file is read, and some columns compare the rows with
+    it: `jsd` gives this model the weight `beta`.
 
     For each row the `top` most probable tokens are listed, and the ids `alternatives` [R, K]; with
     `tail`, the mass of all others. `policy` is what these and the policy columns refer to. With
@@ -267,6 +267,7 @@ class ScoreJob(Job):
     step_tokens: int | None = None
     alternatives: Ids | None = None
     tail: bool = False
+    beta: float = 0.5
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -298,9 +299,7 @@ class ScoreJob(Job):
     @property
     def fingerprint(self) -> bytes | None:
         """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, or
-        one whose readings are kept.
-
-        Lengths stand before what they measure, so two different jobs never give the same bytes.
+        one whose readings are kept. Lengths stand before what they measure.
         """
         options = self.write_options()
         if options is None:
@@ -319,8 +318,8 @@ class ScoreJob(Job):
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
         changes = override, adapter, self.reads_end, self.step_tokens, self.tail
-        read = self.columns, astuple(self.policy), self.double
-        return repr((read, changes, self.cache_namespace)).encode()
+        read = self.columns, astuple(self.policy), self.double, self.cache_namespace
+        return repr((read, changes)).encode()
 
     def digest(
         self,

@@ -128,7 +128,7 @@ def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.nda
         "logprob": logprobs,
         "rank": (1 - logprobs).astype(np.int32),
         "entropy": -logprobs / 2,
-        "kl": np.zeros_like(logprobs),
+        **dict.fromkeys(("kl", "forward_kl", "reverse_kl", "jsd"), np.zeros_like(logprobs)),
         "top1_agrees": np.ones_like(logprobs),
     }
     return {name: values[name] for name in names}

@@ -186,6 +186,7 @@ def make_rows(
         spec.double,
         before=before,
         alternatives_RK=alternatives_RK,
+        beta=spec.beta,
     )
 
 

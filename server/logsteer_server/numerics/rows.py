@@ -4,6 +4,7 @@ A row is the logits z over the vocabulary that a model puts out after one token;
 follows it in the text is the row's target x. Axis letters: R rows, V vocabulary, K alternatives.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
-from logsteer_server.numerics.sampling import ShapedRows, shape_rows
+from logsteer_server.numerics.sampling import ShapedRows, log_softmax, shape_rows
 
 
 class ReferenceFile:
@@ -86,6 +87,7 @@ class Rows:
         before: of each row the history of its sequence, and how many tokens after the prompt stand
             before the row's target; for a policy with adjustments.
         alternatives_RK: int64, further tokens of each row whose log-probability is read.
+        beta: weight of this model, not the other, in the mixture of `jsd`.
 
     """
 
@@ -100,8 +102,10 @@ class Rows:
         shaped: ShapedRows | None = None,
         before: Sequence[tuple[TokenHistory, int]] = (),
         alternatives_RK: Tensor | None = None,
+        beta: float = 0.5,
     ) -> None:
         self.alternatives_RK = alternatives_RK
+        self.beta = beta
         self._given_RV = logits_RV
         self._double = double
         self.targets_R = targets_R
@@ -168,6 +172,14 @@ class Rows:
         return self._reference_RV
 
     @cached_property
+    def compared_RV(self) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the model and of the other, both at the policy's temperature."""
+        if (temperature := self._policy.temperature) == 1:
+            return self.log_probs_RV, self.reference_RV
+        own_RV = log_softmax(self.logits_RV / temperature)
+        return own_RV, log_softmax(self.reference_RV.to(own_RV) / temperature)
+
+    @cached_property
     def target_logits_R(self) -> Tensor:
         """The logit of each row's target."""
         return self.logits_RV.gather(-1, self.targets_R[:, None]).squeeze(-1)
@@ -220,6 +232,31 @@ def entropy(rows: Rows) -> Tensor:
 def kl(rows: Rows) -> Tensor:
     """Return KL(reference || model) = sum p_ref (log p_ref - log p) per row, in nats."""
     return _expect(rows.reference_RV, rows.reference_RV - rows.log_probs_RV)
+
+
+def forward_kl(rows: Rows) -> Tensor:
+    """Return KL(model || reference) per row, in nats, at the policy's temperature."""
+    own_RV, other_RV = rows.compared_RV
+    return _expect(own_RV, own_RV - other_RV)
+
+
+def reverse_kl(rows: Rows) -> Tensor:
+    """Return KL(reference || model) per row, in nats, at the policy's temperature."""
+    own_RV, other_RV = rows.compared_RV
+    return _expect(other_RV, other_RV - own_RV)
+
+
+def jsd(rows: Rows) -> Tensor:
+    """Return beta KL(model || m) + (1 - beta) KL(reference || m) per row, in nats.
+
+    m = beta model + (1 - beta) reference; both at the policy's temperature. Agarwal et al.,
+    On-Policy Distillation of Language Models (2024), call it generalized Jensen-Shannon divergence.
+    """
+    own_RV, other_RV = rows.compared_RV
+    beta = rows.beta
+    mixed_RV = torch.logaddexp(own_RV + math.log(beta), other_RV + math.log1p(-beta))
+    own_R, other_R = (_expect(log_p_RV, log_p_RV - mixed_RV) for log_p_RV in rows.compared_RV)
+    return beta * own_R + (1 - beta) * other_R
 
 
 def top1_agrees(rows: Rows) -> Tensor:
@@ -310,6 +347,11 @@ POLICY_COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
 }  # fmt: skip
 """Columns that depend on the sampling policy."""
 
+DIVERGENCES: dict[str, Callable[[Rows], Tensor]] = {
+    function.__name__: function for function in (forward_kl, reverse_kl, jsd)
+}
+"""Columns of `/divergence`, at the policy's temperature."""
+
 COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
     "logprob": logprob,
     "rank": rank,
@@ -319,9 +361,12 @@ COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
     "logit_mean": logit_mean,
     "logit_std": logit_std,
     **POLICY_COLUMNS,
+    **DIVERGENCES,
 }
-PUBLIC_COLUMNS = tuple(name for name in COLUMNS if name not in ("kl", "top1_agrees"))
-"""The columns that a request may name; the others serve comparisons."""
+COMPARED = ("kl", "top1_agrees", *DIVERGENCES)
+"""The columns that compare two models."""
+PUBLIC_COLUMNS = tuple(name for name in COLUMNS if name not in COMPARED)
+"""The columns that every request may name."""
 
 FUSED_COLUMNS = frozenset(("logprob", "rank", "entropy"))
 """The columns that the kernel for CUDA reads."""
@@ -334,8 +379,8 @@ BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
 """Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
 """What a policy's adjustments add: how often each token came, factors, adjusted logits."""
-BYTES_PER_TAIL_LOGIT = 24
-"""What the mass beside listed tokens adds: logits in float64, those left, and one temporary."""
+BYTES_PER_TAIL_LOGIT = 8
+"""What the mass beside listed tokens adds: probabilities, and one temporary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +399,7 @@ class RowSpec:
     alternatives: int = 0
     tail: bool = False
     is_listed_by_policy: bool = False
+    beta: float = 0.5
     listed: tuple[int, ...] = ()
     """The alternatives of rows that have the same ones, as those of a draw have."""
 
@@ -362,9 +408,8 @@ class RowSpec:
         """Return what a job reads, on a model whose sequences end with these tokens."""
         others = 0 if job.alternatives is None else job.alternatives.shape[1]
         is_listed = bool(job.top or others) and job.policy != NEUTRAL
-        return cls(
-            job.columns, job.top, job.policy, eos_ids, job.double, others, job.tail, is_listed
-        )
+        read = job.columns, job.top, job.policy, eos_ids, job.double
+        return cls(*read, others, job.tail, is_listed, job.beta)
 
     @property
     def lists(self) -> tuple[tuple[str, int | None], ...]:
@@ -400,7 +445,8 @@ class RowSpec:
 
     def bytes_per_logit(self, device: torch.device) -> int:
         """Return the peak bytes while it is done on a device."""
-        size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
+        compares = not DIVERGENCES.keys().isdisjoint(self.columns)
+        size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy or compares else BYTES_PER_LOGIT
         if self.looks_at_policy and device.type == "cuda" and not self.double:
             size = BYTES_PER_CUT_LOGIT
         if self.policy.adjustments is not None:
@@ -440,9 +486,8 @@ def _sum_others(logits_RV: Tensor, ids_RK: Tensor) -> Tensor:
     It is a sum of the others, because 1 less the mass of the listed has no digits where that is
     nearly 1.
     """
-    wide_RV = logits_RV.double()
-    log_sum_R1 = wide_RV.logsumexp(-1, keepdim=True)
-    return (wide_RV.scatter(-1, ids_RK, -torch.inf) - log_sum_R1).exp_().sum(-1, keepdim=True)
+    p_RV = log_softmax(logits_RV).exp_()
+    return p_RV.scatter_(-1, ids_RK, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def unpack(values_RW: np.ndarray, spec: RowSpec) -> dict[str, np.ndarray]:

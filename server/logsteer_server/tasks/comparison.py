@@ -6,7 +6,7 @@ scores the same rows. Files live as long as they are needed.
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
+from logsteer_server.contract.batches import OutputPart
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.lifetime import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import RETRY_AFTER_S, ScratchSpace
 from logsteer_server.tasks.planning import Planner
+from logsteer_server.tasks.run import Batch, Event, ignore
 
 log = logging.getLogger(__name__)
 
 COMPARED = ("kl", "top1_agrees")
-"""Columns that a job with a reference's file has."""
+"""Columns that a job with a reference's file has, unless it names others."""
+COMPARED_AT_ONCE = 4
+"""Requests with a reference whose files have room beside one another, if they take all they may."""
 
 
 @asynccontextmanager
@@ -92,12 +96,55 @@ def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob
     return [replace(job, export=file, plan=None) for job, file in zip(jobs, files, strict=True)]
 
 
-def compare_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
-    """Return the jobs that compare their rows with the files."""
+def compare_jobs(
+    jobs: Sequence[ScoreJob], files: Sequence[str], columns: tuple[str, ...] = COMPARED
+) -> list[ScoreJob]:
+    """Return the jobs that compare their rows with the files, by these columns beside their own."""
     return [
-        replace(job, reference=file, columns=(*job.columns, *COMPARED))
+        replace(job, reference=file, columns=(*job.columns, *columns))
         for job, file in zip(jobs, files, strict=True)
     ]
+
+
+Take = Callable[[OutputPart], Iterable[Event]]
+
+
+async def compare_parts(
+    jobs: Sequence[ScoreJob],
+    references: Sequence[ScoreJob],
+    comparison: "Comparison",
+    planner: Planner,
+    scratch: ScratchSpace,
+    columns: tuple[str, ...],
+    take_from: Callable[[int], Take],
+    take_reference: Take = ignore,
+) -> AsyncGenerator[Batch, None]:
+    """Yield batches that score jobs as the reference does, then compare them, a few at a time.
+
+    As many as their files have room for. Both models reserve what the largest part needs before the
+    first batch, and before a stream of events opens. `take_from(n)` gives what takes the outputs of
+    jobs n onward. Errors: APIError `overloaded`.
+    """
+    limit = planner.settings.max_reference_bytes // COMPARED_AT_ONCE
+    parts = list(comparison.split(jobs, limit))
+    own = [jobs[part.start : part.stop] for part in parts]
+    room = max((sum(job.num_expected for job in part) for part in own), default=0)
+    vocab_size = comparison.vocab_size
+    size = max((count_bytes(part, vocab_size) for part in own), default=0)
+    with scratch.take(size):
+        for part, compared in zip(parts, own, strict=True):
+            async with export_files(compared, vocab_size, planner) as files:
+                others = references[part.start : part.stop]
+                yield Batch(
+                    [replace(job, export=file) for job, file in zip(others, files, strict=True)],
+                    take_reference,
+                    model=comparison.reference,
+                    purpose="reference",
+                    silent=True,
+                    room=room,
+                )
+                take = take_from(part.start)
+                yield Batch(compare_jobs(compared, files, columns), take, room=room)
 
 
 def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str) -> None:

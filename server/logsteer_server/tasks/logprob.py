@@ -6,10 +6,10 @@ scores of what comes of them.
 
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -254,7 +254,10 @@ class LogprobTask(BodyTask[LogprobRequest]):
     kind = "logprob"
     has_file = True
 
+    compares: ClassVar[bool] = False
+    """Whether rows are compared with another model's."""
     _problems: ItemProblems
+    _vocabulary: Sequence[Scores] = ()
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -278,18 +281,13 @@ class LogprobTask(BodyTask[LogprobRequest]):
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
         collector = Collector()
-        async with AsyncExitStack() as stack:
-            files: list[str] = []
-            if body.vocabulary:
-                planner.expect_arrays(rows * self.info.vocab_size)
-                exported = reserve_references(
-                    jobs, self.info.vocab_size, planner, self._scratch, "items"
-                )
-                files = await stack.enter_async_context(exported)
-                jobs = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
+        if body.vocabulary or self.compares:
+            batches = self._exchange_rows(planner, plan, jobs, collector)
+            async with aclosing(batches):
+                async for batch in batches:
+                    yield batch
+        else:
             yield Batch(jobs, collector.take, cache=body.cache)
-            read = partial(read_rows, files, self.info.vocab_size)
-            vocabulary = await planner.capacity.call_long(read) if files else []
         window = body.window if isinstance(body, DiagnosticsRequest) else None
         shown = Shown(
             body.columns,
@@ -303,10 +301,23 @@ class LogprobTask(BodyTask[LogprobRequest]):
         self.results = await planner.run(
             assemble_targets, plan, collector.scores, self.codec, shown
         )
-        if vocabulary:
-            _add_rows(self.results, plan, vocabulary)
+        if self._vocabulary:
+            _add_rows(self.results, plan, self._vocabulary)
         if self._problems:
             self.results = self._problems.fill(self.results, self.request_id)
+
+    async def _exchange_rows(
+        self, planner: Planner, plan: TargetPlan, jobs: Sequence[ScoreJob], collector: Collector
+    ) -> AsyncGenerator[Batch, None]:
+        """Yield the batches of jobs whose whole rows go through files; here to the answer."""
+        vocab_size = self.info.vocab_size
+        planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
+        exported = reserve_references(jobs, vocab_size, planner, self._scratch, "items")
+        async with exported as files:
+            exports = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
+            yield Batch(exports, collector.take)
+            read = partial(read_rows, files, vocab_size)
+            self._vocabulary = await planner.capacity.call_long(read)
 
     def _plan(self, planner: Planner) -> tuple[TargetPlan, Sequence[ScoreJob]]:
         body, info = self._body, self.info

@@ -1,6 +1,7 @@
 """`/perplexity`: log-likelihood of whole texts, window by window, and of a text as it arrives."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,13 +24,7 @@ from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.comparison import (
-    Comparison,
-    compare_jobs,
-    count_bytes,
-    export_files,
-    export_jobs,
-)
+from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_parts
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
@@ -370,10 +365,6 @@ class WindowTask(Task):
         return {"results": summaries, "total": total}
 
 
-COMPARED_AT_ONCE = 4
-"""Requests with a reference whose files have room beside one another, if they take all they may."""
-
-
 class PerplexityTask(WindowTask):
     """Log-likelihood and perplexity of whole texts, window by window.
 
@@ -404,13 +395,10 @@ class PerplexityTask(WindowTask):
         check_count("texts", len(self._scores), settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Score all windows; with a reference, as many at a time as its files have room for.
-
-        Both models then reserve what the largest part needs before the stream of events opens.
-        """
+        """Score all windows; with a reference, as `compare_parts` does."""
         if self._reference is not None:
             self._comparison = Comparison(self.model, self._reference)
-        settings, body = planner.settings, self._body
+        body = self._body
         planner.cover_text(find_longest_prompt(body.texts or [], self._conversations))
         windows = self._windows = await planner.run(self._cut, planner)
         self._windows_total = len(windows)
@@ -428,19 +416,13 @@ class PerplexityTask(WindowTask):
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
-        parts = list(self._comparison.split(jobs, settings.max_reference_bytes // COMPARED_AT_ONCE))
-        own = [jobs[part.start : part.stop] for part in parts]
-        room = max((sum(job.num_expected for job in part) for part in own), default=0)
-        reference, vocab_size = self._comparison.reference, self._comparison.vocab_size
-        # What the largest part needs is taken for all, before the stream of events opens.
-        size = max((count_bytes(part, vocab_size) for part in own), default=0)
-        with self._scratch.take(size):
-            for part, compared in zip(parts, own, strict=True):
-                async with export_files(compared, vocab_size, planner) as files:
-                    batch = export_jobs(compared, files)
-                    yield Batch(batch, model=reference, purpose="reference", silent=True, room=room)
-                    take = take_each(partial(self._take_compared, part.start))
-                    yield Batch(compare_jobs(compared, files), take, room=room)
+        batches = compare_parts(
+            jobs, plain, self._comparison, planner, self._scratch, COMPARED,
+            lambda first: take_each(partial(self._take_compared, first)),
+        )  # fmt: skip
+        async with aclosing(batches):
+            async for batch in batches:
+                yield batch
 
     def _cut(self, planner: Planner) -> list[TextWindow]:
         info = self.info

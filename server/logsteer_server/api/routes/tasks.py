@@ -16,6 +16,7 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.requests import find_record
 from logsteer_server.tasks.activations import ActivationsTask
+from logsteer_server.tasks.divergence import DivergenceTask
 from logsteer_server.tasks.generation import GenerateTask, SteerTask
 from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.labels import LabelTask
@@ -33,6 +34,7 @@ MakeTask = Callable[[Any, ModelRegistry, Stores], Task]
 TASKS: Mapping[str, MakeTask] = {
     "logprob": LogprobTask,
     "diagnostics": DiagnosticsTask,
+    "divergence": DivergenceTask,
     "perplexity": PerplexityTask,
     "generate": GenerateTask,
     "steer": SteerTask,
