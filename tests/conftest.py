@@ -164,7 +164,9 @@ def configure_chat(directory: Path) -> Configuration:
     (checkpoint / "additional_chat_templates").mkdir()
     (checkpoint / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     models = vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint)
-    return uncached(*models, trust_request_chat_template=True)
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    variants = [{"name": f"quiet-{model['id']}", "model": model["id"]} | quiet for model in models]
+    return uncached(*models, variants=variants, trust_request_chat_template=True)
 
 
 def configure_longrope(directory: Path) -> Configuration:

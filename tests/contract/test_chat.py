@@ -18,6 +18,7 @@ from logsteer import Client
 from logsteer.errors import InvalidRequestError, LogsteerError
 from tests.conftest import Server
 from tests.contract.steering import DATA
+from tests.refusals import refused
 
 pytestmark = pytest.mark.engine
 
@@ -143,16 +144,14 @@ def test_every_endpoint_reads_the_same_conversation(client: Client, model: str) 
 
 
 @pytest.mark.parametrize("model", ["vllm", "tlens"])
-def test_a_variant_sets_variables_of_the_template(client: Client, model: str) -> None:
+def test_a_configured_variant_sets_variables_of_the_template(client: Client, model: str) -> None:
     quiet: Any = {"chat_template_kwargs": {"enable_thinking": False}}
     item = {"messages": CHAT, "targets": [" Paris"]}
-    client.variants.put("quiet", model=model, **quiet)
-    try:
-        found = client.logprob([item], model="quiet").results
-        assert found == client.logprob([item], model=model, **quiet).results
-        assert found != client.logprob([item], model=model).results
-    finally:
-        client.variants.delete("quiet")
+    found = client.logprob([item], model=f"quiet-{model}").results
+    assert found == client.logprob([item], model=model, **quiet).results
+    assert found != client.logprob([item], model=model).results
+    with refused("exists", "server's file"):
+        client.variants.put(f"quiet-{model}", model=model)
 
 
 @pytest.mark.parametrize("model", ["vllm", "tlens"])

@@ -75,6 +75,8 @@ def test_a_relative_path_is_meant_beside_the_file_where_it_exists(tmp_path: Path
         ("models:\n  - {id: a, path: x}\n  - {id: a, path: y}\n", "must differ"),
         ("models:\n  - {id: 'a b', path: x}\n", "letter or digit"),
         (MINIMAL + "limits_url: localhost\n", "redis://"),
+        (MINIMAL + "variants: [{name: v, model: b}]\n", "variant v: no model b"),
+        (MINIMAL + "variants: [{name: a, steering: 'm:1'}]\n", "the name is taken"),
         (MINIMAL + "port: 99999\n", "65535"),
         ("models:\n  - {id: a, path: x, dtype: float64}\n", "transformer_lens"),
     ],
