@@ -280,13 +280,11 @@ from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, S
 from logsteer._pairs import LogProbs
 from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
-from logsteer.extras.activations import Activations
+from logsteer.extras.activations import Activations, ActivationShards
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.sampling import Reward
-from logsteer.extras.sampling import Samples
+from logsteer.extras.sampling import Reward, Samples
 from logsteer.extras.teacher import TeacherScores
-from logsteer.extras.activations import ActivationShards
 from logsteer.schemas import (
 {schemas}
 )

@@ -25,11 +25,10 @@ class TeacherScores:
     """The teacher's log-probabilities at every token after the prompts of B sequences, in nats.
 
     Rows are those of all sequences in order: of sequence b `row_starts[b]` to `row_starts[b + 1]`.
-    `token_ids` and `logprobs` [N] are of the tokens themselves; `top_ids` and `top_logprobs` [N, K]
-    of the most probable ones, `alternatives` [N, K] of those that were given; `top_tail` and
-    `alternatives_tail` [N] are the mass of all other tokens. None: not asked for. `answer` is what
-    else the server said: usage, provenance, receipts. All are numpy arrays; `torch.from_numpy`
-    takes a copy of them.
+    `token_ids` and `logprobs` [N] are of the tokens themselves, `top_ids` and `top_logprobs` [N, K]
+    of the most probable ones, `alternatives` [N, K] of the requested ones; `top_tail` and
+    `alternatives_tail` [N] are the mass of all other tokens. None: not requested. `answer` has the
+    server's usage, provenance and receipts. Arrays share the file's memory and are read-only.
     """
 
     def __init__(self, file: bytes) -> None:
@@ -56,7 +55,7 @@ class TeacherScores:
         return len(self.row_starts) - 1
 
     def pad(self, name: str, value: float = 0.0) -> Any:
-        """Return an array by its name as [B, T] or [B, T, K], filled up at the right."""
+        """Return the array of this name as [B, T] or [B, T, K], filled up at the right."""
         np = import_numpy()
         array = getattr(self, name)
         lengths = np.diff(self.row_starts)
