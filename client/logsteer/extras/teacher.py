@@ -28,13 +28,13 @@ class TeacherScores:
     `token_ids` and `logprobs` [N] are of the tokens themselves, `top_ids` and `top_logprobs` [N, K]
     of the most probable ones, `alternatives` [N, K] of the requested ones; `top_tail` and
     `alternatives_tail` [N] are the mass of all other tokens. None: not requested. `answer` has the
-    server's usage, provenance and receipts. Arrays share the file's memory and are read-only.
+    server's usage, provenance and receipts.
     """
 
     def __init__(self, file: bytes) -> None:
         np = import_numpy()
         try:
-            found = TensorFile(file)
+            found = TensorFile(bytearray(file))  # which torch may write to
             arrays = {name: found.read(name, _DTYPES) for name in found.entries}
             self.answer: dict[str, Any] = json.loads(found.metadata["answer"])
             targets = [result["targets"][0] for result in self.answer["results"]]
