@@ -137,8 +137,10 @@ class Caller:
         **options: Any,
     ) -> TeacherScores:
         items = list_items(sequences, prompt_lengths, alternatives)
-        policy = {"temperature": temperature}
-        values = {"items": items, "top": top, "policy": policy, "columns": ["log_q"], **options}
+        changes: dict[str, Any] = {"columns": ["logprob"]}
+        if temperature != 1:
+            changes = {"columns": ["log_q"], "policy": {"temperature": temperature}}
+        values = {"items": items, "top": top, **changes, **options}
         call = build_call("logprob", values | {"detokenize": False}, self._model)
         file = self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
         return TeacherScores(file.data)

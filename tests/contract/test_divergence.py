@@ -68,7 +68,10 @@ def exact() -> HookedReference:
 def test_a_steered_model_against_itself(
     client: Client, exact: HookedReference, temperature: float
 ) -> None:
-    """Both sides may be steered; single tokens after one context share a row."""
+    """Both sides may be steered; single tokens after one context share a row.
+
+    Their hidden states meet at the head: no row of the vocabulary is written.
+    """
     width = client.model("demo").hidden_size
     vectors = [[0.3, -0.2] * (width // 2), [-0.1, 0.4] * (width // 2)]
     sides: list[Any] = [{"vectors": [{"data": {str(LAYER): vector}}]} for vector in vectors]

@@ -227,6 +227,13 @@ def test_the_other_direction_of_the_divergence_is_told_apart(
     assert abs(max(forward) / max(reverse) - 1) > 2 * KL
     assert found.kl_mean == pytest.approx(np.mean(reverse), rel=KL)
     assert found.kl_max == pytest.approx(max(reverse), rel=KL)
+    answer = client.divergence(
+        [{"context": "", "targets": [text]} for text in SHUFFLED], {"model": scheme}, model="demo"
+    )
+    apart = answer.divergence
+    assert apart["reverse_kl"].mean == pytest.approx(found.kl_mean, rel=1e-3)
+    assert apart["forward_kl"].max == pytest.approx(max(forward), rel=KL)
+    assert 0 < apart["jsd"].mean < found.kl_mean
 
 
 @pytest.fixture(scope="module")

@@ -283,8 +283,8 @@ UNCACHED = {"export": "file", "reference": "file"}
 
 
 def test_the_key_knows_every_field_of_a_job() -> None:
-    """But `beta`, which says how rows are compared with a file."""
-    known = VARIED_JOBS.keys() | UNCACHED.keys() | {"beta"}
+    """But `beta` and `exchange`, which say how rows are compared with a file."""
+    known = VARIED_JOBS.keys() | UNCACHED.keys() | {"beta", "exchange"}
     assert {field.name for field in fields(ScoreJob)} == known
 
 

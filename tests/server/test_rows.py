@@ -17,6 +17,7 @@ from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden, split_chunks
 from logsteer_server.numerics.rows import (
     COLUMNS,
+    DIVERGENCES,
     NEUTRAL,
     PUBLIC_COLUMNS,
     ReferenceFile,
@@ -344,10 +345,14 @@ def test_policy_columns_on_a_gpu_take_the_bytes_they_are_given(
     size, policy = 40_000, Policy(0.8, top_p=0.9)
     monkeypatch.setattr(Cuts, "apply", lambda _, z_RV: z_RV.softmax(-1)[:, 0])
     logits_RV, targets_R = torch.randn(3, size), torch.zeros(3, dtype=torch.int64)
-    reference_RV, spec = logits_RV.log_softmax(-1), RowSpec(tuple(COLUMNS), 20, policy, EOS_IDS)
-    with _Peak() as peak:
-        read_rows(Rows(logits_RV, targets_R, reference_RV, policy, EOS_IDS), spec)
-    assert 0.7 < peak.most / logits_RV.numel() / spec.bytes_per_logit(CUDA) < 1.001
+    reference_RV = logits_RV.log_softmax(-1)
+    shaped = tuple(name for name in COLUMNS if name not in DIVERGENCES)
+    for columns in (shaped, tuple(COLUMNS)):
+        spec = RowSpec(columns, 20, policy, EOS_IDS)
+        with _Peak() as peak:
+            read_rows(Rows(logits_RV, targets_R, reference_RV, policy, EOS_IDS), spec)
+        assert 0.7 < peak.most / logits_RV.numel() / spec.bytes_per_logit(CUDA) < 1.001
+    spec = RowSpec(shaped, 20, policy, EOS_IDS)
     assert spec.bytes_per_logit(CPU) == 3 * spec.bytes_per_logit(CUDA)
 
 

@@ -40,7 +40,8 @@ class TeacherScores:
             targets = [result["targets"][0] for result in self.answer["results"]]
             self.row_starts: Ids = arrays["row_starts"]
             ids = [number for target in targets for number in target["token_ids"]]
-            own = [value for target in targets for value in target["columns"]["log_q"]]
+            read = [target.get("logprobs") or target["columns"]["log_q"] for target in targets]
+            own = [value for values in read for value in values]
         except (KeyError, ValueError, TypeError) as error:
             raise AnswerError(f"no file of a teacher: {error}") from error
         self.token_ids: Ids = np.array(ids, np.int32)

@@ -243,7 +243,7 @@ class ScoreJob(Job):
 
     With `export`, each row's log-probabilities over the vocabulary are written to that file as
     float32 [R, V]; with `reference`, such a file is read, and some columns compare the rows with
-    it: `jsd` gives this model the weight `beta`.
+    it: `jsd` gives this model the weight `beta`. Jobs of one head exchange `hidden` states [R, D].
 
     For each row the `top` most probable tokens are listed, and the ids `alternatives` [R, K]; with
     `tail`, the mass of all others. `policy` is what these and the policy columns refer to. With
@@ -268,6 +268,7 @@ class ScoreJob(Job):
     alternatives: Ids | None = None
     tail: bool = False
     beta: float = 0.5
+    exchange: Literal["rows", "hidden"] = "rows"
 
     @property
     def features(self) -> tuple[Feature, ...]:

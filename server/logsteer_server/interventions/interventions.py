@@ -271,6 +271,11 @@ class Interventions:
         """The same without steering."""
         return replace(self, steering=None)
 
+    def shares_head(self, other: "Interventions") -> bool:
+        """Return whether both leave the model's head as it is."""
+        changes = self.override, self.adapter, other.override, other.adapter
+        return all(change is None for change in changes)
+
     def check_reach(self, jobs: Sequence[Job]) -> None:
         """Make sure that steering reaches a token of some job.
 

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.rows import RowFiles, Rows, RowSpec, read_rows
+from logsteer_server.numerics.sampling import log_softmax
 
 BYTES_PER_MADE_LOGIT = 4
 """Bytes of a logit as the head makes it, at most: float32."""
@@ -220,7 +221,9 @@ def read_hidden(
         owners = rows.find_targets(chunk)
         for part in split_chunks(owners.stop - owners.start, per_pass):
             targets = slice(owners.start + part.start, owners.start + part.stop)
-            values_tW, finite_t = _read_targets(rows, logits_rV, chunk.start, targets, spec, files)
+            values_tW, finite_t = _read_targets(
+                rows, logits_rV, chunk, targets, spec, files, project
+            )
             finite_t &= rows.pick(finite_r, chunk.start, targets)
             out_TW[targets] = values_tW.masked_fill_(~finite_t[:, None], torch.nan)
         del logits_rV  # before the next product makes as many
@@ -230,9 +233,15 @@ def read_hidden(
 
 
 def _read_targets(
-    rows: HiddenRows, logits_rV: Tensor, first: int, targets: slice, spec: RowSpec, files: RowFiles
+    rows: HiddenRows,
+    logits_rV: Tensor,
+    chunk: slice,
+    targets: slice,
+    spec: RowSpec,
+    files: RowFiles,
+    project: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return what is read of some targets [t, W], from the logits of rows `first` onward.
+    """Return what is read of some targets [t, W], from the logits of a chunk's rows.
 
     Beside it, whether each one's row is finite [t].
     """
@@ -240,10 +249,14 @@ def _read_targets(
     reference_tV = None
     if files.reference:
         reference_tV = files.reference.read(place, count, logits_rV.device)
-    logits_tV = rows.pick(logits_rV, first, targets)
+        if files.are_hidden:
+            reference_tV = log_softmax(project(reference_tV.to(rows.hidden_RD)).to(spec.dtype))
+    logits_tV = rows.pick(logits_rV, chunk.start, targets)
     before, others_TK = rows.before[targets], rows.alternatives_TK
     others_tK = None if others_TK is None else others_TK[targets]
     found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec, before, others_tK)
-    if files.export:
+    if files.export and files.are_hidden:
+        files.export.write(place, rows.pick(rows.hidden_RD[chunk], chunk.start, targets))
+    elif files.export:
         files.export.write(place, found.log_probs_RV)
     return read_rows(found, spec), found.finite_R

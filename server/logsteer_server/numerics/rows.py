@@ -29,44 +29,69 @@ from logsteer_server.numerics.sampling import ShapedRows, log_softmax, shape_row
 
 
 class ReferenceFile:
-    """Pass log-probabilities of rows over V tokens from one engine to another, on disk.
+    """Pass rows of `width` numbers from one job to another, on disk: float32 [R, width].
+
+    They are log-probabilities over V tokens, or hidden states.
 
     The file is as large as it gets before anything is written. It is read and written, not mapped:
     a disk that fails is an error then, and not the end of the process.
     """
 
-    def __init__(self, path: str, vocab_size: int) -> None:
+    def __init__(self, path: str, width: int) -> None:
         self._path = path
-        self._vocab_size = vocab_size
+        self._width = width
         self.error: OSError | None = None
         """Why what was written is not there."""
 
-    def write(self, first: int, log_probs_rV: Tensor) -> None:
+    def write(self, first: int, rows_rW: Tensor) -> None:
         """Store rows `first` onward, if that can be done; `error` says why not."""
-        rows_rV = log_probs_rV.to("cpu", torch.float32).contiguous().numpy()
+        written_rW = rows_rW.to("cpu", torch.float32).contiguous().numpy()
         try:
             with Path(self._path).open("r+b") as file:
-                file.seek(4 * self._vocab_size * first)
-                file.write(rows_rV.data)
+                file.seek(4 * self._width * first)
+                file.write(written_rW.data)
         except OSError as error:
             self.error = error
 
     def read(self, first: int, count: int, device: torch.device) -> Tensor:
         """Load rows [first, first + count) to a device. Errors: OSError."""
-        size = count * self._vocab_size
-        rows = np.fromfile(self._path, np.float32, size, offset=4 * self._vocab_size * first)
+        size = count * self._width
+        rows = np.fromfile(self._path, np.float32, size, offset=4 * self._width * first)
         if len(rows) < size:
             raise OSError(f"{self._path} ends before row {first + count}")
-        return torch.from_numpy(rows.reshape(count, self._vocab_size)).to(device)
+        return torch.from_numpy(rows.reshape(count, self._width)).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class RowFiles:
-    """Where log-probabilities are written to or read from; `first` is the first row's place."""
+    """Where rows are written to or read from; `first` is the first row's place.
+
+    `are_hidden`: they are hidden states, which go through the head again where they are read.
+    """
 
     export: ReferenceFile | None = None
     reference: ReferenceFile | None = None
     first: int = 0
+    are_hidden: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        export: str | None,
+        reference: str | None,
+        exchange: str,
+        sizes: tuple[int, int],
+        first: int = 0,
+    ) -> "RowFiles":
+        """Return the files of a job, whose `sizes` are V and D."""
+        are_hidden = exchange == "hidden"
+        width = sizes[are_hidden]
+        return cls(
+            None if export is None else ReferenceFile(export, width),
+            None if reference is None else ReferenceFile(reference, width),
+            first,
+            are_hidden,
+        )
 
 
 MAX_EXACT_ID = 2**24
@@ -379,6 +404,8 @@ BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
 """Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
 """What a policy's adjustments add: how often each token came, factors, adjusted logits."""
+BYTES_PER_COMPARED_LOGIT = 16
+"""What divergences add: both models' log-probabilities at a temperature, their mixture."""
 BYTES_PER_TAIL_LOGIT = 8
 """What the mass beside listed tokens adds: probabilities, and one temporary."""
 
@@ -445,14 +472,15 @@ class RowSpec:
 
     def bytes_per_logit(self, device: torch.device) -> int:
         """Return the peak bytes while it is done on a device."""
-        compares = not DIVERGENCES.keys().isdisjoint(self.columns)
-        size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy or compares else BYTES_PER_LOGIT
+        size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
         if self.looks_at_policy and device.type == "cuda" and not self.double:
             size = BYTES_PER_CUT_LOGIT
         if self.policy.adjustments is not None:
             size += BYTES_PER_ADJUSTED_LOGIT
         if self.tail:
             size += BYTES_PER_TAIL_LOGIT
+        if not DIVERGENCES.keys().isdisjoint(self.columns):
+            size += BYTES_PER_COMPARED_LOGIT
         return 2 * size if self.double else size
 
 

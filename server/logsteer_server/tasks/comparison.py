@@ -81,9 +81,9 @@ def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -
     return [str(file) for file in files]
 
 
-def count_bytes(jobs: Sequence[ScoreJob], vocab_size: int) -> int:
-    """Return what the files of jobs take."""
-    return sum(4 * len(job.targets) * vocab_size for job in jobs)
+def count_bytes(jobs: Sequence[ScoreJob], width: int) -> int:
+    """Return what the files of jobs take, with rows of so many numbers."""
+    return sum(4 * len(job.targets) * width for job in jobs)
 
 
 def read_rows(files: Sequence[str], vocab_size: int) -> list[npt.NDArray[np.float32]]:
@@ -129,11 +129,10 @@ async def compare_parts(
     parts = list(comparison.split(jobs, limit))
     own = [jobs[part.start : part.stop] for part in parts]
     room = max((sum(job.num_expected for job in part) for part in own), default=0)
-    vocab_size = comparison.vocab_size
-    size = max((count_bytes(part, vocab_size) for part in own), default=0)
+    size = max((count_bytes(part, comparison.width) for part in own), default=0)
     with scratch.take(size):
         for part, compared in zip(parts, own, strict=True):
-            async with export_files(compared, vocab_size, planner) as files:
+            async with export_files(compared, comparison.width, planner) as files:
                 others = references[part.start : part.stop]
                 yield Batch(
                     [replace(job, export=file) for job, file in zip(others, files, strict=True)],
@@ -173,7 +172,8 @@ class Comparison:
         _, other_info = reference.require()
         check_same_vocabulary(model, reference, "reference")
         self.context_length = min(info.context_length, other_info.context_length)
-        self.vocab_size = info.vocab_size
+        self.width = info.vocab_size
+        """Numbers of a row that the two exchange."""
         self.reference = reference
         self._divergences: list[npt.NDArray[np.float32]] = []
         self._agreements: list[npt.NDArray[np.float32]] = []
@@ -190,7 +190,7 @@ class Comparison:
         """
         start = size = 0
         for index, job in enumerate(jobs):
-            own = count_bytes([job], self.vocab_size)
+            own = count_bytes([job], self.width)
             if size and size + own > max_bytes:
                 yield range(start, index)
                 start, size = index, 0

@@ -195,11 +195,13 @@ def _plan_echo(
     read at the request's temperature.
     """
     shown, policy = count_alternatives(request, info), NEUTRAL
-    columns = ("logprob",) if shown is None else ("logprob", "rank", "log_q")
+    columns = ("logprob",) if shown is None else ("logprob", "rank")
     if shown is None and echoed is None:
         return None
     if shown is not None and request.logprobs_mode == "processed_logprobs":
         policy = Policy(temperature=request.temperature or 1.0)
+    if policy != NEUTRAL:
+        columns = (*columns, "log_q")
     if echoed and policy != NEUTRAL:
         detail = (
             "An echo lists alternatives at temperature 1, prompt_logprobs at the request's own: "
@@ -390,7 +392,7 @@ def write_prompt_logprobs(
     count, columns, piece = len(prompt.ids) - 1, output.columns, codec.json_piece
     ids_TK, logprobs_TK = (
         np.array(prompt.ids[1:], np.int32)[:, None],
-        columns["log_q"][:count, None],
+        columns.get("log_q", columns["logprob"])[:count, None],
     )
     if shown:
         ids_TK = np.concatenate([ids_TK, columns[TOP_IDS][:count, :shown]], axis=1)

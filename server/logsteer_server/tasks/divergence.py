@@ -57,6 +57,11 @@ class DivergenceTask(LogprobTask):
             return take
 
         compared = [replace(job, beta=self._body.beta) for job in jobs]
+        if others.shares_head(self.interventions) and comparison.reference is self.model:
+            # Their rows meet on the device, where the head makes both of hidden states.
+            comparison.width = self.info.hidden_size
+            references = [replace(job, exchange="hidden") for job in references]
+            compared = [replace(job, exchange="hidden") for job in compared]
         async for batch in compare_parts(
             compared, references, comparison, planner, self._scratch, (), take_from, take_reference
         ):

@@ -27,7 +27,7 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.adjustments import place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
-from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, unpack
+from logsteer_server.numerics.rows import RowFiles, RowSpec, unpack
 from logsteer_server.numerics.sinks import finish_capture
 
 MIN_CONTEXT = 16
@@ -127,17 +127,14 @@ class ScoreQueue(ModelQueue):
             prompt, device = job.tokens[: job.prompt_len], hidden_BTD.device
             before += place_targets(prompt, job.targets, job.shares_row, device)
         others = [job.alternatives for job in jobs if job.alternatives is not None]
-        export, reference = (
-            ReferenceFile(path, vocab_size) if path else None
-            for path in (jobs[0].export, jobs[0].reference)
-        )
+        one, sizes = jobs[0], (vocab_size, hidden_BTD.shape[-1])
         values_RW = read_hidden(
             HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R, before, others),
             self._model.project,
             vocab_size,
             spec,
             self._bounds,
-            RowFiles(export, reference),
+            RowFiles.open(one.export, one.reference, one.exchange, sizes),
         )
         found_RW = values_RW.cpu().numpy()
         results: Results = []

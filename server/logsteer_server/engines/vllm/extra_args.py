@@ -34,6 +34,7 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
             "prompt": job.tokens[: job.prompt_len].tobytes() if spec.policy.adjustments else b"",
             "export": job.export,
             "reference": job.reference,
+            "exchange": job.exchange,
             "step_tokens": job.step_tokens,
         }
     }

@@ -16,7 +16,7 @@ from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.numerics.adjustments import TokenHistory, place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
-from logsteer_server.numerics.rows import POLICY_COLUMNS, ReferenceFile, RowFiles, RowSpec
+from logsteer_server.numerics.rows import POLICY_COLUMNS, RowFiles, RowSpec
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class RowRequest:
     prompt: np.ndarray
     export: str | None
     reference: str | None
+    exchange: str = "rows"
 
     @classmethod
     def parse(cls, wanted: dict[str, Any]) -> "RowRequest":
@@ -64,6 +65,7 @@ class RowRequest:
             np.frombuffer(wanted["prompt"], dtype=np.int32),
             wanted["export"],
             wanted["reference"],
+            wanted["exchange"],
         )
 
     def find_rows(self, begin: int, end: int, prompt_len: int) -> tuple[int, np.ndarray]:
@@ -255,7 +257,7 @@ class RowReader:
                 self._vocab_size,
                 spec,
                 self._bounds,
-                self._find_files(with_rows[0]),
+                self._find_files(with_rows[0], hidden_TD.shape[-1]),
             )
             host_RW = values_RW.to("cpu", non_blocking=True)
             start = 0
@@ -267,14 +269,10 @@ class RowReader:
             if step.ends_prompt and step.req_id not in self._finished:
                 self._finish(step)
 
-    def _find_files(self, step: StepRows) -> RowFiles:
-        export = step.wanted.export if self._writes_exports else None
-        reference = step.wanted.reference
-        return RowFiles(
-            ReferenceFile(export, self._vocab_size) if export else None,
-            ReferenceFile(reference, self._vocab_size) if reference else None,
-            step.first,
-        )
+    def _find_files(self, step: StepRows, hidden_size: int) -> RowFiles:
+        wanted, sizes = step.wanted, (self._vocab_size, hidden_size)
+        export = wanted.export if self._writes_exports else None
+        return RowFiles.open(export, wanted.reference, wanted.exchange, sizes, step.first)
 
     def _store(self, step: StepRows, values_rW: Tensor, host_rW: Tensor) -> None:
         if step.req_id in self._failed:
