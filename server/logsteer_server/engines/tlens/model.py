@@ -146,10 +146,6 @@ class BridgeModel(CausalModel):
             "resid_post together with these",
         )
 
-    def is_plain(self, points: Sequence[Point]) -> bool:
-        """Return whether all blocks are transformers' own while these points are hooked."""
-        return self._plain_forward is not None and self._plain_forward.stays_plain(points)
-
     @torch.inference_mode()
     def _find_plain_forward(self, blocks: list[Any]) -> PlainForward | None:
         """Return a body that leaves the bridge out; None where it would give something else."""
