@@ -149,9 +149,13 @@ def read_title(process: psutil.Process) -> str:
         return ""
 
 
-def load(cluster: Cluster) -> AbstractContextManager[Load]:
-    """Four callers of `fake`, one request after another."""
-    return callers.load(cluster, "fake", 4, headers=cluster.client.headers)
+def load(cluster: Cluster, quiet: Any = None) -> AbstractContextManager[Load]:
+    """Four callers of `fake`, one request after another.
+
+    `quiet`: what they are answered; asked for beforehand where a replica is held, because Serve
+    sends a request there too where the other replica is late with its count.
+    """
+    return callers.load(cluster, "fake", 4, headers=cluster.client.headers, quiet=quiet)
 
 
 @contextmanager

@@ -160,10 +160,11 @@ class TestBounds:
 
 class TestLosses:
     def test_a_killed_replica_costs_what_it_had(self, cluster: Cluster) -> None:
+        quiet = cluster.score(1).json()["results"]
         with ThreadPoolExecutor(1) as pool, held(cluster.hold_file):
             waiting = pool.submit(cluster.score, HOLD)
             (victim,) = wait_for(cluster.find_busy)
-            with load(cluster) as found:
+            with load(cluster, quiet) as found:
                 victim.kill()
                 cluster.hold_file.unlink()
                 lost = waiting.result(60)
@@ -198,10 +199,11 @@ class TestLosses:
 @needs_all
 def test_a_silent_replica_is_replaced_and_costs_what_it_had(cluster: Cluster) -> None:
     cluster.wait_until_ready()
+    quiet = cluster.score(1).json()["results"]
     with held(cluster.hold_file), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(cluster.score, HOLD)
         (victim,) = wait_for(cluster.find_busy)
-        with load(cluster) as found:
+        with load(cluster, quiet) as found:
             victim.send_signal(signal.SIGSTOP)
             wait_for(lambda: not victim.is_running(), 90)
             cluster.hold_file.unlink()

@@ -243,7 +243,9 @@ def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -
 
 
 @pytest.mark.parametrize("steered", [False, True])
-def test_continuations_join_those_that_run(engine: Any, prompt: np.ndarray, steered: bool) -> None:
+def test_continuations_that_arrive_one_by_one(
+    engine: Any, prompt: np.ndarray, steered: bool
+) -> None:
     """Longer and shorter prompts, arriving one by one, greedy and drawn: each as it is alone."""
     rng = np.random.default_rng(8)
     lengths, counts = (9, 40, 3, 25, 1, 60), (50, 12, 30, 9, 45, 20)
@@ -267,9 +269,6 @@ def test_continuations_join_those_that_run(engine: Any, prompt: np.ndarray, stee
         for _ in range(5):
             for job_id, piece in engine.step():
                 found[job_id].append(piece)
-    running = [turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]
-    assert len(running) == 1
-    assert len(running[0].rows) > 3
     while engine.busy:
         for job_id, piece in engine.step():
             found[job_id].append(piece)
@@ -282,43 +281,9 @@ def test_continuations_join_those_that_run(engine: Any, prompt: np.ndarray, stee
             check_trace(two.trace, one.trace)
 
 
-def test_what_is_much_longer_does_not_join(engine: Any, prompt: np.ndarray) -> None:
-    """Padding in front of short rows is memory, and rows in a batch are bounded."""
-    from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
-    from logsteer_server.engines.tlens.queue import EngineLimits
-
-    def start(*lengths: int, alone: bool = False) -> RunningBatch:
-        jobs = [GenerateJob(np.full(length, 7, np.int32), 5) for length in lengths]
-        rows = [GenerationRow.start(0, job, None, engine._model) for job in jobs]
-        rows[0].alone = alone
-        return RunningBatch(engine._model, rows, {})
-
-    limits = EngineLimits(max_batch_tokens=100, max_batch_rows=3)
-    assert start(30).can_absorb(start(3, 3), limits)
-    assert not start(200).can_absorb(start(3, 3), limits)
-    assert start(200).can_absorb(start(190, 180), limits)
-    assert not start(30).can_absorb(start(3, alone=True), limits)
-    assert not start(30, alone=True).can_absorb(start(3), limits)
-    assert not start(30, 30).can_absorb(start(3, 3), limits)
-
-
-def test_columns_that_are_padding_in_all_rows_go(engine: Any, prompt: np.ndarray) -> None:
-    """A batch that others join for ever holds no more than its longest row."""
-    engine.add([(0, GenerateJob(prompt, 10, ignore_eos=True))])
-    for i in range(1, 12):
-        for _ in range(8):
-            engine.step()
-        engine.add([(i, GenerateJob(prompt, 10, ignore_eos=True))])
-        engine.step()
-        (running,) = [turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]
-        assert running._cache.get_seq_length() < len(prompt) + 10
-    drain(engine)
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "opt", "bloom"])
-def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None:
+def test_continuations_of_other_families(name: str, tmp_path: Path) -> None:
     """Sliding windows of 32 tokens, some layers of them, and positions found in the mask."""
-
     FAMILIES[name].make(tmp_path)
     engine = build(tmp_path)
     rng = np.random.default_rng(3)
@@ -327,16 +292,9 @@ def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None
         for n, count in ((30, 30), (5, 10), (50, 12), (2, 40))
     ]
     alone = [run(engine, job)[0] for job in jobs]
-    found: dict[int, Any] = {}
-    for i, job in enumerate(jobs):
-        engine.add([(i, job)])
-        for _ in range(4):
-            found |= dict(engine.step())
-    assert len([turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]) == 1
-    found |= drain(engine)
-    for i, one in enumerate(alone):
-        assert found[i].token_ids.tolist() == one.token_ids.tolist()
-        assert found[i].logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)
+    for one, two in zip(alone, run(engine, *jobs), strict=True):
+        assert two.token_ids.tolist() == one.token_ids.tolist()
+        assert two.logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)
 
 
 CLOSE = 1e-4
@@ -365,24 +323,13 @@ def make_jobs(engine: Any, max_tokens: int = 12, seed: int = 30) -> list[Generat
     ]
 
 
-def test_who_joins_a_running_batch_gets_what_it_gets_alone() -> None:
+def test_rows_of_one_batch_get_what_each_gets_alone() -> None:
     engine = build()
-    first, *others = make_jobs(engine, max_tokens=80, seed=100)
-    engine.add([(0, first)])
-    found: dict[int, Any] = {}
-    rows = 0
-    for step in range(200):
-        if step == 20:
-            engine.add(list(enumerate(others, 1)))
-        found |= dict(engine.step())
-        rows = max([rows, *(len(turn.rows) for turn in engine._turns if hasattr(turn, "rows"))])
-        if not engine.busy:
-            break
-    assert rows == 1 + len(others)
-    for i, job in enumerate((first, *others)):
+    jobs = make_jobs(engine, max_tokens=80, seed=100)
+    for job, found in zip(jobs, run(engine, *jobs), strict=True):
         (alone,) = run(engine, job)
-        assert found[i].token_ids.tolist() == alone.token_ids.tolist()
-        assert found[i].logprobs == pytest.approx(alone.logprobs, abs=CLOSE)
+        assert found.token_ids.tolist() == alone.token_ids.tolist()
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=CLOSE)
 
 
 def test_parameters_keep_their_names_and_numbers() -> None:

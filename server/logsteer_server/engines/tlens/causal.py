@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
-from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
+PADDED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Kinds of a cache's layers whose rows can be padded in front."""
 HEAD_TOLERANCE = 1e-3
 """How much the two parts may differ from the whole, per unit of the largest number."""
 
@@ -70,7 +72,7 @@ class CausalModel(ABC):
         # A body that takes no positions finds them in the mask.
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
-        if not all(type(layer) in PLAIN_LAYERS for layer in self.new_cache().layers):
+        if not all(type(layer) in PADDED_LAYERS for layer in self.new_cache().layers):
             raise ValueError(
                 f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
             )
@@ -81,9 +83,9 @@ class CausalModel(ABC):
         self.num_layers = int(text.num_hidden_layers)
         self.hidden_size = int(text.hidden_size)
 
-    def new_cache(self) -> RowCache:
+    def new_cache(self) -> DynamicCache:
         """Return an empty cache of keys and values."""
-        return RowCache(self._causal.config)
+        return DynamicCache(config=self._causal.config)
 
     @contextmanager
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
@@ -124,7 +126,7 @@ class CausalModel(ABC):
         tokens_BT: Tensor,
         mask_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
-        cache: RowCache | None = None,
+        cache: DynamicCache | None = None,
         cast: Cast | None = None,
     ) -> Tensor:
         """Return the hidden states [B, T, D] that the head is applied to.
@@ -239,3 +241,9 @@ def describe_model(model: CausalModel) -> EngineInfo:
             "step_tokens": "the engine transformer_lens reads every text in one step",
         },
     )
+
+
+def agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Return whether two tensors differ by at most the tolerance times the largest number."""
+    a, b = a.float(), b.float()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())

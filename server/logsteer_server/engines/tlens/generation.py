@@ -79,7 +79,6 @@ class RunningBatch:
     """Continuations whose prompts are read in one forward pass, then a token each per step.
 
     `parameters` replace the model's of their names in every step, and `hooks` act after steering.
-    Another batch under the same delta can join it once both have read their prompts.
     """
 
     def __init__(
@@ -197,49 +196,16 @@ class RunningBatch:
         self._steering.collect()
         self._select([b for b, row in enumerate(self.rows) if row.job_id not in job_ids])
 
-    def can_absorb(self, other: "RunningBatch", limits: EngineLimits) -> bool:
-        """Return whether another batch under the same delta may join: within the limits.
-
-        Columns of padding are memory: of all that the two would hold together, at most half, where
-        it is more than the prompts of one batch may take.
-        """
-        both = [*self.rows, *other.rows]
-        if any(row.alone for row in both) or len(both) > limits.max_batch_rows:
-            return False
-        lengths = [row.length for row in both]
-        return len(both) * max(lengths) <= max(2 * sum(lengths), limits.max_batch_tokens)
-
-    @torch.inference_mode()
-    def absorb(self, other: "RunningBatch") -> None:
-        """Take all rows of another batch in, which has none afterwards."""
-        self._cache.absorb(other._cache)
-        for batch in (self, other):
-            batch._steering.collect()
-        columns = max(self._num_columns, other._num_columns)
-        self._pads = [
-            pad + columns - batch._num_columns for batch in (self, other) for pad in batch._pads
-        ]
-        self._num_columns = columns
-        self._next_BT = torch.cat([self._next_BT, other._next_BT])
-        self.rows += other.rows
-        other.rows = []
-        self._set_rows()
-
     def _select(self, indices: list[int]) -> None:
-        """Remove all rows but these, and the columns that are padding in all of them."""
+        """Remove all rows but these."""
         if len(indices) == len(self.rows):
             return
         self.rows = [self.rows[b] for b in indices]
-        self._next_BT = self._next_BT[indices]
-        if not self.rows:
-            return
-        pads = [self._pads[b] for b in indices]
-        # Before the prompts are read, the columns of padding are in the tokens, too.
-        cut = min(pads) if self._cache.get_seq_length() else 0
-        self._pads = [pad - cut for pad in pads]
-        self._num_columns -= cut
-        self._cache.select(indices, cut)
-        self._set_rows()
+        if self.rows:
+            self._next_BT = self._next_BT[indices]
+            self._pads = [self._pads[b] for b in indices]
+            self._cache.batch_select_indices(torch.tensor(indices))
+            self._set_rows()
 
     def _set_rows(self) -> None:
         """Steer and sample the rows that there are now."""
@@ -290,12 +256,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
         parameters = same[0].parameters if same else self._deltas.apply(delta)
         started = RunningBatch(self._model, batch, parameters)
         results = started.step()
-        if not started.has_work:
-            return results
-        for running in same:
-            if running.can_absorb(started, self._limits):
-                running.absorb(started)
-                return results
-        self._running.add(started)
-        self._enlist(started)
+        if started.has_work:
+            self._running.add(started)
+            self._enlist(started)
         return results

@@ -9,7 +9,7 @@ changes nothing. Axis letters: B sequences, T tokens, D hidden size.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.jobs import Job, JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
-from logsteer_server.engines.tlens.cache import RowCache
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -36,15 +35,13 @@ class Entry:
     """A job that was accepted, and what its queue has found out about it.
 
     `steered`: how its row is steered; `points`: the activations that are captured or differentiated
-    by. Score jobs whose `context` is equal read the same tokens, steered alike, up to their first
-    row; None is equal to no other. One that is `alone` shares no batch: it was in one that broke.
+    by. One that is `alone` shares no batch: it was in one that broke.
     """
 
     job_id: int
     job: Any
     steered: SteeredRow | None = None
     points: tuple[Point, ...] = ()
-    context: object = None
     alone: bool = False
 
     @property
@@ -157,7 +154,7 @@ class JobQueue(ABC, Generic[E]):
     def take(self) -> BatchRun:
         """Take the next batch out: jobs of one group, within the limits."""
         if not self._sorted:
-            self._sorted.extend(self._sort(self._arrived))
+            self._sorted.extend(sorted(self._arrived, key=_count_tokens, reverse=True))
             self._arrived = []
         batch: list[E] = []
         passed: list[E] = []
@@ -179,10 +176,6 @@ class JobQueue(ABC, Generic[E]):
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:
         """Return the entry of a job. Errors: RefusedJobError where it cannot run."""
-
-    def _sort(self, entries: list[E]) -> list[E]:
-        """Return the jobs in the order in which batches are filled with them."""
-        return sorted(entries, key=_count_tokens, reverse=True)
 
     def _group(self, entry: E) -> object:
         """Return what all jobs of a batch have in common: equal values share one."""
@@ -248,84 +241,9 @@ def read_batch(
     """
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
     ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
-    return _read_pass(
-        model, [entry.steered for entry in batch], ranges, hooks,
-        tokens_BT=tokens_BT, cast=batch[0].job.delta.cast,
-    )  # fmt: skip
-
-
-def _read_pass(
-    model: CausalModel,
-    rows: Sequence[SteeredRow | None],
-    ranges: Sequence[TokenRange],
-    hooks: Sequence[tuple[Point, HookFunction]] = (),
-    **read: Any,
-) -> Tensor:
-    """Read these tokens of rows, steered; `read` has the arguments of `CausalModel.read`."""
-    steering = BatchSteering(rows)
-    with model.hooked([*steering.hooks(ranges, read["tokens_BT"].shape[1]), *hooks]):
-        hidden_BTD = model.read(**read)
+    steering = BatchSteering([entry.steered for entry in batch])
+    with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
+        hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
     steering.end_pass()
     steering.collect()
     return hidden_BTD
-
-
-def read_behind_contexts(
-    model: CausalModel, batch: Sequence[Entry], lengths: Sequence[int], owners: list[int]
-) -> Tensor:
-    """Return the hidden states [B, T, D] of what follows each sequence's context.
-
-    A sequence's context is its first `lengths[b]` tokens, which are those of sequence `owners[b]`,
-    steered as there; each is read once, and the sequences then look back at its keys and values.
-    With the contexts a b c, a b c and d, and behind them e, f g and h, the two passes read
-
-        a b c         e .
-        . . d         f g
-                      h .
-
-    Nothing may be read by probes, and all blocks must be plain. Otherwise as `read_batch`.
-    """
-    firsts = list(dict.fromkeys(owners))
-    pads = [max(lengths) - lengths[b] for b in firsts]
-    width = max(lengths)
-    tokens_UT = torch.zeros((len(firsts), width), dtype=torch.int64)
-    for u, b in enumerate(firsts):
-        tokens_UT[u, pads[u] :] = torch.from_numpy(batch[b].job.tokens[: lengths[b]])
-    columns_T = torch.arange(width)
-    pads_U1 = torch.tensor(pads)[:, None]
-    mask_UT = (columns_T >= pads_U1).long() if any(pads) else None
-    # What is measured of a context counts for all its sequences.
-    measured = [own and replace(own, counts={}) for own in (batch[b].steered for b in firsts)]
-    cache = model.new_cache()
-    _read_pass(
-        model, measured, [TokenRange(pad, 0, width - pad) for pad in pads],
-        tokens_BT=tokens_UT, mask_BT=mask_UT, positions_BT=(columns_T - pads_U1).clamp(min=0),
-        cache=cache, cast=batch[0].job.delta.cast,
-    )  # fmt: skip
-    place = {b: u for u, b in enumerate(firsts)}
-    for entry, owner in zip(batch, owners, strict=True):
-        if entry.steered and (context := measured[place[owner]]):
-            entry.steered.counts |= context.counts
-    cache.select([place[owner] for owner in owners], 0)
-    return _read_on(model, batch, lengths, cache)
-
-
-def _read_on(
-    model: CausalModel, batch: Sequence[Entry], lengths: Sequence[int], cache: RowCache
-) -> Tensor:
-    """Return the hidden states of what follows the contexts, which the cache has."""
-    rest = [entry.job.tokens[n:] for entry, n in zip(batch, lengths, strict=True)]
-    tokens_BT = pad_right(rest)
-    before, width = max(lengths), tokens_BT.shape[1]
-    lengths_B1 = torch.tensor(lengths)[:, None]
-    ends_B1 = torch.tensor([len(tokens) for tokens in rest])[:, None]
-    columns_T = torch.arange(-before, width)
-    mask_BT = ((columns_T >= -lengths_B1) & (columns_T < ends_B1)).long()
-    # Padding has places, too, and a model may have no more than its context.
-    positions_BT = (torch.arange(width) + lengths_B1).clamp(max=model.context_length - 1)
-    ranges = [TokenRange(0, n, n + len(tokens)) for n, tokens in zip(lengths, rest, strict=True)]
-    return _read_pass(
-        model, [entry.steered for entry in batch], ranges,
-        tokens_BT=tokens_BT, mask_BT=mask_BT, positions_BT=positions_BT,
-        cache=cache, cast=batch[0].job.delta.cast,
-    )  # fmt: skip

@@ -22,18 +22,11 @@ from logsteer_server.engines.tlens.queue import (
     Results,
     accept_row,
     read_batch,
-    read_behind_contexts,
 )
-from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.adjustments import place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import RowFiles, RowSpec, unpack
 from logsteer_server.numerics.sinks import finish_capture
-
-MIN_CONTEXT = 16
-"""Tokens from which on a context is looked for among others."""
-MIN_SAVED = 64
-"""Tokens not read twice from which on contexts are read apart: a pass more costs about as much."""
 
 
 def _find_head_group(entry: Entry) -> object:
@@ -55,71 +48,25 @@ class ScoreQueue(ModelQueue):
         self._bounds = bounds
 
     def _accept(self, job_id: int, job: ScoreJob) -> Entry:
-        steered = accept_row(self._model, job)
-        return Entry(job_id, job, steered, context=self._find_context(job, steered))
-
-    def _find_context(self, job: ScoreJob, steered: SteeredRow | None) -> object:
-        if job.first_row < MIN_CONTEXT or (steered and steered.probed):
-            return None
-        if not self._model.is_plain(steered.points if steered else []):
-            return None  # what the bridge computes attention with reads texts from their start
-        plan = job.plan and job.plan.digest(job.prompt_len)
-        return job.tokens[: job.first_row].tobytes(), plan, job.delta
-
-    def _sort(self, entries: list[Entry]) -> list[Entry]:
-        """Return the longest first, with those of one context behind one another."""
-        longest: dict[object, int] = {}
-        for entry in entries:
-            own = len(entry.job.tokens)
-            longest[entry.context] = max(own, longest.get(entry.context, 0))
-        places = {context: place for place, context in enumerate(longest)}
-
-        def order(entry: Entry) -> tuple[int, int]:
-            if entry.context is None:
-                return -len(entry.job.tokens), -1
-            return -longest[entry.context], places[entry.context]
-
-        return sorted(entries, key=order)
+        return Entry(job_id, job, accept_row(self._model, job))
 
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:
-        contexts = [entry.context for entry in batch]
-        owners = [b if c is None else contexts.index(c) for b, c in enumerate(contexts)]
-        lengths = [entry.job.first_row for entry in batch]
-        saved = sum(lengths) - sum(lengths[b] for b in set(owners))
-        shares = [b for b in range(len(batch)) if owners.count(owners[b]) > 1]
-        if saved < MIN_SAVED:
-            return self._score_read(batch, read_batch(self._model, batch), [0] * len(batch))
-        results: Results = []
-        if others := [entry for b, entry in enumerate(batch) if b not in shares]:
-            results += self._score_read(others, read_batch(self._model, others), [0] * len(others))
-        sharing, begins = [batch[b] for b in shares], [lengths[b] for b in shares]
-        firsts = [shares.index(owners[b]) for b in shares]
-        hidden_BTD = read_behind_contexts(self._model, sharing, begins, firsts)
-        return results + self._score_read(sharing, hidden_BTD, begins)
-
-    def _score_read(
-        self, batch: Sequence[Entry], hidden_BTD: Tensor, begins: Sequence[int]
-    ) -> Results:
-        """Return the results of sequences whose hidden states begin at these of their tokens."""
+        hidden_BTD = read_batch(self._model, batch)
         results: Results = []
         groups = [_find_head_group(entry) for entry in batch]
         for group in dict.fromkeys(groups):
             members = [b for b, own in enumerate(groups) if own == group]
-            results += self._score_group(batch, members, hidden_BTD, begins)
+            results += self._score_group(batch, members, hidden_BTD)
         return results
 
     def _score_group(
-        self,
-        batch: Sequence[Entry],
-        members: Sequence[int],
-        hidden_BTD: Tensor,
-        begins: Sequence[int],
+        self, batch: Sequence[Entry], members: Sequence[int], hidden_BTD: Tensor
     ) -> Results:
         """Return the results of some of a batch's sequences, whose rows share a spec."""
         jobs = [batch[b].job for b in members]
         width = hidden_BTD.shape[1]
-        index_R = np.concatenate([batch[b].job.rows - begins[b] + b * width for b in members])
+        index_R = np.concatenate([batch[b].job.rows + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec, vocab_size = RowSpec.of(jobs[0], self._model.eos_ids), self._model.vocab_size
         before = []
