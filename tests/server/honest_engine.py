@@ -144,11 +144,12 @@ class HonestEngine(ScriptedHandle):
         if "log_q" in job.columns:
             rank_R = 1 + (log_p_RV > own_R[:, None]).sum(-1)
             columns["log_q"] = np.where(rank_R <= job.policy.top_k, own_R, -np.inf)
-        top_RK = -np.sort(-log_p_RV, -1)[:, : job.top] if job.top else None
+        read = {name: columns[name].astype(np.float32) for name in job.columns}
+        if job.top:
+            read["top_logprobs"] = -np.sort(-log_p_RV, -1)[:, : job.top].astype(np.float32)
+            read["top_ids"] = np.zeros_like(read["top_logprobs"], np.int32)
         return ScoreOutput(
-            {name: columns[name].astype(np.float32) for name in job.columns},
-            None if top_RK is None else np.zeros_like(top_RK, np.int32),
-            None if top_RK is None else top_RK.astype(np.float32),
+            read,
             cached_tokens=moment.cached,
             trace=self._trace(job, len(job.tokens)),
         )

@@ -58,6 +58,7 @@ STEERING = {"steering": {"vectors": [{"data": {"1": [1.0] * INFO.hidden_size}}]}
 ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "logprob": [("items", 2, ITEMS)],
     "diagnostics": [("items", 2, ITEMS)],
+    "divergence": [("items", 2, {**ITEMS, "reference": {}})],
     "perplexity": [("texts", 2, {"texts": ["a"] * 2})],
     "generate": [("prompts x n", 6, {"prompts": ["a"] * 2, "n": 3})],
     "steer": [("prompts x n", 6, {"prompt_ids": [[5]] * 2, "n": 3, **STEERING})],
@@ -162,6 +163,7 @@ LONG_ITEM = {"items": [{"context": "a", "targets": ["b"]}, {"context": LONG, "ta
 LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
     "logprob": [LONG_ITEM, {"items": [{"context": "a", "targets": ["b", LONG]}]}],
     "diagnostics": [LONG_ITEM],
+    "divergence": [{**LONG_ITEM, "reference": {}}],
     "perplexity": [{"texts": ["a", LONG]}],
     "generate": [{"prompts": ["a", LONG]}, {"messages": [{"role": "user", "content": LONG}]}],
     "steer": [{"prompts": ["a", LONG], **STEERING}],
