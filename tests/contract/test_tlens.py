@@ -346,11 +346,12 @@ def test_attention_is_not_fused_where_that_would_change_scores(
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / file, tmp_path)
     if not capped:
+        # A fused attention that is off by less than bfloat16 shows.
         fused = torch.nn.functional.scaled_dot_product_attention
         monkeypatch.setattr(
             torch.nn.functional,
             "scaled_dot_product_attention",
-            lambda *args, **options: fused(*args, **options) * 1.5,
+            lambda *args, **options: fused(*args, **options) * 1.001,
         )
     engine = build(tmp_path, dtype)
     fused_calls.clear()

@@ -82,7 +82,7 @@ def test_blocks_are_on_their_devices_and_all_else_on_the_first(spread: Any) -> N
     assert {d for name, d in devices.items() if ".layers." not in name} == {f"{KIND}:0"}
     assert spread.info.pipeline_parallel == 2
     # The shortcuts are those of one device.
-    assert model._plain_body is not None
+    assert model._plain_forward is not None
     assert model._fuses_attention
 
 
@@ -210,7 +210,7 @@ def test_families(name: str, tmp_path: Path) -> None:
         three = build(tmp_path)
         assert score(three, *jobs) == [pytest.approx(values, abs=PER_TOKEN) for values in wanted]
     assert three._model._fuses_attention == one._model._fuses_attention
-    assert (three._model._plain_body is None) == (one._model._plain_body is None)
+    assert (three._model._plain_forward is None) == (one._model._plain_forward is None)
 
 
 class _Toy(nn.Module):

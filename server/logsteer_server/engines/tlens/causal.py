@@ -21,6 +21,7 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
+from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
@@ -241,9 +242,3 @@ def describe_model(model: CausalModel) -> EngineInfo:
             "step_tokens": "the engine transformer_lens reads every text in one step",
         },
     )
-
-
-def agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Return whether two tensors differ by at most the tolerance times the largest number."""
-    a, b = a.float(), b.float()
-    return bool((a - b).abs().max() <= tolerance * b.abs().max())

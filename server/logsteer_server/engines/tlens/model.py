@@ -5,30 +5,24 @@ The bridge wraps transformers' own model and puts hook points between its module
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformer_lens.model_bridge.generalized_components.block import BlockBridge
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.needs import choose_dtype
-from logsteer_server.engines.tlens.causal import CausalModel, agree
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.placement import (
-    follow_devices,
-    load_options,
-    place_model,
-    unwrap,
-)
+from logsteer_server.engines.tlens.placement import follow_devices, load_options, place_model
+from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
-    BlockEdge,
     HookFunction,
     Point,
     PointMap,
@@ -48,9 +42,7 @@ LARGE_HEAD = 2**22
 """A CPU's library takes two to eight times as long for 2 to so many rows times a head of so many
 numbers or more as for the transposed product, for which it reads the head just once."""
 FORWARD_TOLERANCE = 1e-5
-"""How much the model with and without the bridge may differ, per unit of the largest number."""
-FUSED_STEPS = 16
-"""By how many of its dtype's smallest steps fused attention may move the largest number."""
+"""How much ways to compute the model may differ, per unit of the largest number."""
 
 
 class _WideLinear(nn.Module):
@@ -86,9 +78,7 @@ class BridgeModel(CausalModel):
         causal: Any = bridge.original_model
         causal.eval().requires_grad_(False)
         follow_devices(causal)
-        self._plain_body: nn.Module | None = None
-        self._edges: dict[str, BlockEdge] = {}
-        self._is_bridged = False
+        self._plain_forward: PlainForward | None = None
         self._linear_head: nn.Linear | None = None
         self._fuses_attention = False
         super().__init__(causal, str(path))
@@ -106,37 +96,33 @@ class BridgeModel(CausalModel):
             self._widen_head()
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
-        self._plain_body = self._find_plain_body(list(bridge.blocks))
-        if self._plain_body is not None:
-            self._fuses_attention = self._check_fused_attention()
+        self._plain_forward = self._find_plain_forward(list(bridge.blocks))
+        if self._plain_forward:
+            self._fuses_attention = self._check_fused_attention(self._plain_forward)
 
     def _choose_body(self) -> Any:
-        if self._plain_body is None:
+        if self._plain_forward is None:
             return self._body
         # Fused attention has no forward derivative, and bridged blocks have no fused attention.
-        fused = self._fuses_attention and not self._is_bridged and torch.is_inference_mode_enabled()
+        fused = self._fuses_attention and self._plain_forward.is_plain
+        fused = fused and torch.is_inference_mode_enabled()
         name = "sdpa" if fused else "eager"
         if self._causal.config._attn_implementation != name:  # the attention that modules look up
             self._causal.config._attn_implementation = name
-        return self._body if self._is_bridged else self._plain_body
+        return self._plain_forward.body
 
     @contextmanager
     def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
-        self._is_bridged = not self._stays_plain([point for point, _ in hooks])
-        with ExitStack() as added:
+        if self._plain_forward:
+            self._plain_forward.bridge([point for point, _ in hooks])
+        try:
             for point, function in hooks:
-                if self._is_bridged:
-                    act = act_on_stream(function) if point.is_shared else function
-                    point.hook.add_hook(act, level=HOOK_LEVEL)
-                    added.callback(point.hook.remove_hooks, "fwd", level=HOOK_LEVEL)
-                else:
-                    added.callback(self._edges[point.key].attach(function).remove)
-            added.callback(setattr, self, "_is_bridged", False)
+                act = act_on_stream(function) if point.is_shared else function
+                point.hook.add_hook(act, level=HOOK_LEVEL)
             yield
-
-    def _stays_plain(self, points: Sequence[Point]) -> bool:
-        """Return whether hooks on these points act on transformers' own modules."""
-        return self._plain_body is not None and all(point.key in self._edges for point in points)
+        finally:
+            for point, _ in hooks:
+                point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
 
     def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
         """Check that a parameter delta acts everywhere while these points are hooked.
@@ -150,7 +136,8 @@ class BridgeModel(CausalModel):
                 f"the model is quantised ({self.quantization}), and what multiplies by such "
                 f"parameters computes in a precision of its own, not in {cast}; leave cast out",
             )
-        if self.parameters.are_shared or self._stays_plain(points):
+        plain_forward = self._plain_forward
+        if self.parameters.are_shared or (plain_forward and plain_forward.stays_plain(points)):
             return
         raise RefusedJobError(
             "unsupported_by_engine",
@@ -160,39 +147,30 @@ class BridgeModel(CausalModel):
         )
 
     @torch.inference_mode()
-    def _find_plain_body(self, blocks: list[Any]) -> nn.Module | None:
-        """Return the body without the bridge; None where it would give something else.
-
-        The bridge puts several Python calls around each module, which for one new token cost more
-        than the arithmetic. So it runs only where a hook needs what it has inside of blocks.
-        """
+    def _find_plain_forward(self, blocks: list[Any]) -> PlainForward | None:
+        """Return a body that leaves the bridge out; None where it would give something else."""
         tokens_BT = self._probe_tokens(4)
         whole_BTD = self.read(tokens_BT)
-        lists = (
-            name
-            for name, module in self._body.named_modules()
-            if isinstance(module, nn.ModuleList) and list(module) == blocks
-        )
-        if (name := next(lists, None)) is None:
+        try:
+            self._plain_forward = PlainForward(self._body, blocks)
+        except ValueError:
             return None
-        self._plain_body = unwrap(self._body)
-        plain_blocks: Any = self._plain_body.get_submodule(name)
-        for layer, (bridged, plain) in enumerate(zip(blocks, plain_blocks, strict=True)):
-            # A kind of block with a forward of its own may do more at its edges.
-            for end in ("in", "out") if type(bridged).forward is BlockBridge.forward else ():
-                key = f"blocks.{layer}.hook_{end}"
-                self._edges[key] = BlockEdge(key, plain, enters=end == "in")
-        if not agree(self.read(tokens_BT), whole_BTD, FORWARD_TOLERANCE):
-            log.warning("%s: runs bridged throughout: without it differs", self._name)
-            return None
-        return self._plain_body
+        edges = [self.points.find(layer, "resid_post") for layer in range(self.num_layers)]
+        for hooks in ([], [(point, lambda activation, hook: None) for point in edges]):  # noqa: ARG005
+            with self.hooked(hooks):
+                if not agree(self.read(tokens_BT), whole_BTD, FORWARD_TOLERANCE):
+                    log.warning("%s: runs bridged throughout: without it differs", self._name)
+                    return None
+        return self._plain_forward
 
     @torch.inference_mode()
-    def _check_fused_attention(self) -> bool:
+    def _check_fused_attention(self, plain_forward: PlainForward) -> bool:
         """Return whether attention can be one operation, without its pattern in memory.
 
+        It can where each block gives the same in float32, whatever the model's dtype.
+
         In half precision scores then differ by rounding from those of attention in parts, which
-        runs wherever the model is bridged: between a request that is steered inside of a block and
+        runs wherever a block is bridged: between a request that is steered inside of a block and
         one that is not, the demo model's differ by 0.026 nats a token in bfloat16 and 0.003 in
         float16, as much as either differs from float32 (mean of 4 texts of 100 to 160 tokens).
         """
@@ -200,20 +178,23 @@ class BridgeModel(CausalModel):
         # Transformers' function leaves a cap on scores out, which shows only where they are large.
         if not self._causal._supports_sdpa or getattr(config, "attn_logit_softcapping", None):
             return False
+        if self.quantization and self.dtype.itemsize < torch.float32.itemsize:
+            return False  # its blocks cannot be widened
         if self.dtype == torch.float64:
             return False  # attention in parts has a softmax in float32, and its numbers stay
         tokens_BT = self._probe_tokens(PROBE_LENGTH)
         mask_BT = torch.ones_like(tokens_BT)
         mask_BT[1, : PROBE_LENGTH // 2] = 0  # padding in front, as where continuations start
-        tolerance = FUSED_STEPS * torch.finfo(self.dtype).eps
         for mask in (None, mask_BT):
-            own_BT = torch.ones_like(mask_BT) if mask is None else mask
-            self._fuses_attention = False
-            parts_ND = self.read(tokens_BT, mask)[own_BT.bool()]
-            self._fuses_attention = True
-            if not agree(self.read(tokens_BT, mask)[own_BT.bool()], parts_ND, tolerance):
-                log.warning("%s: computes attention in parts: fused it differs", self._name)
-                return False
+            with plain_forward.widened() as blocks:
+                for self._fuses_attention in (False, True):
+                    self.read(tokens_BT, mask)
+            own_BT = mask_BT.bool() if mask is not None else torch.ones_like(mask_BT).bool()
+            for block in blocks:
+                eager, fused = (output[own_BT.to(output.device)] for output in block.outputs)
+                if not agree(fused, eager, FORWARD_TOLERANCE):
+                    log.warning("%s: computes attention in parts: fused it differs", self._name)
+                    return False
         return True
 
     def _widen_head(self) -> None:
