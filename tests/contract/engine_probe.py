@@ -153,7 +153,8 @@ def read(result: JobResult) -> list[float]:
     """What a job gave: scores or activations, and how many tokens were steered."""
     match result:
         case ScoreOutput():
-            numbers = np.concatenate(list(result.columns.values())).tolist()
+            listed = result.columns.keys() - {"top_ids", "top_logprobs"}
+            numbers = np.concatenate([result.columns[name] for name in sorted(listed)]).tolist()
         case GenerateOutput():
             numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
         case CaptureOutput():
