@@ -161,6 +161,17 @@ def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str
         raise api_error("invalid_request", detail, param=param)
 
 
+def summarize(values: npt.NDArray[Any]) -> dict[str, float]:
+    """Return the fields of `DivergenceSummary` over some tokens' values, one at least."""
+    found = {
+        "mean": values.mean(),
+        "median": np.median(values),
+        "p99": np.quantile(values, 0.99),
+        "max": values.max(),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
 class Comparison:
     """A model's divergence from a reference, collected output by output.
 
@@ -210,10 +221,7 @@ class Comparison:
             }
         return {
             "reference": self.reference.id,
-            "kl_mean": float(values.mean()),
-            "kl_median": float(np.median(values)),
-            "kl_p99": float(np.quantile(values, 0.99)),
-            "kl_max": float(values.max()),
+            **{f"kl_{name}": value for name, value in summarize(values).items()},
             "top1_agreement": float(agreements.mean()),
             "num_tokens": len(values),
         }

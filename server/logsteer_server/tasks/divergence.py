@@ -6,18 +6,18 @@ other model of the same vocabulary, or the same one changed otherwise. Both read
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from logsteer.errors import api_error
-from logsteer.schemas import DivergenceRequest
+from logsteer.schemas import DivergenceColumn, DivergenceRequest
 from logsteer_server.contract.batches import OutputPart
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import AppliedReport, Interventions, Stores
 from logsteer_server.interventions.variants import expand, find_variant
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.tasks.comparison import Comparison, compare_parts
+from logsteer_server.tasks.comparison import Comparison, compare_parts, summarize
 from logsteer_server.tasks.logprob import LogprobTask
 from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.run import Batch, Collector, Event
@@ -70,9 +70,9 @@ class DivergenceTask(LogprobTask):
         self._summary = {
             "reference": {"model": comparison.reference.id, **report.write()},
             "divergence": {
-                name: _summarize(scores.columns[name].astype(np.float64))
+                name: summarize(scores.columns[name].astype(np.float64))
                 for name in self._body.columns
-                if name in ("forward_kl", "reverse_kl", "jsd", "top1_agrees")
+                if name in get_args(DivergenceColumn)
             },
         }
 
@@ -109,13 +109,3 @@ class DivergenceTask(LogprobTask):
 def _strip(job: ScoreJob) -> ScoreJob:
     """Return the job with nothing read but the rows that are written."""
     return replace(job, columns=("logprob",), top=0, alternatives=None, tail=False)
-
-
-def _summarize(values: np.ndarray) -> dict[str, float]:
-    found = {
-        "mean": values.mean(),
-        "median": np.median(values),
-        "p99": np.quantile(values, 0.99),
-        "max": values.max(),
-    }
-    return {name: float(value) for name, value in found.items()}

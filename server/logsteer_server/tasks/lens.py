@@ -86,10 +86,7 @@ class LensTask(BodyTask[LensRequest]):
                 f"{limit} are allowed at once: ask for fewer layers or tokens, or raise max_items."
             )
             raise api_error("payload_too_large", detail, param="items")
-        listed = plan.jobs.like.top
-        if plan.jobs.alternatives is not None:
-            listed += plan.jobs.alternatives.shape[1]
-        planner.expect_rows(count, len(body.columns), listed, detokenize=body.detokenize)
+        planner.expect_rows(count, len(body.columns), plan.num_listed, detokenize=body.detokenize)
         captures = [capture_rows(job, layers) for job in plan.jobs]
         rows = sum(capture.num_rows for capture in captures)
         planner.hold_activations(HELD * rows * len(layers) * info.hidden_size)

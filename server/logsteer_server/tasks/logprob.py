@@ -273,10 +273,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
             self.results = self._problems.fill([], self.request_id)
             return
         rows = len(plan.jobs.targets)
-        listed = plan.jobs.like.top
-        if plan.jobs.alternatives is not None:
-            listed += plan.jobs.alternatives.shape[1]
-        planner.expect_rows(rows, len(body.columns), listed, detokenize=body.detokenize)
+        planner.expect_rows(rows, len(body.columns), plan.num_listed, detokenize=body.detokenize)
         if self.interventions.probes:
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))

@@ -195,6 +195,8 @@ class TargetPlan:
     items: list[PlannedItem]
     """Those that have no problem."""
     jobs: ScoreJobs
+    num_listed: int = 0
+    """Tokens listed for each scored one."""
 
     def context(self, target: PlannedTarget) -> Ids:
         """Return what the model reads in front of a target."""
@@ -262,7 +264,9 @@ def plan_targets(
     items = laid.items
     if problems or None in numbers:
         items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
-    return TargetPlan(planned, items, builder.make_jobs())
+    jobs = builder.make_jobs()
+    num_others = 0 if jobs.alternatives is None else jobs.alternatives.shape[1]
+    return TargetPlan(planned, items, jobs, read.top + num_others)
 
 
 @dataclass(slots=True)
