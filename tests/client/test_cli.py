@@ -456,36 +456,6 @@ def test_progress_goes_to_stderr(
     assert "4 tokens" in err and "tokens/s" in err and "perplexity 1.65" in err
 
 
-@pytest.mark.parametrize(
-    ("argv", "document"),
-    [
-        (["models"], MODELS),
-        (["models", "list"], MODELS),
-        (["score", "a", "b", "c"], SCORES),
-        (["tokenize", "a"], TOKENS),
-    ],
-)
-@pytest.mark.parametrize("before", [True, False])
-def test_json_is_the_answer_and_nothing_else(
-    capsys: Output, argv: list[str], document: Any, before: bool
-) -> None:
-    argv = ["--json", *argv] if before else [*argv, "--json"]
-    assert run(answer(document), *argv) == 0
-    out, err = capsys.readouterr()
-    printed = json.loads(out)
-    assert err == ""
-    assert contains(printed, document)
-
-
-def contains(found: Any, expected: Any) -> bool:
-    """Whether everything expected is in what was found, which may have more fields."""
-    if isinstance(expected, dict):
-        return all(contains(found[key], value) for key, value in expected.items())
-    if isinstance(expected, list):
-        return all(contains(f, e) for f, e in zip(found, expected, strict=True))
-    return bool(found == expected)
-
-
 SWEPT = ["sweep", "--vector", "mood", "--scales=1", "--item", "I am", " glad", " sad"]
 
 

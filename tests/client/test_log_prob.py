@@ -4,14 +4,11 @@ import copy
 import json
 import math
 import pickle
-from pathlib import Path
-from typing import Any
 
 import httpx
-import pandas as pd
 import pytest
 
-from logsteer import Client, LogProb
+from logsteer import LogProb
 
 from .documents import logprob_answer, target
 from .scripted import Caller, Script
@@ -28,40 +25,6 @@ BOTH = logprob_answer(
         )
     ]
 )  # fmt: skip
-
-
-def run_older_script(client: Any, out: Path) -> Any:
-    """Score capitals as scripts of the older interface do; nothing here knows of this client."""
-    prompts = ["The capital of France is", "The capital of Italy is"]
-    targets = [" Paris", " Rome"]
-    results = client.get_log_prob(prompts, targets)
-    best = {}
-    for prompt in prompts:
-        rows = [r for r in results if r["prompt"] == prompt and r["log_prob"] is not None]
-        rows.sort(key=lambda r: r["log_prob"], reverse=True)
-        best[prompt] = rows[0]["sequence"].strip()
-        for r in rows:
-            assert set(r.keys()) >= {"sequence", "log_prob", "prob", "num_tokens", "perplexity"}
-            assert abs(r["perplexity"] - math.exp(-r["log_prob"])) < 1e-9
-            r["mean_log_prob"] = r["log_prob"] / r["num_tokens"]
-            r.update(label=r.get("label", "none"))
-    with out.open("w") as f:
-        json.dump(results, f)
-    table = pd.DataFrame(results)
-    means = table.groupby("sequence")["log_prob"].mean().to_dict()
-    copies = [dict(r.items()) for r in results]
-    return best, means, copies
-
-
-def test_an_older_script_runs_unchanged(tmp_path: Path) -> None:
-    out = tmp_path / "scores.json"
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=SCORES))
-    with Client(transport=transport) as client:
-        best, means, copies = run_older_script(client, out)
-    assert best == {"The capital of France is": "Paris", "The capital of Italy is": "Paris"}
-    assert means == {" Paris": -2.5, " Rome": -2.0}
-    assert json.loads(out.read_text()) == copies
-    assert [c["label"] for c in copies[:3]] == ["none"] * 3
 
 
 def test_records_go_prompt_by_prompt(call: Caller) -> None:

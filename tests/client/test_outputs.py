@@ -18,7 +18,6 @@ import pytest
 
 from .documents import (
     ANSWER,
-    CHECKS,
     MODELS,
     PERPLEXITY,
     PERPLEXITY_EVENTS,
@@ -31,7 +30,7 @@ from .documents import (
     steer_answer,
     target,
 )
-from .scripted import Output, Script, answer, answer_selftest, event_stream, problem, run
+from .scripted import Output, Script, answer, event_stream, problem, run
 
 LONG = {"tokens": [" gl", "ad\x1b\n"], "token_ids": [3, 4], "logprobs": [-0.1, -8.0]}
 SCORES = logprob_answer([target(" glad", -8.1, **LONG), target(" sad", None)])
@@ -72,8 +71,9 @@ def test_rows_in_every_format(capsys: Output, argv: list[str], document: Any, co
     assert list(cells[0]) == list(rows[0])
     assert run(answer(document), *argv, "--format", "json") == 0
     found, err = capsys.readouterr()
-    assert run(answer(document), *argv, "--json") == 0
-    assert capsys.readouterr().out == found and json.loads(found) and err == ""
+    assert run(answer(document), "--json", *argv) == 0
+    assert capsys.readouterr().out == found and err == ""
+    assert document.keys() <= json.loads(found).keys()
 
 
 def test_csv_has_nothing_for_null_and_words_of_json_for_truth(capsys: Output) -> None:
@@ -99,15 +99,6 @@ def test_sweep_rows_have_names(capsys: Output) -> None:
     first, _, third, *_ = read_csv(capsys.readouterr().out)
     assert (first["item"], first["target"], first["scale"]) == ("'I am'", "' glad'", "-1.0")
     assert (third["text"], third["perplexity"], third["item"]) == ("book.txt", "3.0", "")
-
-
-def test_a_selftest_has_a_row_a_check(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {**ANSWER, "verdict": "passed", "checks": CHECKS, "num_texts": 1, "num_tokens": 9,
-            "seconds": 1.0}  # fmt: skip
-    answer_selftest(monkeypatch, told)
-    assert run(Script(), "selftest", "--format", "csv") == 0
-    rows = read_csv(capsys.readouterr().out)
-    assert [row["verdict"] for row in rows] == ["passed", "passed", "failed", "not_run"]
 
 
 # ------------------------------------------------------------------ readers

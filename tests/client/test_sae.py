@@ -1,21 +1,17 @@
-"""Features of sparse autoencoders: SAELens' files as vectors, against its encoder's formulas."""
+"""Features of SAELens' autoencoders as vectors and probes, against its encoder's formulas."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load, save_file
 
 from logsteer import LogsteerError
-from logsteer.cli import main
-from logsteer.extras.sae import SaeFeature, import_feature, read_feature
+from logsteer.extras.sae import SaeConfig, SaeFeature, extract_feature
+from logsteer.extras.tensors import TensorFile
 from logsteer_server.stores.formats.vector_file import read_file
-
-from .scripted import Caller
-from .test_vectors import CARD
 
 WIDTH, SIZE, FEATURE = 6, 9, 4
 Tensors = dict[str, np.ndarray]
@@ -57,11 +53,22 @@ def encode(x_ND: np.ndarray, tensors: Tensors, config: dict[str, Any], scale: fl
     return np.maximum(z, 0) * (z > np.maximum(floor, 0))
 
 
+def read_feature(
+    directory: Path, feature: int, layer: int | None = None, activation_scale: float | None = None
+) -> SaeFeature:
+    """Extract one feature as the server does."""
+    path = directory / "cfg.json"
+    config = SaeConfig.parse(path.read_bytes(), path)
+    place, scale = config.choose_place(layer), config.choose_scale(activation_scale)
+    tensors = TensorFile(np.fromfile(directory / "sae_weights.safetensors", np.uint8))
+    return extract_feature(tensors, config, feature, place, scale)
+
+
 def read_out(found: SaeFeature, x_ND: np.ndarray) -> np.ndarray:
     """The activations that a server would give, from the stored probe and its readout."""
     stored = read_file(found.probe).vectors
-    probe_D = stored.layers[found.layer].astype(float)
-    readout = stored.readouts[found.layer]
+    ((layer, readout),) = stored.readouts.items()
+    probe_D = stored.layers[layer].astype(float)
     z = readout.slope * (x_ND @ probe_D) / np.linalg.norm(probe_D) + readout.bias
     return np.where(z > readout.threshold, z, 0)
 
@@ -93,28 +100,25 @@ def test_a_readout_gives_the_encoder_s_activation(
     assert 0 < np.count_nonzero(expected) < 400
     assert np.allclose(given, expected, atol=1e-5)
     vector = read_file(found.vector).vectors
-    assert (found.layer, found.hook, vector.hook) == (2, "resid_post", "resid_post")
+    assert (list(vector.layers), vector.hook) == ([2], "resid_post")
     assert np.allclose(vector.layers[2], BASE["W_dec"][feature] / (scale or 1.0), atol=1e-6)
     assert not vector.readouts
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    "config",
     [
-        ({"architecture": "topk", "k": 3}, "among the largest of all features"),
-        ({"architecture": "batchtopk"}, "among the largest of all features"),
-        ({"activation_fn_str": "topk"}, "among the largest of all features"),
-        ({"normalize_activations": "layer_norm"}, "residual_norm"),
-        ({"normalize_activations": "constant_norm_rescale"}, "residual_norm"),
+        {"architecture": "topk", "k": 3},
+        {"architecture": "batchtopk"},
+        {"activation_fn_str": "topk"},
+        {"normalize_activations": "layer_norm"},
+        {"normalize_activations": "constant_norm_rescale"},
     ],
 )
-def test_what_a_projection_does_not_say_is_not_told(
-    tmp_path: Path, config: dict[str, Any], reason: str
+def test_what_a_projection_does_not_say_has_no_readout(
+    tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    found = read_feature(save(tmp_path, config), FEATURE)
-    assert found.readout is None
-    assert reason in found.remarks[0]
-    stored = read_file(found.probe).vectors
+    stored = read_file(read_feature(save(tmp_path, config), FEATURE).probe).vectors
     assert not stored.readouts
     assert np.allclose(stored.layers[2], BASE["W_enc"][:, FEATURE], atol=1e-6)
 
@@ -152,7 +156,6 @@ def test_places(
 ) -> None:
     found = read_feature(save(tmp_path, config), FEATURE, layer=layer)
     stored = read_file(found.probe).vectors
-    assert (found.layer, found.hook) == place
     assert (list(stored.layers), stored.hook) == ([place[0]], place[1])
     assert list(stored.readouts) == [place[0]]
 
@@ -169,9 +172,9 @@ def test_types_of_weights(tmp_path: Path, dtype: str) -> None:
     found = read_feature(tmp_path, FEATURE)
     (written,) = load(found.vector).values()
     assert np.array_equal(written, tensors["W_dec"][FEATURE].float().numpy())
-    assert found.readout is not None
-    assert np.allclose(read_out(found, np.zeros((1, WIDTH))),
-                       max(found.readout.bias, 0), atol=1e-6)  # fmt: skip
+    (readout,) = read_file(found.probe).vectors.readouts.values()
+    given = read_out(found, np.zeros((1, WIDTH)))
+    assert np.allclose(given, max(readout.bias, 0), atol=1e-6)
 
 
 def test_scales_of_the_decoder_are_in_the_vector(tmp_path: Path) -> None:
@@ -228,101 +231,23 @@ def test_autoencoders_that_are_refused(
     tmp_path: Path, config: Any, changes: Any, options: Any, reason: str
 ) -> None:
     save(tmp_path, config, **changes)
-    with pytest.raises(LogsteerError, match=reason):
+    with pytest.raises((LogsteerError, ValueError), match=reason):
         read_feature(tmp_path, **{"feature": FEATURE, **options})
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogsteerError, match=r"no cfg\.json and .*: give the directory"):
-        read_feature(tmp_path / "none", FEATURE)
     weights = save(tmp_path) / "sae_weights.safetensors"
     whole = weights.read_bytes()
     for content, reason in (
-        (b"", "is empty"),
         (b"no tensors at all", "is not a safetensors file"),
         (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
         (whole[:-4], "not all numbers"),
         (whole.replace(b'"F32"', b'"I32"'), "in type I32; F64, F32"),
     ):
         weights.write_bytes(content)
-        with pytest.raises(LogsteerError, match=reason):
+        with pytest.raises(ValueError, match=reason):
             read_feature(tmp_path, FEATURE)
     for text, reason in (("{", "no JSON"), ("[]", "no JSON object")):
         (tmp_path / "cfg.json").write_text(text)
         with pytest.raises(LogsteerError, match=reason):
             read_feature(tmp_path, FEATURE)
-    weights.unlink()
-    with pytest.raises(LogsteerError, match="has no sae_weights"):
-        read_feature(tmp_path, FEATURE)
-
-
-class SizedServer:
-    """Has models of these sizes, and takes every vector."""
-
-    def __init__(self, **sizes: tuple[int | None, int | None]) -> None:
-        self.sizes = sizes
-        self.stored: dict[str, bytes] = {}
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/models":
-            common = {"engine": "vllm", "state": "ready", "detail": "", "required": True}
-            cards = [
-                {**common, "id": name, "hidden_size": width, "num_layers": layers}
-                for name, (width, layers) in self.sizes.items()
-            ]
-            return httpx.Response(200, json={"models": cards})
-        name = request.url.path.removeprefix("/vectors/")
-        self.stored[name] = request.content
-        document = {**CARD, "name": name}
-        readouts = read_file(request.content).vectors.readouts
-        if readouts:
-            document["readouts"] = {"2": {"kind": "relu", "slope": 2.0, "bias": -1.0}}
-        return httpx.Response(200, json=document)
-
-
-def test_a_feature_is_stored_with_its_probe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path, {"architecture": "jumprelu"}, **THRESHOLD)
-    server = SizedServer(demo=(WIDTH, 4))
-    argv = ["vectors", "import-sae", str(tmp_path), "--feature", "4"]
-    assert main(argv, transport=httpx.MockTransport(server)) == 0
-    found = read_feature(tmp_path, FEATURE)
-    assert server.stored == {"sae-2-4": found.vector, "sae-2-4.probe": found.probe}
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "sae-2-4.probe at layer 2, projection c: activation z where z > 0, else 0; z = 2 c - 1" \
-        in shown  # fmt: skip
-    argv += ["--name", "golden", "--layer", "2", "--json"]
-    assert main(argv, transport=httpx.MockTransport(server)) == 0
-    assert json.loads(capsys.readouterr().out)["probe"]["name"] == "golden.probe"
-    assert list(read_file(server.stored["golden"]).vectors.layers) == [1]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "model", "reason"),
-    [
-        ({"a": (768, 12), "b": (WIDTH, 12)}, None, None),
-        ({"a": (768, 12), "b": (None, None)}, None, None),
-        ({"a": (768, 12), "b": (WIDTH, 12)}, "a", "6 numbers, and a has 768: serve the model"),
-        ({"a": (768, 12), "b": (16, 4)}, None, "a has 768, b has 16"),
-        ({"a": (WIDTH, 12), "b": (16, 4)}, "c", "no model 'c' on this server: it has a, b"),
-        ({}, None, None),
-        ({"a": (WIDTH, 2)}, None, "for layer 2, and a has 0 to 1: .*--layer"),
-    ],
-)
-def test_a_feature_of_another_width_is_refused(
-    tmp_path: Path, sizes: Any, model: str | None, reason: str | None
-) -> None:
-    server = SizedServer(**sizes)
-    save(tmp_path)
-
-    def store(client: Any) -> Any:
-        return import_feature(client, tmp_path, FEATURE, model=model)
-
-    call = Caller(asynchronous=False)
-    if reason is None:
-        assert call(server, store).vector.name == "sae-2-4"
-        return
-    with pytest.raises(LogsteerError, match=reason):
-        call(server, store)
-    assert not server.stored

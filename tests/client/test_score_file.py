@@ -8,7 +8,6 @@ import asyncio
 import gzip
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -499,30 +498,6 @@ def test_a_full_disk_costs_nothing_that_was_there(
 def run_command(url: str, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "logsteer.cli", "score-file", *argv, "--url", url]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-@pytest.mark.full
-def test_a_command_that_is_killed_again_and_again_writes_what_one_run_writes(
-    tmp_path: Path,
-) -> None:
-    corpus = write_rows(tmp_path / "in.jsonl", texts(4000))
-    whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    score(corpus, whole, CorpusServer(), limits=JobLimits())
-    chance = random.Random(5)
-    with serve_corpus(delay_s=0.05) as url:  # no run of two calls at once ends in 12 s
-        argv = (str(corpus), str(target), "--endpoint", "perplexity", "--batch-size", "8")
-        for _ in range(4):
-            command = run_command(url, *argv, "--commit-s", "0.02", "--concurrency", "2")
-            wait_for_commit(tmp_path / "out.jsonl.job")
-            time.sleep(0.1 * chance.random())
-            command.kill()
-            command.communicate()
-            assert not target.exists()
-        command = run_command(url, *argv, "--json")
-        out, _ = command.communicate(timeout=300)
-    assert target.read_bytes() == whole.read_bytes()
-    assert (command.returncode, json.loads(out)["rows"]) == (0, 4000)
-    assert 0 < json.loads(out)["resumed_rows"] < 4000
 
 
 def wait_for_commit(record: Path) -> None:

@@ -345,29 +345,3 @@ def test_it_answers_in_its_sandbox_compiled_models_too(host: None) -> None:
     lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert lines["Uid"].split()[0] not in {"0", "10001"}, "a dynamic user"
     assert (lines["NoNewPrivs"], lines["Seccomp"], int(lines["CapBnd"], 16)) == ("1", "2", 0)
-
-
-def test_a_killed_server_comes_back_with_its_vectors(host: None) -> None:
-    ask_when_ready()
-    pairs = [
-        {"positive": f"I am happy, {name}.", "negative": f"I am sad, {name}."}
-        for name in ("Ann", "Bob", "Carl", "Dora", "Eve", "Fred")
-    ]
-    trained = {"name": "mood", "method": "mean_difference", "layers": [1], "pairs": pairs}
-    ask("/vectors/train", trained)
-    stored = ask("/vectors/mood")
-    before = show("MainPID")
-    execute("sh", "-c", f"kill -KILL {before}")
-    assert ask_when_ready() > 0.5
-    assert show("MainPID") != before
-    assert show("NRestarts") == "1"
-    assert ask("/vectors/mood") == stored
-
-
-def test_it_ends_in_time_when_it_is_stopped(host: None) -> None:
-    ask_when_ready()
-    started = time.monotonic()
-    execute("systemctl", "stop", "logsteer")
-    assert time.monotonic() - started < 75
-    said = execute("journalctl", "--no-pager", "--unit", "logsteer", "--lines", "2")
-    assert "Deactivated successfully" in said, said

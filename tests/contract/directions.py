@@ -83,12 +83,16 @@ def moved_model(path: Path, direction: Tensors, eta: float, dtype: Any = torch.f
     return model
 
 
+def read_rows(model: Any, ids: np.ndarray) -> np.ndarray:
+    """log p [T - 1, V] of what follows each token but the last, in the model's own precision."""
+    with torch.no_grad():
+        logits_TV = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
+    return logits_TV.log_softmax(-1).numpy()
+
+
 def read_logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
     """log p of every token but the first, in the model's own precision."""
-    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
-    with torch.no_grad():
-        log_p_TV = model(ids_1T).logits[0, :-1].log_softmax(-1)
-    return log_p_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].numpy()
+    return np.take_along_axis(read_rows(model, ids), ids[1:, None].astype(np.int64), -1)[:, 0]
 
 
 def at(direction: Direction, eta: float, cast: Cast | None = None) -> Override:

@@ -149,22 +149,3 @@ def test_streamed_pieces_have_the_columns_of_their_tokens(client: Client) -> Non
                 told = [value for piece in own for value in (piece.columns or {})[name]]
                 assert finite(told) == pytest.approx(finite(values), abs=1e-4, rel=1e-4), name
                 assert streamed.columns[name] == told
-
-
-def test_columns_of_float64_are_of_what_drew_the_tokens(client: Client) -> None:
-    columns: Any = ["logprob", "log_q", "rb_entropy", "rank"]
-    coarse, fine = (
-        client.generate(PROMPTS, columns=columns, precision=precision, **SAMPLING)
-        for precision in ("float32", "float64")
-    )
-    assert fine.provenance.precision == "float64"
-    for one, other in zip(coarse.results, fine.results, strict=True):
-        for few, many in zip(one.completions, other.completions, strict=True):
-            assert few.token_ids == many.token_ids
-            assert set(many.columns) == {"log_q", "rb_entropy"}
-            for name in many.columns:
-                assert finite(many.columns[name]) == pytest.approx(
-                    finite(few.columns[name]), abs=1e-4
-                )
-            rounded = np.array(many.logprobs, np.float64).astype(np.float32).astype(np.float64)
-            assert (rounded != np.array(many.logprobs, np.float64)).any(), "more digits"

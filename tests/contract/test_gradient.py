@@ -11,12 +11,8 @@ from torch import Tensor
 
 from logsteer import APIError, Client
 from logsteer.schemas import TargetGradient
-from logsteer_server.contract.jobs import (
-    GradientJob,
-    InputPoint,
-    JobFailure,
-    ScoreJob,
-)
+from logsteer_server.contract.gradients import GradientJob, InputPoint
+from logsteer_server.contract.jobs import JobFailure, ScoreJob
 from logsteer_server.contract.plan import Direction, Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (

@@ -13,9 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import nbformat
 import pytest
 
 import logsteer
@@ -23,7 +21,7 @@ from logsteer import Client
 from logsteer.cli import main
 from tests.client.test_examples import EXAMPLES
 from tests.conftest import Server, ServerFactory, tlens_model, uncached
-from tests.notebooks import DOCS, NOTEBOOKS, PUBLISHED, compare, list_types, read_code
+from tests.notebooks import DOCS, NOTEBOOKS, PUBLISHED, compare
 
 pytestmark = pytest.mark.engine
 
@@ -186,20 +184,3 @@ def test_a_notebook_prints_what_is_committed(path: Path, tlens_server: Server) -
 def test_the_quantised_one_prints_what_is_committed(quantized_server: Server) -> None:
     # Rounding to 8 bits depends on the last digit of an activation, in which processors differ.
     compare(QUANTISED, quantized_server.url, rel=0.3, abs=0.02)
-
-
-def test_the_tour_draws_its_answers() -> None:
-    cells = read_code(nbformat.read(DOCS / "tour.ipynb", as_version=4))
-
-    def find(words: str) -> Any:
-        (cell,) = [cell for cell in cells if words in cell.source]
-        return cell
-
-    for words in ("client.models()", "the stock market", "read = ", "training = ", "steered = "):
-        assert "text/html" in list_types(find(words)), words
-    for words in ("read.plot()", "training.plot()", "sweep.plot("):
-        assert "image/png" in list_types(find(words)), words
-    html = "".join(o.data.get("text/html", "") for o in find("read = ").outputs)
-    assert "> mother</span>" in html
-    receipt = "".join(o.data.get("text/html", "") for o in find("steered = ").outputs)
-    assert "tour-mood x -3" in receipt

@@ -396,15 +396,6 @@ def test_blimp_is_what_hf_says(vllm_server: Server, stories_hf: Any, scratch: Pa
 
 @needs_shared
 @pytest.mark.engine
-def test_lambada_is_what_hf_says(vllm_server: Server, stories_hf: Any, scratch: Path) -> None:
-    ours, theirs = compare(stories_hf, vllm_server, ["local_lambada"], scratch)
-    own, reference = ours["local_lambada"], theirs["local_lambada"]
-    assert own["acc,none"] == reference["acc,none"]
-    assert own["perplexity,none"] == pytest.approx(reference["perplexity,none"], rel=1e-4)
-
-
-@needs_shared
-@pytest.mark.engine
 def test_wikitext_is_what_hf_says(vllm_server: Server, scratch: Path) -> None:
     text = (SHARED / "data" / "wikitext2-valid.txt").read_text()[:60_000]
     pages = [text[start : start + 9_000] for start in range(0, len(text), 9_000)]

@@ -232,22 +232,6 @@ class TestOnVllm:
         last = read["logprobs"]["token_logprobs"][-1]
         assert last == pytest.approx(made["logprobs"]["token_logprobs"][0], abs=PER_TOKEN)
 
-    def test_sampled_log_probabilities_are_those_of_scoring(self, vllm_client: Client) -> None:
-        request = {
-            "model": "demo", "prompt": PROMPT, "max_tokens": 40, "n": 4, "seed": 3,
-            "temperature": 0.7, "top_p": 0.9, "logprobs": 0,
-        }  # fmt: skip
-        url = f"{vllm_client.base_url}/v1/completions"
-        choices = httpx.post(url, json=request, timeout=60).json()["choices"]
-        assert len({choice["text"] for choice in choices}) > 1
-        for choice in choices:
-            if choice["finish_reason"] == "stop":
-                continue
-            scored = vllm_client.score(PROMPT, choice["text"]).targets[0]
-            if scored.tokens == choice["logprobs"]["tokens"]:
-                found = choice["logprobs"]["token_logprobs"]
-                assert found == pytest.approx(scored.logprobs, abs=1e-4)
-
 
 def test_neighbours_that_want_other_numbers_of_alternatives_change_nothing(
     client: Client, model: str
@@ -262,6 +246,7 @@ def test_neighbours_that_want_other_numbers_of_alternatives_change_nothing(
 
     wanted = [0, 4, None, 2, 0, 4, None, 2]
     alone = {count: complete(count) for count in set(wanted)}
+    assert len({choice["text"] for choice in alone.values()}) == 1
     with ThreadPoolExecutor(len(wanted)) as pool:
         together = list(pool.map(complete, wanted))
     for count, choice in zip(wanted, together, strict=True):
@@ -274,17 +259,3 @@ def test_neighbours_that_want_other_numbers_of_alternatives_change_nothing(
         assert [top.keys() for top in found["top_logprobs"]] == [
             top.keys() for top in expected["top_logprobs"]
         ]
-
-
-def test_log_probabilities_that_nobody_wants_change_nothing(client: Client, model: str) -> None:
-    url = f"{client.base_url}/v1/completions"
-    body = {
-        "model": model, "prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 4, "temperature": 0.9,
-    }  # fmt: skip
-    wanted, without = (
-        httpx.post(url, json=body | more, timeout=60).json()["choices"]
-        for more in ({"logprobs": 0}, {})
-    )
-    assert [choice["text"] for choice in wanted] == [choice["text"] for choice in without]
-    assert all(choice["logprobs"]["tokens"] for choice in wanted)
-    assert all(choice["logprobs"] is None for choice in without)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from logsteer_server.contract.gradients import GradientJob
 from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     GenerateJob,
-    GradientJob,
     JobFailure,
     Policy,
     ScoreJob,

@@ -22,6 +22,7 @@ from tests.contract.directions import (
     load_model,
     moved_model,
     read_logprobs,
+    read_rows,
 )
 from tests.contract.test_gradient import autograd_reference, relative, sum_products
 from tests.contract.tlens_cases import draw_ids, draw_vector
@@ -88,6 +89,11 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     assert answer.override.model_dump() == OVERRIDE | {"sha256": sha256, "cast": None}
     moved = moved_model(DEMO_MODEL, tensors, ETA)
     wanted = read_logprobs(moved, IDS)[len(CONTEXT) - 1 :]
+    others = {"context_ids": CONTEXT, "target_ids": [TARGET], "alternatives": [5, 900]}
+    listed = client.logprob([others], override=OVERRIDE).results[0].targets[0].alternatives
+    assert np.array(listed.logprobs) == pytest.approx(
+        read_rows(moved, IDS)[len(CONTEXT) - 1 :, [5, 900]], abs=PER_TOKEN
+    )
     for result in answer.results:
         assert result.targets[0].logprobs == pytest.approx(wanted, abs=PER_TOKEN)
         assert result.targets[1].logprob == pytest.approx(wanted[0], abs=PER_TOKEN)

@@ -298,7 +298,7 @@ REFUSALS = [
     ({"probes": [probe(MOOD, 0, 1, 2, 3)] * 5}, "raise steering_probes"),
     ({"probes": [{"name": "nobody"}]}, "nobody"),
     ({"probes": [probe(MOOD, 1, read="probability")]}, "method logistic"),
-    ({"probes": [probe(MOOD, 1, read="activation")]}, "import-sae"),
+    ({"probes": [probe(MOOD, 1, read="activation")]}, "PUT /saes/NAME"),
     ({"probes": [{"data": {"1": [0.0] * WIDTH, "2": MOOD.tolist()}}]}, "nothing to read"),
     ({"probes": [probe(MOOD, 1)], "per_token": False}, "per_token"),
 ]

@@ -177,24 +177,6 @@ def test_alone_batched_and_prefix_cached_are_the_same(client: Client, scheme: st
         assert worst < WORST
 
 
-def test_perplexity_is_that_of_its_own_log_probabilities(
-    client: Client, emulation: Reference, plain: Reference, scheme: str
-) -> None:
-    answer = client.perplexity(TEXTS)
-    targets = targets_of(client, TEXTS)
-    for result, target in zip(answer.results, targets, strict=True):
-        logprobs = flatten([target])
-        assert result.num_scored == len(logprobs)
-        assert result.perplexity == pytest.approx(math.exp(-np.mean(logprobs)), rel=MEAN[scheme])
-    own = math.exp(-np.mean(scores_of(client, TEXTS)))
-    emulated = math.exp(-np.mean(emulation.scores(TEXTS)))
-    unquantised = math.exp(-np.mean(plain.scores(TEXTS)))
-    print(f"perplexity {answer.total.perplexity:.6f}, of its own log-probabilities {own:.6f},")
-    print(f"  emulated {emulated:.6f}, float32 {unquantised:.6f}")
-    assert answer.total.perplexity == pytest.approx(own, rel=1e-5)
-    assert answer.total.perplexity == pytest.approx(emulated, rel=MEAN[scheme])
-
-
 @pytest.mark.parametrize(
     ("texts", "agreement"),
     [pytest.param(TEXTS, 0.98, id="texts"), pytest.param(SHUFFLED, 0.9, id="shuffled")],

@@ -250,26 +250,6 @@ def test_streams_give_the_same_as_the_whole(client: Client) -> None:
             assert own[-1].finish_reason == completion.finish_reason
 
 
-def test_openai_completions_take_steering(client: Client) -> None:
-    import httpx
-
-    body = {
-        "prompt": "Once upon a time", "max_tokens": 10, "temperature": 0, "logprobs": 0,
-        "model": client.models().models[0].id,
-    }  # fmt: skip
-    url = f"{client.base_url}/v1/completions"
-    plain = httpx.post(url, json=body, timeout=60).json()
-    steered = httpx.post(url, json=body | {"steering": STEERING}, timeout=60).json()
-    own = client.steer("Once upon a time", STEERING, max_tokens=10, temperature=0.0)
-    completion = own.results[0].completions[0]
-    assert steered["choices"][0]["text"] == completion.text
-    logprobs = steered["choices"][0]["logprobs"]["token_logprobs"]
-    assert logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
-    assert steered["steering"]["tokens_steered"] == own.steering.tokens_steered
-    assert plain["choices"][0]["logprobs"] != steered["choices"][0]["logprobs"]
-    assert "steering" not in plain
-
-
 def test_perplexity_under_steering(client: Client, hooked: HookedReference) -> None:
     text = "Once upon a time there was a girl. She was very happy."
     ids = client.tokenize(text).results[0].token_ids

@@ -175,6 +175,43 @@ def test_prompt_logprobs_are_at_the_requests_own_temperature(
         assert [one["rank"] for one in listed] == list(range(1, K + 1))
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [
+            [*CONTEXT, *TARGET],
+            [*CONTEXT, *TARGET, 5],
+            [*CONTEXT, 8, 9],
+            [*CONTEXT, 8, 9],
+            [7],
+            [7, 8],
+        ],
+        [CONTEXT, CONTEXT[:3], CONTEXT],
+    ],
+)
+def test_samples_of_one_prompt_have_the_numbers_that_each_has_alone(
+    client: Client, prompts: list[list[int]]
+) -> None:
+    """What samples begin with is scored once, and written for each."""
+    body = {"model": "demo", "max_tokens": 1, "prompt_logprobs": 2, "temperature": 2.0}
+    url = f"{client.base_url}/v1/completions"
+
+    def ask(prompt: Any) -> list[Any]:
+        answer = httpx.post(url, json=body | {"prompt": prompt}, timeout=100).json()
+        return [choice["prompt_logprobs"] for choice in answer["choices"]]
+
+    together = ask(prompts)
+    for found, prompt in zip(together, prompts, strict=True):
+        (alone,) = ask(prompt)
+        assert len(found) == len(prompt)
+        assert found[0] is alone[0] is None
+        for entries, wanted in zip(found[1:], alone[1:], strict=True):
+            assert entries.keys() == wanted.keys()
+            for number, entry in entries.items():
+                assert entry["rank"] == wanted[number]["rank"]
+                assert entry["logprob"] == pytest.approx(wanted[number]["logprob"], abs=1e-5)
+
+
 def test_a_teachers_numbers_are_arrays(client: Client, exact: HookedReference) -> None:
     """Completions of several lengths, their own candidates, at a temperature, padded for torch."""
     lengths = [4, 2]

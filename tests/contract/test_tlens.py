@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import (
     CaptureJob,
     GenerateJob,
@@ -20,7 +22,8 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, VOCAB_SIZE
+from tests.contract import engine_probe
 from tests.contract.directions import load_model, read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
@@ -39,6 +42,7 @@ from tests.contract.tlens_cases import (
     score,
     whole,
 )
+from tests.probes import recapture
 
 pytestmark = pytest.mark.engine
 
@@ -146,7 +150,7 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
     where = Positions("slices", ((0, 2), (3, 20)))
     own = {"resid_post": "hook_resid_post", "resid_mid": "hook_resid_mid"}
     jobs = [
-        CaptureJob(draw_ids(rng, count), (3, 0), hook, read, positions)
+        CaptureJob(draw_ids(rng, count), capture=Capture((3, 0), hook, read, positions))
         for hook in ("resid_post", "resid_mid", "attn.hook_z", "attn.hook_q", "mlp.hook_pre")
         for read, positions in (("last", Positions()), ("mean", Positions()), ("each", where))
         for count in (9, 30, 4)
@@ -154,13 +158,24 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
     for job, output in zip(jobs, run(engine, *jobs), strict=True):
         with torch.inference_mode():
             _, cache = bridge.run_with_cache(torch.from_numpy(job.tokens.astype(np.int64))[None])
-        for row, layer in enumerate(job.layers):
-            activation_TD = cache[f"blocks.{layer}.{own.get(job.hook, job.hook)}"][0].flatten(1)
+        hook, read = job.capture.hook, job.capture.read
+        for row, layer in enumerate(job.capture.layers):
+            activation_TD = cache[f"blocks.{layer}.{own.get(hook, hook)}"][0].flatten(1)
             wanted_TD = activation_TD[job.places].numpy()
-            if job.read == "mean":
+            if read == "mean":
                 norms_T = np.linalg.norm(wanted_TD, axis=-1)
                 wanted_TD = wanted_TD[norms_T <= 3 * np.median(norms_T)].mean(0, keepdims=True)
             assert output.activations_LTD[row] == pytest.approx(wanted_TD, abs=PER_TOKEN)
+
+
+def test_captures_in_flight_are_those_of_the_finished_text(engine: Any) -> None:
+    """Scored and generated, of all kinds of positions, steered and not, together and alone."""
+    jobs = dict(enumerate(job for job in engine_probe.make_jobs(VOCAB_SIZE, 128) if job.capture))
+    jobs[0] = replace(jobs[0], capture=replace(jobs[0].capture, hook="attn.hook_z"))
+    alone = max(recapture(engine, {number: job}) for number, job in jobs.items())
+    worst = max(alone, recapture(engine, jobs))
+    print(f"captures in flight and of the finished text differ by {worst:.2e}")
+    assert worst < BATCH
 
 
 def test_small_bounds_only_make_more_batches(engine: Any) -> None:
@@ -219,8 +234,8 @@ def bad_jobs(ids: np.ndarray) -> list[tuple[Job, str, str]]:
         (steered(Site(1, "resid_pre", v), Site(1, "hook_in", v)), "invalid_vector", "two"),
         (steered(Site(1, "resid", v)), "unsupported_by_engine", "resid_post"),
         (steered(Site(5, "resid_post", v)), "invalid_request", "0 to 4"),
-        (CaptureJob(ids, (0, 7)), "invalid_request", "layer 7"),
-        (CaptureJob(ids, ()), "invalid_request", "at least one"),
+        (CaptureJob(ids, capture=Capture((0, 7))), "invalid_request", "layer 7"),
+        (CaptureJob(ids, capture=Capture(())), "invalid_request", "at least one"),
         (GenerateJob(ids, 1024), "context_too_long", "1024"),
         (whole(np.append(ids, [9999, 3]).astype(np.int32)), "invalid_request", "1435"),
         (GenerateJob(ids[:0], 3), "invalid_request", "no tokens"),
@@ -244,7 +259,7 @@ def test_running_out_of_memory_costs_one_batch(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     jobs: list[Job] = [whole(prompt, plan=add_plan()), GenerateJob(prompt, 5)]
-    jobs += [CaptureJob(prompt, (1,))]
+    jobs += [CaptureJob(prompt, capture=Capture((1,)))]
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "read", fail)
         failures = run(engine, *jobs)

@@ -17,14 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import (
-    CaptureJob,
-    GenerateJob,
-    GradientJob,
-    Job,
-    ScoreJob,
-)
+from logsteer_server.contract.gradients import GradientJob
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
 from logsteer_server.contract.plan import (
     Adapter,
     Override,
@@ -96,7 +92,7 @@ def test_scores_alone_and_in_a_batch(engine: Any, spread: Any) -> None:
 @pytest.mark.parametrize("hook", ["resid_pre", "resid_mid", "resid_post", "attn.hook_q", "mlp_out"])
 @pytest.mark.parametrize("read", ["last", "mean"])
 def test_activations_of_each_layer(engine: Any, spread: Any, hook: str, read: Any) -> None:
-    jobs = [CaptureJob(ids, tuple(LAYERS), hook, read) for ids in TEXTS]
+    jobs = [CaptureJob(ids, capture=Capture(tuple(LAYERS), hook, read)) for ids in TEXTS]
     for one, two in compare(engine, spread, *jobs):
         assert two.activations_LD == pytest.approx(one.activations_LD, abs=PER_TOKEN)
 

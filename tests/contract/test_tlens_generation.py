@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import (
     CaptureJob,
     GenerateJob,
@@ -236,7 +237,7 @@ def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -
     for _ in range(5):
         assert engine.step() == []
     engine.add([(1, GenerateJob(prompt, 3, ignore_eos=True)), (2, whole(prompt))])
-    engine.add([(3, CaptureJob(prompt, (0,)))])
+    engine.add([(3, CaptureJob(prompt, capture=Capture((0,))))])
     found = {i for _ in range(10) for i, _ in engine.step()}
     assert found == {1, 2, 3}
     engine.cancel([0])

@@ -82,7 +82,6 @@ class Recorder:
 
     root: Path
     steps: list[Step] = field(default_factory=list)
-    _open: dict[int, str] = field(default_factory=dict)
 
     def name(self, path: Any) -> str:
         """Return a path as steps give it."""

@@ -25,7 +25,6 @@ from tests.faults.processes import (
     score,
     signal_all,
     wait_for,
-    wait_for_state,
 )
 
 pytestmark = pytest.mark.engine
@@ -105,15 +104,6 @@ def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
             assert "event: error" not in answer.result().text
     for model in lengths:
         assert read_card(server, model)["restarts"] == 0
-
-
-def test_a_stopped_engine_is_killed_with_its_files_and_restarted(server: Server) -> None:
-    os.kill(find_tlens(server), signal.SIGSTOP)
-    check_retryable(score(server, "tlens", 7))
-    wait_for_state(server, "tlens", "ready", RESTART_S)
-    assert read_card(server, "tlens")["restarts"] == 1
-    assert score(server, "tlens", 7).status_code == 200
-    assert read_card(server, "two")["restarts"] == 0
 
 
 def test_a_stopped_engine_is_killed_with_its_ranks(server: Server, scratch: Path) -> None:

@@ -128,11 +128,6 @@ def find_engine_of(server: Server, model: str) -> int:
     return find_engines(server)[["quick", "slow"].index(model)]
 
 
-def test_a_long_step_is_no_hang(server: Server) -> None:
-    assert score(server, "slow").status_code == 200
-    assert read_card(server, "slow")["restarts"] == 0
-
-
 def test_a_stopped_engine_is_killed_and_restarted(server: Server) -> None:
     engine = find_engine_of(server, "slow")
     before = read_card(server, "slow")["restarts"]
@@ -157,14 +152,6 @@ def test_a_stopped_engine_is_killed_and_restarted(server: Server) -> None:
     assert read_card(server, "slow")["restarts"] == before + 1
     assert not Path(f"/proc/{engine}").exists()
     assert score(server, "slow").status_code == 200
-
-
-def test_an_idle_engine_that_is_stopped_is_found_without_a_request(server: Server) -> None:
-    engine = find_engine_of(server, "slow" if read_card(server, "quick")["restarts"] else "quick")
-    os.kill(engine, signal.SIGSTOP)
-    wait_for(lambda: not Path(f"/proc/{engine}").exists())
-    for model in ("quick", "slow"):
-        wait_for_state(server, model, "ready")
 
 
 def test_a_step_that_does_not_end_is_ended(server: Server) -> None:

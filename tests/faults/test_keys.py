@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer import Client
 from logsteer._endpoints import ENDPOINTS
-from logsteer.errors import APIError, AuthenticationError, OverloadedError, PermissionDeniedError
+from logsteer.errors import APIError
 from logsteer_server.__main__ import main
 from logsteer_server.keys.caller import Allowance, KeyLimits, TokenCounts
 from logsteer_server.keys.commands import CONCURRENCY, STORED_BYTES
@@ -178,19 +177,6 @@ def test_interventions_take_the_scope_steer(
     assert allowed.status_code != 403
 
 
-def test_the_client_has_errors_for_it(server: Server, tokens: dict[str, str]) -> None:
-    with Client(server.url, api_key=tokens["scorer"], max_retries=0) as client:
-        with pytest.raises(PermissionDeniedError, match="takes a key with the scope steer"):
-            client.steer(["a"], STEERING, model="quick")
-        assert client.logprob([ITEM], model="quick").results
-    unknown = "ls_000000000000_" + "x" * 43
-    with (
-        Client(server.url, api_key=unknown, max_retries=0) as client,
-        pytest.raises(AuthenticationError),
-    ):
-        client.models()
-
-
 # ------------------------------------------------------------------ how much
 
 
@@ -232,11 +218,6 @@ def test_tokens_a_minute_are_bounded_by_key(server: Server, tokens: dict[str, st
     assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
     assert 1 <= int(refused.headers["retry-after"]) <= 1.4 * 60 + 1
     assert post(server, tokens["scorer"], "/logprob", body).status_code == 200
-    with (
-        Client(server.url, api_key=tokens["poor"], max_retries=0) as client,
-        pytest.raises(OverloadedError),
-    ):
-        client.logprob([ITEM], model="quick")
 
 
 def test_what_is_generated_is_charged_as_it_comes(server: Server, tokens: dict[str, str]) -> None:

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from logsteer.errors import APIError
@@ -142,34 +143,22 @@ def test_requests_share_one_budget_of_scratch_space() -> None:
     assert space.taken_bytes == 0
 
 
-class FactorFile:
-    """A safetensors file whose tensors are not to be read."""
-
-    def __init__(self, shapes: dict[str, list[int]]) -> None:
-        self._shapes = shapes
-
-    def metadata(self) -> dict[str, str]:
-        return {CONFIG_KEY: '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'}
-
-    def keys(self) -> list[str]:
-        return list(self._shapes)
-
-    def get_slice(self, name: str) -> Any:
-        shape = self._shapes[name]
-        return type("Slice", (), {"get_shape": lambda _: shape})()
-
-    def get_tensor(self, name: str) -> Tensor:
-        raise AssertionError(f"{name} is read, before shapes are compared")
-
-
 @pytest.mark.parametrize(
     ("down", "up"),
     [([1, 200_000], [200_000, 1]), ([1, 8], [8]), ([1, 8], [4, 1]), ([2, 4], [8, 3])],
 )
-def test_an_adapters_shapes_are_compared_before_its_product(down: list[int], up: list[int]) -> None:
+def test_an_adapters_shapes_are_compared_before_its_product(
+    tmp_path: Path, down: list[int], up: list[int]
+) -> None:
+    """The first product has 160 GB."""
     name = "base_model.model.layers.0.q_proj.lora_{}.weight"
-    file = FactorFile({name.format("A"): down, name.format("B"): up})
-    with pytest.raises(AdapterLayoutError, match="make no update"):
+    tensors = {name.format("A"): torch.zeros(down), name.format("B"): torch.zeros(up)}
+    config = {CONFIG_KEY: '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'}
+    save_file(tensors, tmp_path / "adapter", config)
+    with (
+        safe_open(tmp_path / "adapter", "pt") as file,
+        pytest.raises(AdapterLayoutError, match="make no update"),
+    ):
         read_updates(file, {"layers.0.q_proj.weight": torch.zeros(8, 4)})
 
 

@@ -1,6 +1,5 @@
 """What one key stores and asks is no other key's: names, contents, cached results and prefixes."""
 
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,12 +154,6 @@ def test_no_other_slash_is_in_a_name(server: Server, tokens: Tokens, path: str) 
         body = {"items": [ITEM], "steering": {"vectors": [{"name": name}]}}
         with connect(server, tokens["root"]) as http:
             assert http.post("/logprob", json=body).status_code == 422
-
-
-def test_files_are_the_owners_alone(ann: Client, place: Path) -> None:
-    ann.vectors.put("private", vector(1.5))
-    assert (place / "store" / "keys" / "ann" / "vectors" / "names" / "private.json").exists()
-    assert stat.S_IMODE((place / "store" / "keys" / "ann" / "vectors").stat().st_mode) == 0o700
 
 
 def score(http: httpx.Client, **fields: Any) -> dict[str, int]:

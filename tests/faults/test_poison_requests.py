@@ -194,33 +194,3 @@ def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server)
     told = score(server, "slow", *poison)
     assert (told.status_code, told.json()["code"]) == (500, "internal")
     assert score(server, "slow", 300).status_code == 200
-
-
-def test_who_was_there_at_both_deaths_is_answered_and_the_other_refused(server: Server) -> None:
-    """Sent again, those that an engine died with are given to it one at a time."""
-    asked, hold = ((400,), (EXIT, 11)), server.directory / HOLD_FILE
-    with ThreadPoolExecutor(3) as pool:
-        for again in (False, True):
-            wait_for_state(server, "slow", "ready")
-            with held(hold):
-                first = pool.submit(score, server, "slow", 500)
-                wait_for_jobs(server, "slow")
-                wait_for(lambda: has_one(server, "waiting"))  # in the step that is held
-                both = [pool.submit(score, server, "slow", *ids) for ids in asked]
-                if again:
-                    wait_for(lambda: has_one(server, "queued"))
-                else:
-                    wait_for_jobs(server, "slow", 3)
-                hold.unlink()
-                assert first.result().status_code == 200, "the next step has the other two"
-            answers = [answer.result() for answer in both]
-            if not again:
-                for answer in answers:
-                    check_retryable(answer)
-    wait_for_state(server, "slow", "ready")
-    # Which of the two was first is chance: who was told to try again does so.
-    tried = [
-        score(server, "slow", *ids) if answer.status_code == 503 else answer
-        for answer, ids in zip(answers, asked, strict=True)
-    ]
-    assert [answer.status_code for answer in tried] == [200, 500], [a.text for a in tried]

@@ -230,31 +230,6 @@ def read_logprob(found: dict[str, Any]) -> float:
 
 
 @pytest.mark.full
-def test_what_one_stores_the_other_uses_replaces_and_deletes(pair: list[TestClient]) -> None:
-    first, second = pair
-    for turn, (writer, reader) in enumerate([(first, second), (second, first)]):
-        again = {"overwrite": "true"}
-        card = writer.put("/vectors/north", content=vector(turn + 1), params=again).json()
-        assert reader.post("/logprob", json=PROBED).status_code == 200
-        found = reader.get("/vectors/north/content")
-        assert (found.headers["etag"], found.content) == (f'"{card["sha256"]}"', vector(turn + 1))
-        adapter = put_adapter(writer, "lora", turn, **again)
-        used = score(reader, adapter="lora")
-        assert used["adapter"] == {"name": "lora", "sha256": adapter["sha256"]}
-        assert read_logprob(used) == read_logprob(score(writer, adapter="lora"))
-        assert read_logprob(used) != read_logprob(score(reader))
-    direction = save({"w": np.ones(3, np.float32)})
-    override = first.put("/overrides/step", content=direction).json()
-    told = score(second, override={"name": "step", "eta": 1e-3})["override"]
-    assert told["sha256"] == override["sha256"]
-    listed = [client.get("/adapters").json() for client in pair]
-    assert listed[0] == listed[1]
-    assert second.delete("/adapters/lora").status_code == 200
-    answer = first.post("/logprob", json={"items": [ITEM], "adapter": "lora"})
-    assert (answer.status_code, answer.json()["code"]) == (404, "unknown_adapter")
-
-
-@pytest.mark.full
 def test_a_store_that_is_away_fails_what_needs_it_and_nothing_else(
     pair: list[TestClient], bucket: Bucket
 ) -> None:
@@ -312,17 +287,3 @@ def test_what_has_no_name_goes_by_itself(pair: list[TestClient], bucket: Bucket)
     obstore.put(store, left, b"of a server that was killed")
     wait_for(lambda: left not in [entry.place for entry in objects.list("vectors")], 60)
     assert second.post("/logprob", json=PROBED).status_code == 200
-
-
-@pytest.mark.full
-def test_an_adapter_that_does_not_fit_leaves_nothing(
-    pair: list[TestClient], tmp_path: Path
-) -> None:
-    first, _ = pair
-    weights = save({"a": np.ones(3)})
-    answer = first.put(
-        "/adapters/lora", files={"config": b'{"peft_type": "LORA", "r": 4}', "weights": weights}
-    )
-    assert answer.status_code == 422, answer.text
-    assert first.get("/adapters").json()["bytes"] == 0
-    assert list((tmp_path / "a" / "own" / "uploads").iterdir()) == []

@@ -5,8 +5,6 @@ And directories that processes leave behind when they are killed.
 
 import asyncio
 import errno
-import fcntl
-import json
 import os
 import resource
 import stat
@@ -26,7 +24,7 @@ from logsteer_server.engines.lifetime import LOCK, NEW_S, PREFIX, ScratchDirecto
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import OVERRIDES, Store
 from logsteer_server.stores.threads import FairTurns, StoreThreads
-from tests.conftest import ROOT, fake_model
+from tests.conftest import fake_model
 from tests.faults.disk import CallCounter, Files, Recorder, fail_calls, list_states, record_calls
 from tests.faults.processes import running
 from tests.refusals import refused
@@ -123,105 +121,6 @@ def test_power_may_go_at_any_step(tmp_path: Path, change: str) -> None:
             states = (outcome_of(change),)
         assert read_state(open_store(place)) in states, count
     assert len(seen) >= (2 if change == "delete" else 6)
-
-
-KILLED = """
-import json, os, sys, traceback
-from pathlib import Path
-from tests.faults.test_stores import BEFORE, apply_change, open_store, outcome_of, prepare
-from tests.server.store_cases import read_state
-
-root, change = Path(sys.argv[1]), sys.argv[2]
-
-def run(work):  # obstore's threads do not outlive a fork, so that only children use it
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        status = work()
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    os._exit(status or 0)
-
-def change_until(left):
-    def count(call):
-        def counted(*arguments, **options):
-            nonlocal left
-            if not left:
-                os._exit(9)
-            left -= 1
-            return call(*arguments, **options)
-        return counted
-    for name in ("write", "fsync", "link", "replace", "unlink"):
-        setattr(os, name, count(getattr(os, name)))
-    apply_change(open_store(place), change)
-
-def check():
-    found = read_state(open_store(place))
-    assert found in (BEFORE, outcome_of(change)), step
-    return 7 if found == outcome_of(change) else 8
-
-for step in range(100):
-    place = root / str(step)
-    assert run(lambda: prepare(place) and None) == 0
-    status = run(lambda: change_until(step))
-    found = run(check)
-    assert status in (0, 9) and found in (7, 8), (step, status, found)
-    print(json.dumps([status, found == 7]), flush=True)
-    if status == 0:
-        break
-"""
-
-
-@pytest.mark.parametrize("change", ["put new", "put over", "delete"])
-def test_a_server_killed_at_any_step_leaves_old_or_new(tmp_path: Path, change: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), change],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    steps = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-    assert steps[0] == (9, False)
-    assert steps[-1] == (0, True)
-    assert len(steps) > (2 if change == "delete" else 6)
-    assert (9, True) in steps
-    assert [new for _, new in steps] == sorted(new for _, new in steps)  # never back to the old
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from tests.faults.test_stores import open_store
-from tests.server.store_cases import make_content, put_content
-store = open_store(Path(sys.argv[1]))
-for number in range(100_000):
-    put_content(store, f"n{number % 5}", make_content(number % 9, 20_000))
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_killed_server_has_all_that_it_acknowledged(tmp_path: Path, seed: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
-    told = [process.stdout.readline() for _ in range(12 + seed)]
-    process.kill()
-    told += process.stdout.readlines()
-    process.wait()
-    process.stdout.close()
-    last = int(told[-1])
-    state = read_state(open_store(tmp_path))
-
-    def latest(name: int, count: int) -> bytes:
-        number = max(n for n in range(count + 1) if n % 5 == name)
-        return make_content(number % 9, 20_000)
-
-    done, next_one = ({f"n{k}": latest(k, count) for k in range(5)} for count in (last, last + 1))
-    assert state in (done, next_one)
 
 
 @pytest.mark.parametrize("limit", [300, 40], ids=["content", "name"])
@@ -373,23 +272,6 @@ def test_what_nobody_owns_is_swept_and_what_somebody_does_is_not(tmp_path: Path)
             assert not own.exists()
         finally:
             process.kill()
-
-
-def test_one_that_is_not_locked_yet_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swept: list[Path] = []
-    lock = fcntl.flock
-
-    def sweep_and_lock(file: Any, how: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", lock)
-        swept.extend(sweep(tmp_path))
-        lock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", sweep_and_lock)
-    with ScratchDirectory(tmp_path) as own:
-        assert own.exists()
-        assert sweep(tmp_path) == swept == []
 
 
 def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ A process of its own, because vLLM reads its environment once and leaves a proce
 
 import os
 import sys
-from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.vllm.config import V2, set_environment
+from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.engines.vllm.internals import INTERNALS, find_moved
 from logsteer_server.imports import hold_collector, leave_out_unused
 from tests.probes import finish
@@ -83,68 +81,8 @@ def profile(device: str, has_head: bool) -> list[Any]:
     return calls
 
 
-class NotStartedError(Exception):
-    """Says that a configuration was asked for, which is all that is wanted."""
-
-
-def find_batch(gigabytes: int, engine_args: dict[str, Any]) -> list[int]:
-    """Tokens and sequences of a step that the engine asks vLLM for, on a GPU of such memory."""
-    from vllm.engine import arg_utils
-
-    from logsteer_server.engines.vllm import core
-
-    found = []
-
-    def configure(self: Any, *given: Any) -> None:
-        self.enable_chunked_prefill = True
-        model = SimpleNamespace(max_model_len=4096, is_multimodal_model=False)
-        parallel = SimpleNamespace(use_batched_dp_moe=False)
-        context = given[0] if given else None
-        self._set_default_max_num_seqs_and_batched_tokens_args(context, model, parallel)
-        found.extend([self.max_num_batched_tokens, self.max_num_seqs])
-        raise NotStartedError
-
-    gpu = SimpleNamespace(
-        get_device_total_memory=lambda: gigabytes * 2**30,
-        get_device_name=lambda: "NVIDIA H200",
-        is_tpu=lambda: False,
-        is_cpu=lambda: False,
-    )
-    spec = EngineSpec("probe", "vllm", str(DEMO_MODEL), engine_args=engine_args)
-    with (
-        patch.object(arg_utils, "current_platform", gpu),
-        patch.object(core.EngineArgs, "create_engine_config", configure),
-        suppress(NotStartedError),
-    ):
-        core.VllmCore(spec, spec.path)
-    return found
-
-
-def find_runner(spec: EngineSpec, *, is_hybrid: bool) -> dict[str, Any]:
-    """Which runner a model has on a GPU for which vLLM takes V2 unless it is told otherwise."""
-    from logsteer_server.engines.vllm import arguments, core
-
-    def configure(*_: Any) -> Any:
-        return SimpleNamespace(
-            use_v2_model_runner=os.environ.get(V2, "1") == "1",
-            model_config=SimpleNamespace(is_hybrid=is_hybrid),
-            scheduler_config=SimpleNamespace(async_scheduling=None),
-        )
-
-    with (
-        patch.dict(os.environ),
-        patch.object(arguments, "_has_distribution", lambda name: name == "vllm"),
-        patch.object(core, "current_platform", SimpleNamespace(is_cpu=lambda: False)),
-        patch.object(core.EngineArgs, "create_engine_config", configure),
-    ):
-        os.environ.pop(V2, None)
-        set_environment(spec)
-        config = core.configure(spec, spec.path, 64)
-    return {"v2": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
-
-
 def main() -> None:
-    """Print what moved, names that collide, and the sizes of a step and the runner on GPUs."""
+    """Print what moved, names that collide, and what is measured of memory."""
     before = set(os.environ)
     set_environment(EngineSpec("probe", "vllm", ".", tensor_parallel=2))
     variables = {name for name in set(os.environ) - before if name.startswith("VLLM_")}
@@ -159,23 +97,11 @@ def main() -> None:
         "cpu": profile("cpu", True),
         "no head": profile("meta", False),
     }
-    batches = {
-        "large": find_batch(139, {}),
-        "small": find_batch(24, {}),
-        "given": find_batch(139, {"max_num_batched_tokens": 512, "max_num_seqs": 7}),
-    }
-    spec = EngineSpec("probe", "vllm", str(DEMO_MODEL))
-    runners = {
-        "auto": find_runner(spec, is_hybrid=False),
-        "hybrid": find_runner(spec, is_hybrid=True),
-        "v1": find_runner(replace(spec, runner="v1"), is_hybrid=False),
-        "stages": find_runner(replace(spec, pipeline_parallel=2), is_hybrid=False),
-    }
     finish({
-        "moved": moved, "runners": runners,
+        "moved": moved,
         "unread": sorted(variables - import_module("vllm.envs").environment_variables.keys()),
         "collisions": find_collisions(), "unasked": unasked,
-        "profiled": profiled, "batches": batches,
+        "profiled": profiled,
     })  # fmt: skip
 
 

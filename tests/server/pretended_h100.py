@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 import triton.backends
@@ -89,7 +89,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "adapters": {"adapter_slots": 3},
     **{f"tensor parallel {ranks}": {"tensor_parallel": ranks} for ranks in (2, 8)},
-    "pipeline parallel 2": {"pipeline_parallel": 2},
+    "pipeline parallel 2": {"runner": "auto", "pipeline_parallel": 2},
+    "own batch": {"engine_args": {"max_num_batched_tokens": 512, "max_num_seqs": 7}},
 }
 """Of a model's configuration; V1 where no runner is named."""
 MODEL_TYPES = {
@@ -259,6 +260,7 @@ def main() -> None:
     operations = pretend()
     prepare(spec)
     found: dict[str, Any] = {"started_with": os.environ.get(BREAKABLE)}
+    from vllm.config import ModelConfig
     from vllm.config.vllm import default_breakable_cudagraph_architectures
 
     # As the engine does: attention is imported here.
@@ -271,6 +273,8 @@ def main() -> None:
         found["settings"] = {
             name: describe(configure(llama, **fields)) for name, fields in SETTINGS.items()
         }
+        with patch.object(ModelConfig, "is_hybrid", True):
+            found["settings"]["hybrid"] = describe(configure(llama, runner="auto"))
         begin_rank()
         found["heads"] = {
             name: compute_head(write_model(LLAMA | {"num_hidden_layers": 1} | values))

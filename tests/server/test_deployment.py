@@ -16,11 +16,11 @@ import yaml
 
 from logsteer_server.app import create_app
 from logsteer_server.runtime.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
-from logsteer_server.serving import END_S, main, parse_arguments
+from logsteer_server.serving import END_S, parse_arguments
 from logsteer_server.settings import Settings, load_settings
 from tests.conftest import ROOT, fake_model
 
-CONFIGS = sorted(ROOT.glob("deploy/models*.yaml"))
+CONFIGS = [*sorted(ROOT.glob("deploy/models*.yaml")), ROOT / "demo/both.yaml"]
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -65,28 +65,6 @@ def test_a_configuration_is_valid(path: Path, outside: None) -> None:
         if isinstance(model.devices, list):
             assert len(model.devices) == model.tensor_parallel * model.pipeline_parallel
     assert any(model.required for model in settings.models)
-
-
-def test_the_gpu_example_has_models_that_do_not_share_a_gpu(outside: None) -> None:
-    models = load_settings(ROOT / "deploy/models.gpu.yaml").models
-    devices = [gpu for model in models if isinstance(model.devices, list) for gpu in model.devices]
-    assert len(models) >= 2
-    assert len(set(devices)) == len(devices)
-    (reach,) = (model for model in models if model.engine == "transformer_lens")
-    assert isinstance(reach.devices, list) and len(reach.devices) == 2
-    assert reach.path in [model.path for model in models if model.engine == "vllm"]
-
-
-def test_the_demo_is_served_on_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "demo/both.yaml"
-    assert main(["--config", str(path), "--check"]) == 0
-    models = load_settings(path).models
-    assert {model.id: model.engine for model in models} == {
-        "demo": "vllm", "demo-tlens": "transformer_lens",
-    }  # fmt: skip
-    assert {(path.parent / model.path).resolve() for model in models} == {ROOT / "demo/model"}
-    assert {model.dtype for model in models} == {"float32"}
-    assert "demo/both.yaml" in (ROOT / "demo/README.md").read_text()
 
 
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -185,11 +163,7 @@ def test_kustomize_makes_what_kubernetes_takes(overlay: str, tmp_path: Path) -> 
 
 # ------------------------------------------------------------------ Ray's pods
 
-RAY = ROOT / "deploy/ray"
-PODS_OF_RAY = list(yaml.safe_load_all((RAY / "pods.yaml").read_text()))
-POLICY_OF_RAY, SERVICE_OF_RAY, BUDGET_OF_RAY = (own["spec"] for own in PODS_OF_RAY)
-GROUPS = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
-HEAD, (WORKER,) = GROUPS["headGroupSpec"], GROUPS["workerGroupSpecs"]
+PODS_OF_RAY = list(yaml.safe_load_all((ROOT / "deploy/ray/pods.yaml").read_text()))
 
 
 @pytest.mark.parametrize("document", PODS_OF_RAY, ids=lambda document: document["kind"])

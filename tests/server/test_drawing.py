@@ -131,20 +131,6 @@ def test_a_top_k_of_the_vocabulary_or_more_cuts_nothing(top_k: int) -> None:
     assert (shape_rows(logits_RV, [Policy(top_k=top_k)]).q_RV > 0).all()
 
 
-@pytest.mark.parametrize("head", [2, 16, 512])
-def test_of_equally_probable_tokens_the_first_are_drawn_from(head: int) -> None:
-    """Ties cross the edge of the cut and the edge of what is looked at first."""
-    generator = torch.Generator().manual_seed(3)
-    logits_RV = torch.randint(0, 4, (40, 900), generator=generator).float()
-    logits_RV[:, 5] = 9.0
-    policies = [Policy(top_k=k) for k in range(1, 400, 40)] * 2
-    policies += [Policy(top_p=p) for p in (0.2, 0.5, 0.8, 0.93)] * 5
-    with mock.patch.object(sampling, "HEAD", head):
-        q_RV = shape_rows(logits_RV, policies).q_RV
-    for q_V, logits_V, policy in zip(q_RV, logits_RV.tolist(), policies, strict=True):
-        assert q_V.tolist() == pytest.approx(define(logits_V, policy), abs=1e-6)
-
-
 LARGEST = 1 - 2.0**-52
 GREEDY = Policy(temperature=0.0)
 
@@ -264,14 +250,6 @@ def test_100_000_draws_fit_q_ties_included(policy: Policy) -> None:
         assert abs(chi_square(counts_V, rows * steps * q_V)) < 5
     else:
         assert counts_V / (rows * steps) == pytest.approx(q_V, abs=0.005)
-
-
-def test_the_edges_of_the_cuts_part_ties() -> None:
-    sorted_V = TIED.sort(descending=True).values
-    assert sorted_V[TOP_K - 1] == sorted_V[TOP_K]
-    q_V = np.array(define(TIED.tolist(), Policy(top_p=TOP_P)))
-    least = TIED[q_V > 0].min()
-    assert (q_V[(least == TIED).numpy()] == 0).any()
 
 
 SHAPES = [GREEDY, Policy(), Policy(top_k=9), Policy(0.7, top_p=0.8), Policy(min_p=0.1)]

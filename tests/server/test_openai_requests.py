@@ -356,15 +356,6 @@ def test_calls_are_found_in_time_that_grows_with_the_text() -> None:
     assert time.process_time() - began < 5
 
 
-def test_what_the_harness_sends_is_taken() -> None:
-    """As `_create_payload` of its `local-completions` and `local-chat-completions` writes it."""
-    score = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    CompletionRequest(model="m", prompt=[[1, 2]], **score)
-    generate = {"max_tokens": 256, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
-    CompletionRequest(model="m", prompt=["a"], **generate)
-    ChatCompletionRequest(model="m", **CHAT, **generate)
-
-
 def test_a_prompt_counts_once_however_many_completions_it_has(fake_server: Server) -> None:
     body = {"prompt": [[5, 6, 7, 8, 9], [5, 6]], "n": 3, "max_tokens": 4}
     answer = httpx.post(f"{fake_server.url}/v1/completions", json=body, timeout=60)

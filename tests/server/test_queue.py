@@ -423,15 +423,6 @@ class TestSplit:
             assert len({places[c * TARGETS + t] for t in range(TARGETS)}) == 1, f"context {c}"
         assert Counter(places.values()) == {0: len(jobs) // 2, 1: len(jobs) // 2}
 
-    def test_arrays_of_jobs_are_split_the_same_way(self) -> None:
-        jobs = [score(c, t) for c in range(CONTEXTS) for t in range(TARGETS)]
-        found = []
-        for own in (jobs, ScoreJobs.of(jobs)):
-            queue = make_queue()
-            queue.put(EngineCall(own, 0))
-            found.append(send(queue))
-        assert found[0] == found[1]
-
     def test_short_jobs_are_shared_out_evenly(self) -> None:
         queue = make_queue()
         queue.put(EngineCall(ScoreJobs.of([score(n, 1, 9) for n in range(100)]), 0))
@@ -493,18 +484,6 @@ class TestSplit:
         queue.finish([0, 1])
         assert queue.replicas[0].ahead_tokens == 0
         assert list(send(queue)) == [2, 3]
-
-    def test_tenants_take_turns_over_all_replicas(self) -> None:
-        queue = FairQueue(EngineRoom(10), replicas=2)
-        ten = [Job(np.zeros(10, np.int32)) for _ in range(8)]
-        queue.put(EngineCall(ten, 0, Routing("ann")))
-        queue.put(EngineCall(ten, 100, Routing("eve")))
-        order = []
-        for _ in range(8):
-            for job_id, replica in send(queue).items():
-                order.append("eve" if job_id >= 100 else "ann")
-                queue.finish([job_id], replica)
-        assert order == ["ann", "eve"] * 8
 
 
 class TestDevices:

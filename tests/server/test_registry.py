@@ -5,7 +5,7 @@ And the cache itself: keys, what is kept and what makes room, and answers withou
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer import Client
 from logsteer.errors import APIError
 from logsteer_server.contract.batches import ResultPart, ScoreOutputs
 from logsteer_server.contract.jobs import Job, JobResult, Policy, Routing, ScoreJob, ScoreOutput
@@ -45,8 +44,6 @@ from logsteer_server.stores.contents import ContentFiles, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.text.windows import Windowing
-from tests.conftest import Server, ServerFactory, fake_model
-from tests.faults.processes import read_metric
 from tests.own_time import run_in_own_time
 from tests.refusals import refused
 from tests.server import steering_cases
@@ -304,13 +301,6 @@ def test_a_token_does_not_slip_from_one_field_into_the_next() -> None:
     )
 
 
-def test_another_way_of_steering_has_another_key() -> None:
-    plans = [plan_of(1.0), plan_of(2.0), plan_of(1.0, "prompt"), plan_of(1.0, "completion")]
-    keys = {make_key(SCOPE, replace(JOB, plan=plan)) for plan in plans}
-    assert len(keys) == len(plans)
-    assert make_key(SCOPE, replace(JOB, plan=plan_of(1.0))) in keys
-
-
 def test_another_override_has_another_key_wherever_its_file_lies() -> None:
     def key(path: str, sha256: str, eta: float) -> bytes | None:
         return make_key(SCOPE, replace(JOB, override=Override(Direction(path, sha256), eta)))
@@ -390,71 +380,30 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
     assert again.trace == output.trace
 
 
-@pytest.fixture
-def caches() -> Iterator[list[ResultCache]]:
-    """Put a cache in, and it is closed after the test."""
-    opened: list[ResultCache] = []
-    yield opened
-    for cache in opened:
-        cache.close()
-
-
-def test_equal_jobs_are_computed_once_and_others_each(caches: list[ResultCache]) -> None:
-    caches.append(cache := ResultCache(2**20))
-    fill(cache, [job_of(1)])
+def test_equal_jobs_are_computed_once_and_others_each() -> None:
     filed = replace(JOB, export="file")
-    found = find(cache, [job_of(2), job_of(1), job_of(2), filed, filed, job_of(1)])
+    with closing(ResultCache(2**20)) as cache:
+        fill(cache, [job_of(1)])
+        found = find(cache, [job_of(2), job_of(1), job_of(2), filed, filed, job_of(1)])
     assert [index for index, _ in found.hits] == [1, 5]
     assert all(same_bits(output, output_of(job_of(1))) for _, output in found.hits)
     assert [indices for _, indices in found.missing] == [[0, 2], [3], [4]]
     assert [isinstance(key, bytes) for key, _ in found.missing] == [True, False, False]
 
 
-def test_the_least_recently_used_makes_room(caches: list[ResultCache]) -> None:
+def test_the_least_recently_used_makes_room() -> None:
     ((_, rows, _),) = pack_outputs(ScoreOutputs.of([output_of(JOB)]))
     size = ENTRY_BYTES + len(rows)
-    caches.append(cache := ResultCache(3 * size))
-    fill(cache, [job_of(number) for number in (1, 2, 3)])
-    assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest
-    fill(cache, [job_of(4)])
-    assert known(cache, [job_of(number) for number in (1, 2, 3, 4)]) == [0, 2, 3]
-    assert cache.num_bytes == 3 * size
+    with closing(ResultCache(3 * size)) as cache:
+        fill(cache, [job_of(number) for number in (1, 2, 3)])
+        assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest
+        fill(cache, [job_of(4)])
+        assert known(cache, [job_of(number) for number in (1, 2, 3, 4)]) == [0, 2, 3]
+        assert cache.num_bytes == 3 * size
 
 
-def test_what_is_larger_than_the_memory_is_not_kept(caches: list[ResultCache]) -> None:
-    caches.append(cache := ResultCache(100))
-    fill(cache, [JOB])
-    assert known(cache, [JOB]) == []
-    caches.append(off := ResultCache(0))
-    assert not off.is_on
-
-
-ITEMS = [
-    {"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},
-    {"context_ids": [5, 6], "target_ids": [[8, 9, 11]]},
-]
-OPTIONS: dict[str, Any] = {"columns": ["logprob", "rank", "entropy"], "top": 3}
-
-
-@pytest.fixture(scope="module")
-def slow(start_server: ServerFactory) -> Server:
-    return start_server({"models": [fake_model(delay_s=0.5)], "max_pending_tokens": 300})
-
-
-@pytest.fixture
-def client(slow: Server) -> Iterator[Client]:
-    with Client(slow.url, max_retries=0) as client:
-        yield client
-
-
-def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: Server) -> None:
-    before = read_metric(slow, "prompt_tokens_total")
-    first = client.logprob(ITEMS, **OPTIONS)
-    between = read_metric(slow, "prompt_tokens_total")
-    second = client.logprob(ITEMS, **OPTIONS)
-    assert between > before
-    assert read_metric(slow, "prompt_tokens_total") == between
-    assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
-    assert first.usage.prompt_tokens == second.usage.prompt_tokens
-    assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
-    assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]
+def test_what_is_larger_than_the_memory_is_not_kept() -> None:
+    with closing(ResultCache(100)) as cache, closing(ResultCache(0)) as off:
+        fill(cache, [JOB])
+        assert known(cache, [JOB]) == []
+        assert not off.is_on

@@ -172,17 +172,6 @@ def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reas
         LayerVectors(layers, hook)  # type: ignore[arg-type]
 
 
-def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
-    card = store.put("a", make(1), ABOUT)
-    path = Path(store.files.look_up("a")[1].source)
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 4
-    path.write_bytes(content)
-    for find, key in ((store.find, "a"), (store.find_content, card.sha256)):
-        with pytest.raises(APIError, match="is damaged"):
-            find(key)
-
-
 def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     card = store.put("a", make(1), ABOUT)
     first = store.find("a").vectors

@@ -24,7 +24,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.engines.fake import fake_generation, fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_jobs, export_jobs
-from logsteer_server.tasks.completions import plan_chat, plan_completions
+from logsteer_server.tasks.completions import plan_chat, plan_completions, share_rows
 from logsteer_server.tasks.generation import (
     Continuation,
     Continuations,
@@ -298,6 +298,13 @@ class TestCompletions:
         assert (job.tokens.tolist(), job.targets.tolist(), job.top) == ([5, 6], [6, 7], 2)
         assert not prompt.reads_next
         assert self.plan(prompt=[5], echo=True, logprobs=0, max_tokens=0)[0].jobs == []
+
+    def test_what_prompts_begin_with_is_scored_once(self) -> None:
+        prompts = [[5, 6, 7, 8], [5, 6, 7, 9, 4], [5, 6, 7], [3, 6], [9]]
+        planned = share_rows(self.plan(prompt=prompts, max_tokens=0, prompt_logprobs=1))
+        scored = [each.echo_job.targets.tolist() for each in planned if each.echo_job]
+        assert scored == [[6, 7, 8], [9, 4], [7], [6]]
+        assert [each.shared for each in planned] == [0, 2, 1, 0, 0]
 
     def test_one_greedy_token_is_read_from_the_last_row(self) -> None:
         fields = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 1}

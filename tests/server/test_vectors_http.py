@@ -9,14 +9,15 @@ import httpx
 import numpy as np
 import pytest
 
-from logsteer import Client, InvalidRequestError
+from logsteer import Client
 from logsteer.errors import APIError, ConflictError, NotFoundError
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.stores.formats.vector_file import read_file
-from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from logsteer_server.text.tokenizer import TextCodec
-from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
+from tests.conftest import DEMO_MODEL, Server
 
 FILES = Path(__file__).parent / "vector_files"
 PAIRS = [
@@ -46,20 +47,6 @@ def refused(response: httpx.Response, status: int, code: str, reason: str) -> di
     assert (response.status_code, problem["code"]) == (status, code)
     assert reason in problem["detail"]
     return problem
-
-
-def test_readouts_go_up_and_come_down(client: Client) -> None:
-    told = LayerVectors(VECTORS.layers, readouts={3: Readout("relu", 2.0, -0.5, 0.25)})
-    card = client.vectors.put("watched", told.content)
-    assert card.sha256 == told.sha256 != VECTORS.sha256
-    assert card.readouts["3"].model_dump() == {
-        "kind": "relu", "slope": 2.0, "bias": -0.5, "threshold": 0.25,
-    }  # fmt: skip
-    assert parse_content(client.vectors.download("watched")) == told
-    summed = client.vectors.combine("sum", {"watched": 1.0})
-    assert summed.readouts is None
-    with pytest.raises(InvalidRequestError, match="does not map layers to readouts"):
-        client.vectors.put("bad", told.content.replace(b"slope", b"slant"))
 
 
 def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> None:
@@ -93,12 +80,6 @@ def test_files_of_other_programs_go_up(client: Client) -> None:
     assert (card.layers, card.about.format, card.about.model_hint) == ([1, 2, 3], "gguf", "llama")
     again = read_file(client.vectors.download("theirs", format="gguf"))
     assert (again.format, again.model_hint) == ("gguf", "llama"), "as it came"
-
-
-def test_what_torch_saved_is_refused_with_what_to_do(http: httpx.Client) -> None:
-    for data in ((FILES / "layers.pt").read_bytes(), b"\x80\x02cposix\nsystem\n."):
-        answer = http.put("/vectors/torch", content=data)
-        refused(answer, 422, "invalid_vector", "`logsteer vectors put NAME FILE.pt` converts it")
 
 
 def test_the_same_request_again_gets_the_first_answer(client: Client) -> None:
@@ -141,7 +122,10 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
 
     def read(text: str) -> np.ndarray:
         ids = np.array(codec.encode_ids([text])[0], dtype=np.int32)
-        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16).mean(1, dtype=float)
+        job = CaptureJob(ids, capture=Capture((0, 2), read="each"))
+        found = fake_activations(job, ids, 16)
+        assert found is not None
+        return found.activations_LTD.mean(1, dtype=float)
 
     expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
     vectors = parse_content(client.vectors.download("happy"))
@@ -268,31 +252,3 @@ def test_training_that_is_refused(
 ) -> None:
     refused(http.post("/vectors/train", json=body), 422, code, reason)
     refused(http.get("/vectors/a"), 404, "unknown_vector", "'a'")
-
-
-@pytest.mark.full
-def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> None:
-    config = {
-        "models": [fake_model()],
-        "store_directory": str(tmp_path / "stores"),
-        "max_vector_bytes": 2048,
-    }
-    server = start_server(config)
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        large = LayerVectors({0: np.ones(600)}).content
-
-        def pieces() -> Iterator[bytes]:  # of a length that is not announced
-            yield large[:1000]
-            yield large[1000:]
-
-        for content in (large, pieces()):
-            refused(http.put("/vectors/a", content=content), 413, "payload_too_large", "2048 bytes")
-        for index in range(2):
-            content = LayerVectors({0: np.full(300, index + 1.0)}).content
-            assert http.put(f"/vectors/v{index}", content=content).status_code == 200
-        before = http.get("/vectors").json()
-        assert [card["name"] for card in before["vectors"]] == ["v0", "v1"]
-    server.process.kill()
-    server.stop()
-    server = start_server(config)
-    assert httpx.get(f"{server.url}/vectors").json() == before

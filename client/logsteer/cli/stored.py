@@ -26,8 +26,7 @@ from logsteer.cli.output import draw_answer, draw_card, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
-from logsteer.extras.labels import describe_card, label_layers
-from logsteer.extras.sae import import_feature
+from logsteer.extras.labels import label_layers
 from logsteer.schemas import (
     AdapterList,
     ContentFormat,
@@ -59,7 +58,6 @@ def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> Non
     )  # fmt: skip
     add_one = begin_commands(parser, common)
     _add_vector_commands(_begin_store(add_one, "vectors", "mood"))
-    _add_import(add_one)
     parser = add(
         "adapters", None, "store LoRA adapters",
         """
@@ -274,30 +272,6 @@ def _add_evaluate(add: AddCommand) -> None:
     )
 
 
-def _add_import(add: AddCommand) -> None:
-    text = "store a feature of a sparse autoencoder, and its encoder as NAME.probe"
-    examples = "\n  logsteer vectors import-sae sae --feature 3 --name golden\n"
-    parser = add("import-sae", _import_feature, text, examples)
-    parser.add_argument(
-        "path", metavar="PATH", help="the directory that SAELens saved: cfg.json and weights"
-    )
-    parser.add_argument("--feature", type=int, required=True, metavar="N", help="counted from 0")
-    parser.add_argument(
-        "--layer",
-        type=int,
-        metavar="N",
-        help="in place of the number in the hook that cfg.json names, or the block whose output is "
-        "read where it names none",
-    )
-    parser.add_argument(
-        "--activation-scale",
-        type=float,
-        metavar="X",
-        help="what activations are multiplied by before the autoencoder, where cfg.json has not it",
-    )
-    parser.add_argument("--name", metavar="NAME", help="default sae-LAYER-FEATURE")
-
-
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
     show(arguments, card, _draw_cards("vectors", card), *draw_card(card))
@@ -343,16 +317,6 @@ def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
     places = "its own layers" if response.layers is None else label_layers(response.layers)
     head = f"{response.name} at {places}, means over {response.num_pairs} pairs"
     show(arguments, response, Text(head, "bold"), draw_answer(response))
-
-
-def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = given(arguments, "layer", "activation_scale", "name")
-    if "model" in arguments:
-        options = {**options, "model": arguments.model}
-    stored = import_feature(client, arguments.path, arguments.feature, **options)
-    table = _draw_cards("vectors", stored.vector, stored.probe)
-    lines = [*(line for line, _ in describe_card(stored.probe)), *stored.remarks]
-    show(arguments, stored, table, *map(Text, lines))
 
 
 def _read_pairs(name: str) -> list[dict[str, Any]]:

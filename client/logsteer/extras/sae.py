@@ -1,8 +1,8 @@
 """Features of sparse autoencoders as vectors, from the files that SAELens saves.
 
-A directory has `cfg.json` and `sae_weights.safetensors`; neither SAELens nor torch is needed to
-read one feature of it. With x an activation, s the factor that activations are multiplied by
-before the autoencoder (1 for most), w the feature's column of W_enc and d its row of W_dec:
+These are `cfg.json` and `sae_weights.safetensors`. With x an activation, s the factor that
+activations are multiplied by before the autoencoder (1 for most), w the feature's column of W_enc
+and d its row of W_dec:
 
     z = (s x - b_dec) . w + b_enc        without b_dec where `apply_b_dec_to_input` is false
     the feature adds relu(z) d / s to the reconstruction, where z is above its threshold
@@ -19,17 +19,14 @@ before the autoencoder (1 for most), w the feature's column of W_enc and d its r
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from logsteer._calls import list_files
 from logsteer.errors import LogsteerError
 from logsteer.extras.datasets import parse_json
-from logsteer.extras.tensors import FLOATS, TensorFile, import_numpy, render_tensors
-from logsteer.schemas import ModelCard, VectorCard, VectorReadout
-from logsteer.schemas.common import Reply
+from logsteer.extras.tensors import FLOATS, TensorFile, render_tensors
+from logsteer.schemas import VectorReadout
 
 READOUTS = "logsteer.readouts"
 """The entry of a vector file's metadata that has its readouts."""
@@ -46,84 +43,14 @@ _MODULE = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class SaeFeature:
-    """One feature: what it writes and what it reads, as safetensors files for `vectors.put`.
+    """One feature: what it writes and what it reads, as safetensors files of vectors.
 
-    Layer L with hook `resid_post` is the stream that leaves block L. `readout` makes the feature's
-    activation of a projection on the probe; None where it cannot be made of that alone, and then
-    `remarks` say why.
+    Layer L with hook `resid_post` is the stream that leaves block L. The probe has a readout where
+    the feature's activation follows from a projection on it alone.
     """
 
-    layer: int
-    hook: str
-    width: int
     vector: bytes
     probe: bytes
-    readout: VectorReadout | None
-    remarks: list[str]
-
-
-class ImportedFeature(Reply):
-    """A feature that was stored: what it writes, what it reads, and what is worth knowing of it."""
-
-    vector: VectorCard
-    probe: VectorCard
-    remarks: list[str]
-
-
-def read_feature(
-    path: str | Path,
-    feature: int,
-    *,
-    layer: int | None = None,
-    activation_scale: float | None = None,
-) -> SaeFeature:
-    """Return a feature of the autoencoder that SAELens saved in a directory.
-
-    `layer` replaces the number in the hook that its configuration names, so that layer 8 of a
-    `hook_resid_pre` is what enters block 8; it is the block whose output is read where there is no
-    hook, or none that is known. `activation_scale` is the constant
-    that activations are multiplied by before the autoencoder, where its configuration says that
-    there is one (SAELens' `norm_scaling_factor`). Raises LogsteerError for a directory that has no
-    such autoencoder or feature, and OSError for files that cannot be read.
-    """
-    files = list_files("saes.put", Path(path))
-    config = SaeConfig.parse(files["config"].read_bytes(), files["config"])
-    scale = config.choose_scale(activation_scale)
-    weights = files["weights"]
-    place = config.choose_place(layer)
-    if not weights.stat().st_size:
-        raise LogsteerError(f"{weights}: it is empty")
-    try:
-        tensors = TensorFile(import_numpy().memmap(weights, mode="r"))
-        return extract_feature(tensors, config, feature, place, scale)
-    except ValueError as error:
-        raise LogsteerError(f"{weights}: {error}") from error
-
-
-def import_feature(
-    client: Any,
-    path: str | Path,
-    feature: int,
-    *,
-    name: str | None = None,
-    layer: int | None = None,
-    activation_scale: float | None = None,
-    model: str | None = None,
-) -> ImportedFeature:
-    """Store what a feature writes as `name`, and what it reads as `name.probe`.
-
-    `client` is a `Client`. The name is `sae-LAYER-FEATURE` unless given. Raises what `read_feature`
-    raises; LogsteerError where `model`, or every model of the server, has other activations; and
-    what the client raises.
-    """
-    found = read_feature(path, feature, layer=layer, activation_scale=activation_scale)
-    _check_models(client.models().models, found, model)
-    chosen = name or f"sae-{found.layer}-{feature}"
-    return ImportedFeature(
-        vector=client.vectors.put(chosen, found.vector, "safetensors"),
-        probe=client.vectors.put(f"{chosen}.probe", found.probe, "safetensors"),
-        remarks=found.remarks,
-    )
 
 
 class SaeConfig:
@@ -240,7 +167,7 @@ def extract_feature(
 
     Raises LogsteerError, and ValueError for a tensor that is not there or damaged.
     """
-    size, width = read_sizes(tensors, config)
+    size, _ = read_sizes(tensors, config)
     if not 0 <= feature < size:
         raise LogsteerError(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
     written_D = _read_floats(tensors, "W_dec", feature)
@@ -267,7 +194,7 @@ def extract_feature(
         probe = render_tensors({name: read_D}, metadata)
     except OverflowError as error:
         raise LogsteerError(f"feature {feature} has numbers beyond float32, or NaN") from error
-    return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
+    return SaeFeature(vector, probe)
 
 
 def read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
@@ -313,46 +240,6 @@ def _read_out(
     if not math.isfinite(slope + bias + threshold):
         raise OverflowError("the readout has numbers beyond float64, or NaN")
     return VectorReadout(kind="relu", slope=slope, bias=bias, threshold=max(threshold, 0.0))
-
-
-def _remark(config: SaeConfig) -> list[str]:
-    remarks = []
-    if config.architecture in _RELATIVE:
-        remarks.append(
-            f"a feature of architecture {config.architecture} is active where it is among the "
-            "largest of all features: the probe gives projections, no activations"
-        )
-    if config.normalization in _MEASURED:
-        remarks.append(
-            f"normalize_activations is {config.normalization}, which divides by what each "
-            "activation measures: the probe gives projections, no activations, and the vector is "
-            "in those units: steer with unit residual_norm"
-        )
-    return remarks
-
-
-def _check_models(cards: Sequence[ModelCard], found: SaeFeature, model: str | None) -> None:
-    """Refuse a feature that no model has a place for, as far as the server says their sizes."""
-    asked = [card for card in cards if model in (None, card.id)]
-    if model is not None and not asked:
-        there = ", ".join(card.id for card in cards) or "none"
-        raise LogsteerError(f"no model {model!r} on this server: it has {there}")
-    if not asked or not found.hook.startswith("resid_"):
-        return  # other activations have widths of their own
-    known = [card for card in asked if card.hidden_size is not None]
-    fits = [card for card in known if card.hidden_size == found.width]
-    if len(known) == len(asked) and not fits:
-        sizes = ", ".join(f"{card.id} has {card.hidden_size}" for card in known)
-        raise LogsteerError(
-            f"this autoencoder is for activations of {found.width} numbers, and {sizes}: serve the "
-            "model that it was trained on, or take an autoencoder of this one"
-        )
-    if fits and all((card.num_layers or found.layer + 1) <= found.layer for card in fits):
-        sizes = ", ".join(f"{card.id} has 0 to {(card.num_layers or 1) - 1}" for card in fits)
-        raise LogsteerError(
-            f"this autoencoder is for layer {found.layer}, and {sizes}: serve the model that it "
-            "was trained on, or give --layer (layer)"
-        )
 
 
 def _read_floats(tensors: TensorFile, name: str, *index: Any) -> Any:

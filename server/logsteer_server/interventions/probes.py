@@ -134,7 +134,7 @@ def _find_readout(read: ProbeRead, stored: StoredVectors, layer: int, param: str
     known = f"a {readout.kind} readout" if readout else "no readout"
     makers = {
         "logistic": "vectors that POST /vectors/train makes by method logistic have one",
-        "relu": "features that `logsteer vectors import-sae` stores have one",
+        "relu": "features of an autoencoder stored by PUT /saes/NAME have one",
     }
     detail = (
         f"has {known} at layer {layer}, and read: {read} takes a {kind} one; {makers[kind]}. Read "

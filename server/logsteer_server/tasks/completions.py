@@ -6,7 +6,8 @@ nothing is generated.
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ class CompletionPrompt:
     """One prompt: its text, its tokens, and the job that scores it where that is asked for.
 
     `reads_next`: the last row of that job gives the one greedy token that was asked for. `starts`:
-    where in the text each token begins, in characters, of a prompt that is echoed.
+    where in the text each token begins, in characters, of a prompt that is echoed. `shared`: the
+    first so many rows of the score are those of the prompt in front, and not scored again.
     """
 
     text: str
@@ -53,6 +55,7 @@ class CompletionPrompt:
     reads_next: bool
     samples: list[GenerateJob]
     starts: list[int] = field(default_factory=list)
+    shared: int = 0
 
     @property
     def jobs(self) -> list[Job]:
@@ -378,20 +381,40 @@ class JsonText:
         self.text = text
 
 
-def write_prompt_logprobs(
-    prompt: CompletionPrompt, output: ScoreOutput | None, shown: int, codec: TextCodec
-) -> JsonText:
-    """Write a prompt's log-probabilities in vLLM's shape: null for the first token, then for each
-    token and its `shown` alternatives, by id, log-probability, rank and text.
+def share_rows(prompts: Sequence[CompletionPrompt]) -> list[CompletionPrompt]:
+    """Return the prompts without the rows that the prompt in front of each has, too.
 
-    A row's entries are formatted at once: a token of 64 alternatives as dictionaries would cost
-    the HTTP process more than the model does.
+    A teacher scores several samples of one prompt: what they begin with is scored once. Of ids
+    [5, 6, 7, 8] after [5, 6, 7, 9] the rows of 6 and 7 are shared, and that of 8 is scored.
     """
-    if output is None:
-        return JsonText(b"[null]")
-    count, columns, piece = len(prompt.ids) - 1, output.columns, codec.json_piece
+    shared = list(prompts[:1])
+    for before, prompt in pairwise(prompts):
+        count = 0
+        if before.echo_job and prompt.echo_job:
+            length = min(len(before.ids), len(prompt.ids))
+            differs = np.array(before.ids[:length]) != np.array(prompt.ids[:length])
+            same = int(differs.argmax()) if differs.any() else length
+            count = max(0, min(same, len(prompt.ids) - 1) - 1)
+        if count and prompt.echo_job:
+            job = replace(prompt.echo_job, targets=prompt.echo_job.targets[count:])
+            prompt = replace(prompt, echo_job=job, shared=count)
+        shared.append(prompt)
+    return shared
+
+
+def write_prompt_rows(
+    prompt: CompletionPrompt, output: ScoreOutput, shown: int, codec: TextCodec
+) -> list[bytes]:
+    """Write the log-probabilities of a prompt's scored tokens in vLLM's shape.
+
+    Each token and its `shown` alternatives, by id, log-probability, rank and text. A row's entries
+    are formatted at once: a token of 64 alternatives as dictionaries would cost the HTTP process
+    more than the model does.
+    """
+    scored, columns, piece = prompt.ids[1 + prompt.shared :], output.columns, codec.json_piece
+    count = len(scored)
     ids_TK, logprobs_TK = (
-        np.array(prompt.ids[1:], np.int32)[:, None],
+        np.array(scored, np.int32)[:, None],
         columns.get("log_q", columns["logprob"])[:count, None],
     )
     if shown:
@@ -406,7 +429,7 @@ def write_prompt_logprobs(
             if not place or number != ids[0]:  # the token itself is there once, with its own rank
                 fields += (number, values[place], place or rank, piece(number))
         rows.append(b"{%b}" % (b",".join([ENTRY] * (len(fields) // 4)) % tuple(fields)))
-    return JsonText(b"[null,%b]" % b",".join(rows))
+    return rows
 
 
 def render_chat_logprobs(columns: TokenColumns, codec: TextCodec, as_ids: bool) -> dict[str, Any]:

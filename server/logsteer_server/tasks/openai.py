@@ -28,6 +28,7 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.completions import (
     CompletionPrompt,
+    JsonText,
     TokenColumns,
     count_alternatives,
     plan_chat,
@@ -36,7 +37,8 @@ from logsteer_server.tasks.completions import (
     read_generated,
     read_next,
     render_chat_logprobs,
-    write_prompt_logprobs,
+    share_rows,
+    write_prompt_rows,
 )
 from logsteer_server.tasks.generation import (
     add_end,
@@ -165,23 +167,30 @@ class OpenAITask(BodyTask[S]):
 
     def _write_prompts(self, shown: int) -> None:
         """Write the log-probabilities of each prompt's tokens."""
-        first = 0
+        first, rows = 0, list[bytes]()
         for prompt in self._prompts:
-            echo = self._found[first] if prompt.echo_job else None
+            rows = rows[: prompt.shared]
+            if prompt.echo_job:
+                rows += write_prompt_rows(prompt, self._found[first], shown, self.codec)
             first += len(prompt.jobs)
-            written = write_prompt_logprobs(prompt, echo, shown, self.codec)
+            written = JsonText(b"[%b]" % b",".join([b"null", *rows]))
             self._written[id(prompt)] = {"prompt_logprobs": written}
 
     def _plan(self, planner: Planner) -> tuple[list[CompletionPrompt], Sequence[Job]]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
         prompts = self._plan_prompts(planner)
+        asked = self._body.prompt_logprobs is not None
+        # Positions of steering are counted from where scored tokens begin.
+        if asked and not self.echoes and self.interventions.plan is None:
+            prompts = share_rows(prompts)
         jobs = [job for each in prompts for job in each.jobs]
         return prompts, self.interventions.apply(jobs)
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
         """Reserve memory for the answer. Errors: as `Planner.expect_rows`."""
         drawn = [job for job in jobs if isinstance(job, GenerateJob)]
-        rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
+        rows = sum(len(prompt.ids) for prompt in self._prompts if prompt.echo_job)
+        rows += sum(job.max_tokens for job in drawn)
         listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
         top = max((job.top for job in listed), default=0)
         # An entry of `prompt_logprobs` names its fields, and is copied as it is written.

@@ -1,7 +1,6 @@
 """Sparse autoencoders: SAELens' two files, and labels of the features, stored as one.
 
-What SAELens' configuration means, and what of it is refused, is said once: in the client's
-`extras/sae.py`, which reads single features of the same files.
+The client's `extras/sae.py` says what SAELens' configuration means and which of them are refused.
 """
 
 import json
