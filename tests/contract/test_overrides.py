@@ -470,7 +470,7 @@ def test_a_model_that_cannot_be_computed_in_float32_is_refused(
     coarse: Any, scaled: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = whole(IDS, override=at(scaled, 0.1, "float32"))
-    body = coarse._model._plain_forward.body
+    body = coarse._model._body
     handle = body.norm.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     failure = run(coarse, job)[0]
     handle.remove()

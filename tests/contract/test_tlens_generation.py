@@ -341,14 +341,3 @@ def test_parameters_keep_their_names_and_numbers() -> None:
     assert saved.keys() <= parameters.keys()
     assert all(torch.equal(parameters[name], tensor) for name, tensor in saved.items())
     assert not any(parameter.is_inference() for parameter in parameters.values())
-
-
-def test_few_rows_times_a_large_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()._model
-    hidden_RD = torch.randn(20, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    expected_RV = hidden_RD @ model._linear_head.weight.T
-    monkeypatch.setattr("logsteer_server.engines.tlens.model.LARGE_HEAD", 1)
-    for count in (1, 2, 16, 17, 20):
-        logits_RV = model.project(hidden_RD[:count])
-        assert logits_RV.is_contiguous()
-        torch.testing.assert_close(logits_RV, expected_RV[:count], rtol=1e-5, atol=1e-5)
