@@ -26,7 +26,6 @@ from logsteer import Client
 from logsteer_server.engines.vllm.arguments import is_cpu_build
 from logsteer_server.imports import import_tokenizers
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
-from tests.template import TEMPLATE
 from tests.trained import convert_smollm2, find_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -300,11 +299,10 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the shared servers where this process started them, and what servers are forked from."""
+    """End the shared servers where this process started them."""
     if starter := config.stash.get(STARTER, None):
         starter.close()
         shutil.rmtree(config.stash[SERVERS].directory)
-    TEMPLATE.close()  # last: it says how the others have ended
 
 
 class ByFile(LoadFileScheduling):

@@ -28,7 +28,6 @@ from typing import Any
 import yaml
 
 from logsteer import Client
-from tests.template import TEMPLATE, ForkedProcess
 
 START_TIMEOUT_S = 600
 LISTEN_TIMEOUT_S = 120
@@ -36,10 +35,6 @@ STARTS_AT_ONCE = 2
 SERVERS_AHEAD = 3
 """No more of them run while no test waits for another: a model of one takes up to 0.9 GiB."""
 POLL_S = 0.05
-READ_LATE = ("LOGSTEER_", "OTEL_", "AWS_")
-"""Variables that nothing reads as it is imported: a forked server may be given them."""
-FRESH = {"demo", "compiled"}
-"""Shared servers that are started as users start them."""
 
 Configuration = dict[str, Any]
 
@@ -50,38 +45,28 @@ class Server:
     `process` is None where another process started it.
     """
 
-    def __init__(
-        self, directory: Path, url: str, process: subprocess.Popen[bytes] | ForkedProcess | None
-    ) -> None:
+    def __init__(self, directory: Path, url: str, process: subprocess.Popen[bytes] | None) -> None:
         self.directory = directory
         self.config_path = directory / "models.yaml"
         self.url = url
         self.process = process
 
     @classmethod
-    def start(
-        cls, config: Configuration, directory: Path, *, fresh: bool = False, **environment: str
-    ) -> "Server":
-        """Start a server that keeps its files in this directory; it is not ready yet.
-
-        It is forked from the template of servers, or `fresh`, a new interpreter as users have it.
-        """
+    def start(cls, config: Configuration, directory: Path, **environment: str) -> "Server":
+        """Start a server that keeps its files in this directory; it is not ready yet."""
         server = cls(directory, "", None)
         server.config_path.write_text(yaml.safe_dump(config))
         arguments = ["--port", "0", "--config", str(server.config_path)]
         variables = os.environ | {"XDG_DATA_HOME": str(directory)} | environment
-        if not fresh and all(name.startswith(READ_LATE) for name in environment):
-            server.process = TEMPLATE.fork(arguments, directory, directory / "log", variables)
-        else:
-            with (directory / "log").open("wb") as log:
-                server.process = subprocess.Popen(
-                    [sys.executable, "-m", "logsteer_server", *arguments],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=directory,
-                    env=variables,
-                    start_new_session=True,  # so that a test can signal all of its processes
-                )
+        with (directory / "log").open("wb") as log:
+            server.process = subprocess.Popen(
+                [sys.executable, "-m", "logsteer_server", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=variables,
+                start_new_session=True,  # so that a test can signal all of its processes
+            )
         server.url = server._wait_for(r"listens on (http://\S+);")
         return server
 
@@ -227,7 +212,7 @@ class Starter:
         place = self._directory / name
         place.mkdir()
         try:
-            server = Server.start(self._configurations[name](place), place, fresh=name in FRESH)
+            server = Server.start(self._configurations[name](place), place)
             self._running[name] = server
             server.wait_until_ready()
         except Exception as error:  # whoever waits for this server raises it

@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from logsteer import Client
 from tests.browser.conftest import OpenPage
 from tests.browser.test_page import read, read_tokens
-from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit, download
+from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, download
 from tests.conftest import ServerFactory, fake_model
 from tests.server.test_saes import save_sae
 
@@ -314,18 +314,6 @@ def test_a_newcomer_trains_the_example_with_one_click(
         assert [card.name for card in client.vectors.list().vectors] == ["mood"]
 
 
-def test_the_example_makes_a_sad_story_happy(visit: OpenPage, api: Client, own: str) -> None:
-    seen = visit("vectors")
-    seen.page.locator("#view-vectors").get_by_label("Name", exact=True).fill(own)
-    seen.button("Train").click()
-    seen.page.locator(f"[data-vector={own}] .quality").wait_for()
-    seen.button("Steer with it").click()
-    unsteered, steered = map("".join, read_sides(seen.see("steer")))
-    assert "cried" in unsteered
-    assert "cried" not in steered
-    assert "friends came to play" in steered
-
-
 # ------------------------------------------------------------------ Dose-response
 
 
@@ -548,14 +536,3 @@ def test_a_vector_is_tried_on_other_pairs(visit: OpenPage, api: Client, own: str
     cell = view.locator(f".cosines [data-cell='{names.index('mood')}-{names.index(own)}']")
     assert read(cell.inner_text()) == pytest.approx(cosine, abs=6e-3)
     api.vectors.delete(own)
-
-
-def test_what_the_server_refuses_of_a_file_is_told(visit: OpenPage, tmp_path: Path) -> None:
-    seen: Visit = visit("vectors?make=upload")
-    seen.expect(422)
-    path = tmp_path / "letter.safetensors"
-    path.write_bytes(b"Dear server")
-    view = seen.page.locator("#view-vectors")
-    view.locator("input[type=file]").set_input_files(path)
-    seen.button("Upload").click()
-    expect(view.get_by_role("alert")).to_contain_text("invalid_vector")

@@ -310,11 +310,6 @@ def test_plots(name: str, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_figure_shows_itself_in_a_notebook() -> None:
-    figure = ANSWERS["card"].plot()
-    assert figure._repr_png_().startswith(b"\x89PNG")
-
-
 def test_a_plot_shows_the_numbers_of_the_answer() -> None:
     window, so_far = ANSWERS["text"].plot().axes[0].lines
     assert list(window.get_xdata()) == [1.0, 3.0, 5.0]

@@ -102,7 +102,6 @@ def test_every_column_is_what_transformers_says(
             high = 1 + (log_p_RV > own_R[:, None] - PER_TOKEN).sum(-1)
             ranks = torch.tensor(target.ranks)
             assert ((low <= ranks) & (ranks <= high)).all()
-    print(f"{model}: largest difference from transformers {worst:.2e} nats a token")
     assert worst < PER_TOKEN
 
 
@@ -118,7 +117,6 @@ def test_alone_batched_and_shuffled_are_the_same(client: Client, model: str, pat
     worst = max(
         max(differ(a, b), differ(a, c)) for a, b, c in zip(together, alone, in_order, strict=True)
     )
-    print(f"{model}: largest difference between alone, batched and shuffled {worst:.2e} nats")
     assert worst < BATCH
 
 
@@ -145,7 +143,6 @@ def test_a_long_text_is_what_a_plain_loop_in_transformers_says(
             break
     assert answer.total.num_scored == count
     difference = abs(answer.total.sum_logprob - total) / count
-    print(f"wikitext: {count} tokens, mean difference {difference:.2e} nats a token")
     assert difference < 2e-6  # 1e-3 over 500 tokens
     assert answer.total.num_bytes == len(text.encode())
 
@@ -273,7 +270,6 @@ def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = 
     """Hold a model whose ranks are two to the same on one, in all that an engine does."""
     items = make_items(1400, seed=4)
     plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, model))
-    print(f"{model}, {split}: largest difference {plain:.2e} nats a token")
     assert plain < PER_TOKEN
     drawn = [
         found.generate("Once upon a time", max_tokens=30, n=6, seed=4, top_p=0.95, top_k=200)
@@ -288,7 +284,6 @@ def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = 
     ]
     one, two = ([t for result in a.results for t in result.targets] for a in answers)
     steered = compare(one, two)
-    print(f"{model}, {split}: largest difference {steered:.2e} nats a token, steered")
     assert steered < PER_TOKEN
     one_receipt, two_receipt = (answer.steering for answer in answers)
     assert one_receipt.tokens_steered == two_receipt.tokens_steered > 0
@@ -340,7 +335,6 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
     assert probe["preempted"] > 10
     assert together.keys() == alone.keys()
     worst = max(deviate(alone[i], together[i]) for i in alone)
-    print(f"{probe['preempted']} preemptions: difference {worst:.2e} nats a token")
     assert worst < BATCH
     assert len(resumed) == 4
     assert probe["times_resumed"] > len(resumed), "generation was not thrown out of the cache"

@@ -121,7 +121,6 @@ def test_gradients_are_autograds_on_transformers_in_any_batch(engine: Any) -> No
             worst = max(worst, relative(found, expected))
         scored = run(engine, ScoreJob(ids[:-1], ids[-count:]))[0].columns["logprob"]
         assert output.logprobs == pytest.approx(scored, abs=1e-4)
-    print(f"\ngradients against autograd, float32: {worst:.1e} of the largest component")
     assert worst < 1e-4
 
 
@@ -233,7 +232,6 @@ def test_directional_derivatives_are_central_differences_in_any_batch(
         assert output.gradients == ()
         wanted = differences(model, fine_tensors, ids, count)
         worst = max(worst, relative(output.directional, wanted))
-    print(f"\ndirectional derivatives against differences, float64: {worst:.1e}")
     assert worst < 1e-7
 
 
@@ -253,7 +251,6 @@ def test_a_directional_derivative_is_the_gradient_of_autograd(
     ids = draw_ids(np.random.default_rng(7), 30)
     wanted = sum(map(float, sum_products(load_model(DEMO_MODEL), ids, tensors)))
     found = differentiate_along(engine, ids, direction).sum()
-    print(f"\ndirectional derivative against autograd, float32: {abs(found / wanted - 1):.1e}")
     assert found == pytest.approx(wanted, rel=1e-4)
 
 
@@ -412,7 +409,6 @@ def test_integrated_gradients_are_complete_and_transformers(
         worst = max(worst, abs(gap))
         assert abs(found.logprob - found.baseline_logprob) > 1
         assert "".join(found.input_tokens).startswith(f"<s>{ITEM['context']}")
-    print(f"\nbaseline {baseline}: completeness to {worst:.1e} nats with {steps} steps")
     assert worst < 0.01
 
 
@@ -421,7 +417,6 @@ def test_completeness_comes_with_the_steps(tlens_client: Client) -> None:
         abs(ask(tlens_client, attribution="integrated", steps=steps)[0].convergence_delta or 0)
         for steps in (2, 300)
     ]
-    print(f"\ncompleteness with 2 and 300 steps: {gaps[0]:.1e}, {gaps[1]:.1e} nats")
     assert gaps[1] < 1e-3 < gaps[0]
 
 

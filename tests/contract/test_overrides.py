@@ -303,10 +303,6 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     *changes, double_change = (float((values - base).sum(dtype=np.float64)) for values in found)
     errors = [abs(change / (eta * slope) - 1) for change, eta in zip(changes, ETAS, strict=True)]
     double_error = abs(double_change / (etas[-1] * slope) - 1)
-    print(f"\n{dtype}: derivative {slope:.6e}, log-probability {base.sum():.3f}")
-    print("   eta  logp(eta) - logp(0)   relative error against eta times the derivative")
-    for eta, change, error in zip(ETAS, changes, errors, strict=True):
-        print(f"{eta:6.0e}  {change:+.10e}   {error:.2e}")
     # Log-probabilities are known to some units in their sum's last place; terms of second order.
     noise = 4 * abs(base.sum()) * {"float64": 2.2e-16, "float32": 1.2e-7}[dtype]
     second = errors[1] / ETAS[1]
@@ -364,7 +360,6 @@ def test_a_tiny_eta_moves_along_the_derivative(name: str, coarse: Any, tmp_path:
     )
     assert base_R == pytest.approx(read_logprobs(model, IDS), abs=PER_TOKEN)
     slope, change = slope_R.sum(), (moved_R - base_R).sum()
-    print(f"\n{name}: derivative {slope:.4e}, change {change:.4e} at eta {TINY}")
     assert change == pytest.approx(TINY * slope, rel=0.05)
     move(model, tensors, 0.01)
     assert far_R == pytest.approx(read_logprobs(model, IDS), abs=PER_TOKEN)
@@ -441,7 +436,6 @@ def test_a_derivative_by_the_second_name_of_a_tied_parameter(
         sides.append(read_logprobs(model, IDS))
     slope_R = (sides[0] - sides[1]) / (2 * step)
     off = np.abs(found.directional - slope_R).max() / np.abs(slope_R).max()
-    print(f"\nderivative off by {off:.1e}")
     assert off < 1e-3
 
 

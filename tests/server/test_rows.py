@@ -109,7 +109,6 @@ def test_columns_against_float64(name: str, scale: float, policy: str) -> None:
         found = COLUMNS[name](rows).double().numpy()
         finite = np.isfinite(expected)
         worst = np.abs(found[finite] - expected[finite]).max()
-        print(f"{name:18} {policy:8} {scale:5} {'float64' if double else 'float32'} {worst:.1e}")
         assert (np.isfinite(found) == finite).all()
         assert worst < tolerance * size
         assert rows.logits_RV.dtype == (torch.float64 if double else torch.float32)
