@@ -24,7 +24,7 @@ class RecordingTrainer(SAETrainer):
         output = super().step(sae_in)
         # The reconstruction's squared error, of the activations' variance.
         variance = (output.sae_in - output.sae_in.mean(0)).pow(2).sum(-1).mean()
-        losses.append(float(output.losses["mse_loss"] / variance))
+        losses.append((output.losses["mse_loss"] / variance).item())
         return output
 
 
@@ -42,7 +42,7 @@ config.metadata.hook_name = f"blocks.{index.layers[0]}.hook_{index.hook}"
 config.metadata.model_name = index.model
 total = int(samples) // BATCH * BATCH
 options = SAETrainerConfig(
-    total_training_samples=total, train_batch_size_samples=BATCH, lr=1e-3,
+    total_training_samples=total, train_batch_size_samples=BATCH, lr=1e-3, lr_end=1e-4,
     lr_decay_steps=total // BATCH // 5, n_batches_for_norm_estimate=20,
 )  # fmt: skip
 trainer = RecordingTrainer(options, TopKTrainingSAE(config), iter(loader))
