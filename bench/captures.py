@@ -15,7 +15,7 @@ from bench.timing import summarize, time_in_turn
 from logsteer import Client
 
 LAYER = 12
-TEXTS = 400 if DEVICE == "cuda" else 32
+TEXTS = 400 if DEVICE == "cuda" else 16
 CHARS = 1000
 BATCHES = (1, 4, 16)
 """Of the loop, which is measured at each."""
