@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from logsteer import Client
 from logsteer.extras.activations import ActivationShards
 from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
+from tests.buckets import open_bucket
 from tests.conftest import VOCAB_SIZE, fake_model, vllm_model
 from tests.faults.keys import add_key, connect, serve
 from tests.faults.processes import find_engines, running, wait_for
@@ -211,6 +213,32 @@ def test_each_key_has_its_own(server: Server, client: Client, tokens: dict[str, 
     with refused("internal", "damaged"):
         client.captures.get("mine")
     assert client.captures.delete("mine").name == "mine"
+
+
+@pytest.mark.full
+def test_any_server_of_a_bucket_stops_a_job_and_moves_it(tmp_path: Path) -> None:
+    slow = fake_model("slow", delay_s=0.05, ahead_tokens=10)
+    with open_bucket() as bucket, ExitStack() as stack:
+        clients = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            own = {"models": [slow], "store_directory": str(tmp_path / name / "own")}
+            server = stack.enter_context(running(own | bucket.settings, tmp_path / name))
+            server.wait_until_ready()
+            clients.append(stack.enter_context(Client(server.url, max_retries=0)))
+        first, second = clients
+        began = first.captures.start("job", [1], items=ROWS)
+        assert second.captures.get("job").server == began.server
+        second.captures.pause("job")
+        assert second.captures.get("job").state == "paused"
+        moved = second.captures.resume("job")
+        assert moved.server != began.server
+        done = wait_until_done(second, "job")
+        assert done.server == moved.server
+        found = read_rows(first, "job")["document"]
+        assert np.array_equal(np.unique(found), np.arange(40)) and len(found) == done.rows
+        first.captures.delete("job")
+        assert not second.captures.list().captures
 
 
 @pytest.mark.engine

@@ -13,6 +13,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
@@ -342,21 +343,21 @@ def load_activations(
         detail = f"layer is {layer}; choose one of {layers}"
         raise InvalidRequestError("invalid_request", detail, param="layer")
 
-    def draw(numbers: Sequence[int], random: Any) -> Iterator[Any]:
+    def mix(numbers: Sequence[int], random: Any) -> Iterator[Any]:
         """Yield rows in pieces, mixed."""
-        pool: list[Any] = []
+        pool, half = np.zeros((0, shards.contents.width), "f4"), max(1, shuffle_buffer // 2)
         for number in random.permutation(numbers) if shuffle_buffer else numbers:
-            pool.append(shards[int(number)].layers[own])
-            while shuffle_buffer and sum(map(len, pool)) >= shuffle_buffer:
-                rows = np.concatenate(pool)[random.permutation(sum(map(len, pool)))]
-                half = max(1, shuffle_buffer // 2)
-                yield rows[:half]
-                pool = [rows[half:]]
+            rows = shards[int(number)].layers[own]
+            for start in range(0, len(rows), half) if shuffle_buffer else ():
+                pool = np.concatenate([pool, rows[start : start + half]])
+                if len(pool) >= shuffle_buffer:
+                    random.shuffle(pool)
+                    yield pool[:half]
+                    pool = pool[half:]
             if not shuffle_buffer:
-                yield pool.pop()
-        if pool:
-            rows = np.concatenate(pool)
-            yield rows[random.permutation(len(rows))]
+                yield rows
+        random.shuffle(pool)
+        yield pool
 
     class ActivationDataset(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
         """Batches of activations."""
@@ -366,17 +367,15 @@ def load_activations(
             first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
             numbers = range(len(shards))[first::step]
             random = np.random.default_rng([seed, first])
-            while numbers:
-                rest: list[Any] = []
-                for rows in draw(numbers, random):
-                    rest.append(rows)
-                    while sum(map(len, rest)) >= batch_size:
-                        joined = np.concatenate(rest)
-                        rest = [joined[batch_size:]]
-                        yield torch.from_numpy(joined[:batch_size].astype("f4"))
-                if not repeat:
-                    if len(last := np.concatenate(rest)):
-                        yield torch.from_numpy(last.astype("f4"))
-                    return
+            rest: list[Any] = []
+            for _ in count() if repeat and numbers else range(1):
+                for piece in mix(numbers, random):
+                    rows = np.concatenate([*rest, piece]) if rest else piece
+                    whole = len(rows) // batch_size * batch_size
+                    for start in range(0, whole, batch_size):
+                        yield torch.from_numpy(rows[start : start + batch_size].astype("f4"))
+                    rest = [rows[whole:]] if whole < len(rows) else []
+            for rows in rest:
+                yield torch.from_numpy(rows.astype("f4"))
 
     return ActivationDataset()

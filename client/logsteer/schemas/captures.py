@@ -183,7 +183,9 @@ class CaptureCard(Tabled):
     non_finite: int = Field(description="Rows with a number that is not finite in `dtype`.")
     seconds: float = Field(description="How long it has run.")
     created: str = Field(description="RFC 3339, UTC.")
-    server: str = Field(description="Host and port of the server that runs it.")
+    server: str = Field(
+        description="Of the server that runs it: host, port, and a digest of its directory."
+    )
     reduced: CaptureSums | None = None
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import IO, Any
 
 import numpy as np
@@ -212,15 +213,14 @@ def read_row(line: bytes) -> str | ActivationItem:
     try:
         row = orjson.loads(line)
         if isinstance(row, dict):
-            row = next((row[name] for name in ("text",) if name in row), row)
-        if isinstance(row, dict):
             known = {name: row[name] for name in ActivationItem.model_fields if name in row}
-            return ActivationItem.model_validate(known)
-    except orjson.JSONDecodeError as error:
-        raise api_error("invalid_request", f"It is not JSON: {error}; {form}.") from None
-    except ValidationError as error:
-        raise api_error("invalid_request", f"{explain(error, ActivationItem)}; {form}.") from None
-    if isinstance(row, str):
+            row = row["text"] if "text" in row else ActivationItem.model_validate(known)
+    except (orjson.JSONDecodeError, ValidationError) as error:
+        told = f"It is not JSON: {error}"
+        if isinstance(error, ValidationError):
+            told = explain(error, ActivationItem)
+        raise api_error("invalid_request", f"{told}; {form}.") from None
+    if isinstance(row, str | ActivationItem):
         return row
     raise api_error("invalid_request", f"It has no text: {form}.")
 
@@ -269,7 +269,8 @@ class CaptureHost:
     @property
     def server(self) -> str:
         """What this server is called in an index; it is the same after a restart."""
-        return f"{socket.gethostname()}:{self.settings.port}"
+        own = sha256(str(self.settings.store_path).encode()).hexdigest()[:8]
+        return f"{socket.gethostname()}:{self.settings.port}/{own}"
 
     def is_own(self, index: CaptureIndex) -> bool:
         """Return whether a job is to run on this server."""

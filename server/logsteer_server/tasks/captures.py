@@ -88,13 +88,16 @@ class CaptureJobs:
             await asyncio.wait([task])
 
     async def _resume_all(self) -> None:
-        for namespace in await retry(lambda: self._threads.run(list_keys, self._host.objects)):
-            store = self._open(namespace)
-            for index in await retry(partial(self._threads.run, store.list_all)):
-                place = store.locate(index.name)
-                if self._host.is_own(index) and place not in self._tasks:
-                    log.info("capture %s resumes at document %d", index.name, index.documents)
-                    self._launch(place, self._run(namespace, index))
+        try:
+            for namespace in await retry(lambda: self._threads.run(list_keys, self._host.objects)):
+                store = self._open(namespace)
+                for index in await retry(partial(self._threads.run, store.list_all)):
+                    place = store.locate(index.name)
+                    if self._host.is_own(index) and place not in self._tasks:
+                        log.info("capture %s resumes at document %d", index.name, index.documents)
+                        self._launch(place, self._run(namespace, index))
+        except APIError as error:
+            log.error("no capture resumes, the store refuses: %s", error.detail)
 
     def _open(self, namespace: str | None) -> CaptureStore:
         return CaptureStore(self._host.objects, name_prefix(namespace))
