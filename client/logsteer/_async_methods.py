@@ -31,6 +31,7 @@ from logsteer.schemas import (
     Attribution,
     BosPolicy,
     Boundary,
+    CaptureRequest,
     Column,
     ComparedColumn,
     ContentFormat,
@@ -239,6 +240,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -277,6 +279,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -328,6 +332,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -360,6 +365,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -398,6 +404,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -450,6 +458,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -484,6 +493,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -523,6 +533,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -581,6 +593,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -614,6 +627,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -651,6 +665,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -693,6 +709,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -724,6 +741,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -763,6 +781,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -805,6 +825,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -903,6 +924,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -955,6 +977,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1019,6 +1043,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1063,6 +1088,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1117,6 +1143,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1181,6 +1209,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1225,6 +1254,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1276,6 +1306,8 @@ class AsyncClientMethods(AsyncCaller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1338,6 +1370,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1381,6 +1414,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1434,6 +1468,8 @@ class AsyncClientMethods(AsyncCaller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1496,6 +1532,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1956,6 +1993,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
@@ -1983,6 +2021,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             top: Most probable tokens listed per row, under the policy. Default 0.
@@ -2027,6 +2067,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             top=top,
             tail=tail,
@@ -2056,6 +2097,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -2084,6 +2126,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             detokenize: False leaves out the texts of tokens and their offsets. Default True.
@@ -2121,6 +2165,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             detokenize=detokenize,
             precision=precision,
@@ -2155,6 +2200,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -2217,6 +2263,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -2284,6 +2332,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -2325,6 +2374,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -2346,6 +2396,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             precision: Precision in which softmax and columns are computed from the model's
@@ -2369,6 +2421,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             precision=precision,
             model=model,

@@ -31,6 +31,7 @@ from logsteer.schemas import (
     Attribution,
     BosPolicy,
     Boundary,
+    CaptureRequest,
     Column,
     ComparedColumn,
     ContentFormat,
@@ -235,6 +236,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -273,6 +275,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -324,6 +328,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -356,6 +361,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -394,6 +400,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -446,6 +454,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -480,6 +489,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -519,6 +529,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -577,6 +589,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -610,6 +623,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -647,6 +661,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -689,6 +705,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -720,6 +737,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -759,6 +777,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -801,6 +821,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -899,6 +920,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -951,6 +973,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1015,6 +1039,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1059,6 +1084,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1113,6 +1139,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1177,6 +1205,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1221,6 +1250,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1272,6 +1302,8 @@ class ClientMethods(Caller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1334,6 +1366,7 @@ class ClientMethods(Caller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1377,6 +1410,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1430,6 +1464,8 @@ class ClientMethods(Caller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1492,6 +1528,7 @@ class ClientMethods(Caller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1952,6 +1989,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
@@ -1979,6 +2017,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             top: Most probable tokens listed per row, under the policy. Default 0.
@@ -2023,6 +2063,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             top=top,
             tail=tail,
@@ -2052,6 +2093,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -2080,6 +2122,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             detokenize: False leaves out the texts of tokens and their offsets. Default True.
@@ -2117,6 +2161,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             detokenize=detokenize,
             precision=precision,
@@ -2151,6 +2196,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -2213,6 +2259,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -2280,6 +2328,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -2321,6 +2370,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureRequest | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -2342,6 +2392,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             precision: Precision in which softmax and columns are computed from the model's
@@ -2365,6 +2417,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             precision=precision,
             model=model,

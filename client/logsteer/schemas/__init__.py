@@ -39,14 +39,17 @@ from logsteer.schemas.common import (
     SamplingPolicy,
     SpecialTokens,
     Timing,
+    TokenActivations,
     Usage,
 )
 from logsteer.schemas.interventions import (
     ActivationFields,
+    ActivationRead,
     AdapterCard,
     AdapterList,
     AppliedInterventions,
     AppliedParameters,
+    CaptureRequest,
     DeletedAdapter,
     DeletedOverride,
     DeletedVariant,
@@ -116,7 +119,6 @@ from logsteer.schemas.perplexity import (
 )
 from logsteer.schemas.readings import (
     ActivationItem,
-    ActivationRead,
     ActivationsAnswer,
     ActivationsHeader,
     ActivationsRequest,
@@ -220,6 +222,7 @@ __all__ = [
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
+    "CaptureRequest",
     "ChatFields",
     "ClampBounds",
     "Column",
@@ -342,6 +345,7 @@ __all__ = [
     "TextResult",
     "TextScore",
     "Timing",
+    "TokenActivations",
     "TokenScores",
     "TokenizeAnswer",
     "TokenizeRequest",
