@@ -234,6 +234,7 @@ KINDS = st.sampled_from(
         Positions("last_prompt"),
         Positions("slices", ((2, 4), (7, 9))),
         Positions("slices", ((3, 5),)),
+        Positions("window", ((1, 3),)),
         Positions("last", number=2),
         Positions("every", number=3),
         Positions("all", within=(Positions("every", number=2),)),

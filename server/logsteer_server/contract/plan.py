@@ -92,8 +92,9 @@ class Positions:
 
     `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
     last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
-    one of `slices`, each [start, end). Of all these, tokens at each of `within` and none of
-    `without`. What depends on a prompt's tokens, `find` returns as slices; `resolve` calls it.
+    one of `slices`, each [start, end); window: of one of them, counted from P. Of all these, tokens
+    at each of `within` and none of `without`. What depends on a prompt's tokens, `find` returns as
+    slices; `resolve` calls it.
     """
 
     kind: str = "all"
@@ -108,6 +109,9 @@ class Positions:
         if self.kind == "slices":
             starts, ends = [s for s, _ in self.slices], [e for _, e in self.slices]
             return min(starts, default=0), max(ends, default=0)
+        if self.kind == "window":
+            ((start, end),) = self.slices
+            return prompt_len + start, prompt_len + end
         return {
             "all": (0, None),
             "prompt": (0, prompt_len),
