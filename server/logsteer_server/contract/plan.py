@@ -151,13 +151,6 @@ class Positions:
         """Return whether each token of [begin, end) is steered."""
         return self.contain(np.arange(begin, end), prompt_len)
 
-    def holds(self, position: int, prompt_len: int) -> bool:
-        """Return whether one token is steered."""
-        if self.is_range:
-            first, last = self.bounds(prompt_len)
-            return first <= position and (last is None or position < last)
-        return bool(self.contain(np.array([position]), prompt_len)[0])
-
     def count(self, num_tokens: int, prompt_len: int) -> int:
         """Count a sequence's steered tokens."""
         return int(self.mask(0, num_tokens, prompt_len).sum())
