@@ -42,7 +42,7 @@ def finish_capture(
 ) -> CaptureOutput:
     """Return a job's output from the activations of each token that it reads.
 
-    A mean, summed in float64, is over those that are no sinks.
+    A mean, summed in float64, leaves out sinks.
     """
     if job.read != "mean":
         return CaptureOutput(activations_LTD, trace=trace)
