@@ -77,7 +77,7 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
 
 
 class Receipt:
-    """What was measured while a request's jobs ran, summed up."""
+    """Measurements from a request's jobs, summed up."""
 
     def __init__(self, steering: ResolvedSteering) -> None:
         self._steering = steering
@@ -93,7 +93,7 @@ class Receipt:
         self._had_output = False
 
     def add(self, output: Output) -> None:
-        """Count the (last) output of a job in."""
+        """Add the (last) output of a job."""
         self._had_output = True
         # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
         if self._may_have_cached:
@@ -210,7 +210,7 @@ class NamespaceRegistry:
 
 @dataclass(frozen=True)
 class Interventions:
-    """What a request changes and reads of a model for itself; none of it: the model as it is."""
+    """The changes and readings that a request has a model make for it; by default none."""
 
     steering: ResolvedSteering | None = None
     override: ResolvedOverride | None = None
@@ -222,7 +222,7 @@ class Interventions:
     def resolve(
         cls, asked: ParameterFields, stores: Stores, info: EngineInfo, codec: TextCodec
     ) -> "Interventions":
-        """Find what the fields of a request mean for a model; it blocks.
+        """Resolve the fields of a request for a model; it blocks.
 
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
         `unknown_adapter`, `unsupported_by_engine`.
@@ -246,7 +246,7 @@ class Interventions:
 
     @cached_property
     def plan(self) -> SteeringPlan | None:
-        """What jobs change and read of activations: the request's probes, then its conditions'."""
+        """The plan of the jobs: the request's probes, then its conditions', and the steering."""
         plan = None if self.steering is None else self.steering.plan
         if not self.probes:
             return plan
@@ -277,7 +277,7 @@ class Interventions:
         return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
-        """Count the numbers that an answer shows of tokens, and of those in front of them."""
+        """Count the numbers that an answer shows of tokens, and of the tokens before them."""
         shown = tokens * len(self.probes)
         shown += context_tokens * sum(probe.context for probe in self.probes)
         return shown * (1 if self.steering is None else 2)
@@ -341,7 +341,7 @@ UNCHANGED = Interventions()
 
 
 class AppliedReport:
-    """What an answer says of the interventions that it was computed under."""
+    """The report of an answer on its interventions."""
 
     def __init__(self, interventions: Interventions) -> None:
         self._interventions = interventions
@@ -349,7 +349,7 @@ class AppliedReport:
         self._receipt = Receipt(steering) if steering else None
 
     def add(self, output: Output) -> None:
-        """Count the (last) output of a job in."""
+        """Add the (last) output of a job."""
         if self._receipt is not None:
             self._receipt.add(output)
 

@@ -1,7 +1,7 @@
 """`/logprob` and `/diagnostics`: exact log-probabilities of targets given contexts.
 
-`targets.plan_targets` makes score jobs of contexts and targets, and `assemble_targets` an answer's
-scores of what comes of them.
+`targets.plan_targets` makes score jobs from contexts and targets, and `assemble_targets` the
+answer's scores from the jobs' outputs.
 """
 
 import math
@@ -54,11 +54,11 @@ from logsteer_server.text.tokenizer import TextCodec
 
 LISTS = {TOP_IDS, TOP_LOGPROBS, TOP_TAIL, ALTERNATIVES, ALTERNATIVES_TAIL}
 LEFT_OUT = "merged_left_out"
-"""Flag of an item of which merged targets take no part in the comparison with exact ones."""
+"""Flag of an item whose merged targets are not compared with exact ones."""
 
 
 class FiniteDocuments(list[dict[str, Any]]):
-    """Documents whose numbers are finite outside of arrays, so that none has to be looked at."""
+    """Documents known to hold only finite numbers outside arrays; skips the check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ def _leave_out_merged(scores: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
-    """Return the fields of `ItemScore` that compare targets by this field of theirs.
+    """Return the fields of `ItemScore` that compare targets by this field.
 
-    Merged targets take no part beside exact ones: they have fewer tokens of their own to score.
+    Merged targets are not compared with exact ones: they have fewer tokens of their own to score.
     """
     compared = _leave_out_merged(targets)
     kept = {id(target) for target in compared}
@@ -168,9 +168,9 @@ def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
 def show_listed(
     read: Mapping[str, Column], codec: TextCodec | None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Return what is listed of some rows, as `top` and `alternatives` of an answer.
+    """Return the tokens listed for some rows, as `top` and `alternatives` of an answer.
 
-    The texts of tokens are left out without a codec.
+    Without a codec the texts of tokens are left out.
     """
     shown: dict[str, Any] = {}
     if dtype == "float16":
@@ -199,12 +199,12 @@ class _ScoreWriter:
         self._others: dict[str, Column] | None = self._columns.pop("columns", None)
         self._listed = outputs.columns.keys() & LISTS
         self._tokens: dict[int, list[str]] = {}
-        """Of the list of ids that is at an address."""
+        """Tokens of a list of ids, by the address of the list."""
 
     def write(
         self, target: PlannedTarget, begin: int, end: int, total: float, is_greedy: bool | None
     ) -> dict[str, Any]:
-        """Return the score of a target that has these rows and this sum."""
+        """Return the score of a target with these rows and this sum."""
         text, token_ids, offsets, finding, truncated, _, _ = target
         finite = math.isfinite(total)
         scored = self._codec.decode(token_ids) if finding == "no_context" else text
@@ -315,7 +315,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
     async def _exchange_rows(
         self, planner: Planner, plan: TargetPlan, jobs: Sequence[ScoreJob], collector: Collector
     ) -> AsyncGenerator[Batch, None]:
-        """Yield the batches of jobs whose whole rows go through files; here to the answer."""
+        """Yield the batches of jobs whose whole rows are exchanged through files; here to the
+        answer.
+        """
         vocab_size = self.info.vocab_size
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
         exported = reserve_references(jobs, vocab_size, planner, self._scratch, "items")
@@ -372,7 +374,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
 
 
 def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
-    """Take what is listed out of a target, as a file names it."""
+    """Remove the listed tokens from a target, under their names in a file."""
     top, others = target.pop("top", {}), target.pop("alternatives", {})
     names = {TOP_IDS: "token_ids", TOP_LOGPROBS: "logprobs", TOP_TAIL: "tail"}
     found = {name: top[shown] for name, shown in names.items() if shown in top}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.captures import CapturedRow
