@@ -40,7 +40,7 @@ class GradientJob(Job):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in front of the scored ones."""
+        """Tokens before the scored ones."""
         return len(self.tokens) - (len(self.targets) - 1)
 
     @property

@@ -204,7 +204,7 @@ def find_features(job: Job) -> tuple[Feature, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
+    """The output of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
     so are `readings`, where the plan keeps any. `activations` are of its capture: the last output
     has them.
     """
@@ -522,7 +522,7 @@ class CaptureJob(Job):
 
     @property
     def num_rows(self) -> int:
-        """Activations of a layer that come of it: one, or one for each token that is read."""
+        """Activations of a layer in the output: one, or one for each token that is read."""
         return len(self.places) if self.capture.read == "each" else 1
 
 

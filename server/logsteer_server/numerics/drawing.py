@@ -103,8 +103,8 @@ class Drawn:
 class _DrawnRows:
     """Rows that are drawn at once and have the same columns.
 
-    `policies` is None where the most probable tokens are taken, and no policy column is asked for.
-    `adjustments` and `histories` are of all of them, or of none; `listed_K` are their alternatives.
+    `policies` is None if the most probable tokens are drawn, without policy columns. `adjustments`
+    and `histories` are of all of them, or of none; `listed_K` are their alternatives.
     """
 
     places: np.ndarray

@@ -41,7 +41,7 @@ def finish_capture(
 ) -> CapturedActivations:
     """Return what a capture gives of the activations of the tokens at these positions.
 
-    A mean, summed in float64, is over those that are no sinks; of no token there is none.
+    A mean, summed in float64, leaves out sinks; without tokens the result is empty.
     """
     if capture.read != "mean" or not len(places):
         return CapturedActivations(activations_LTD, places)
