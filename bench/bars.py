@@ -69,6 +69,18 @@ BARS = (
         "lm_eval", "the same against tuned `local-completions` on stock vLLM",
         "logsteer / local-completions on stock vLLM, 4 x 64", least=6,
     ),
+    Bar(
+        "captures", "`/captures` of one layer at every token, against `/perplexity` without it",
+        "logsteer, /captures / logsteer, /perplexity", least=0.9,
+    ),
+    Bar(
+        "captures", "the same, against reading the texts for one token",
+        "logsteer, /captures / logsteer, /generate of one token", least=0.9,
+    ),
+    Bar(
+        "captures", "the same, against a loop of transformers at its best batch",
+        "logsteer, /captures / transformers, at its best batch", least=1.0,
+    ),
     *(
         Bar(
             "load_generator", f"`vllm bench serve`, {what}, against the stock server",

@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from bench import (
+    captures,
     exactness,
     host_time,
     http_process,
@@ -78,6 +79,7 @@ BENCHMARKS = {
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
     "load_generator": Benchmark(load_generator.compare_load, any_model=True),
+    "captures": Benchmark(captures.compare_captures, any_model=True),
     "teacher": Benchmark(teacher.compare_teachers, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),

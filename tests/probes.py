@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from logsteer_server.contract.engine import Engine, EngineSpec
-from logsteer_server.contract.jobs import JobResult
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
+    GenerateOutput,
+    Job,
+    JobResult,
+    Output,
+)
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.engine import VllmEngine
@@ -57,6 +66,33 @@ def drain(engine: Engine, steps: int = 10**9) -> dict[int, JobResult]:
         found |= dict(engine.step())
         steps -= 1
     return found
+
+
+def recapture(engine: Engine, jobs: dict[int, Job]) -> float:
+    """The largest difference, relative to numbers beyond 1, between what jobs capture in flight and
+    what a job captures that reads their finished texts, but for a token that was drawn last.
+    """
+    engine.add(list(jobs.items()))
+    worst, again, found = 0.0, dict[int, Job](), drain(engine)
+    for number, job in jobs.items():
+        tokens = job.tokens
+        if isinstance(drawn := found[number], GenerateOutput):
+            tokens = np.concatenate([tokens, drawn.token_ids[:-1]])
+        shared = {"capture": job.capture, "plan": job.plan, "override": job.override}
+        again[number] = CaptureJob(tokens, job.prompt_len, adapter=job.adapter, **shared)
+    engine.add(list(again.items()))
+    for number, finished in drain(engine).items():
+        inflight = found[number]
+        assert isinstance(inflight, Output) and isinstance(finished, CaptureOutput), inflight
+        ours, theirs = inflight.activations, finished.activations
+        assert ours is not None and theirs is not None
+        assert ours.places.tolist() == theirs.places.tolist()
+        assert ours.sinks == theirs.sinks
+        assert ours.activations_LTD.shape == theirs.activations_LTD.shape
+        off = np.abs(ours.activations_LTD - theirs.activations_LTD)
+        limits = np.maximum(1, np.abs(theirs.activations_LTD))
+        worst = max(worst, float((off / limits).max(initial=0)))
+    return worst
 
 
 def finish(found: dict[str, Any], engine: "VllmEngine | None" = None) -> NoReturn:

@@ -24,9 +24,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS: tuple[StreamForm, ...] = ("sum", "hidden")
 
 TOKENS, LAYER = 9, 1
-CAPTURED = np.array([0, 2, 3]), np.array([1, 1, 2])
+CAPTURED = np.array([0, 2, 3]), np.array([1, 3, 2])
 PLACES, SLOTS = np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5])
-STEP = Step(SteeredTokens(PLACES, SLOTS, PLACES, PLACES > 0), {LAYER: CAPTURED})
+STEP = Step(SteeredTokens(PLACES, SLOTS, PLACES, PLACES > 0), {(LAYER, False): CAPTURED})
 """Of nine tokens the middle seven are steered, by five plans, each for a request of its own, and
 three are captured."""
 FLOAT32_LIMIT = 1e-5
@@ -93,18 +93,18 @@ def compute_exactly(
     numbers_tKP = tables.numbers_LSKP[LAYER, slots_t].double()
     after_tD = moved_tD + change_stream(moved_tD, directions_tKD, numbers_tKP)
     hidden_TD[steered_t] += after_tD - before_tD
-    sums_CD = torch.zeros(3, hidden_TD.shape[1], dtype=torch.float64)
+    stored_CD = torch.zeros(4, hidden_TD.shape[1], dtype=torch.float64)
     captured_t, rows_t = map(torch.from_numpy, CAPTURED)
-    sums_CD.index_add_(0, rows_t, (hidden_TD + residual_TD)[captured_t])
+    stored_CD[rows_t] = (hidden_TD + residual_TD)[captured_t]
     ratios_t = (after_tD - before_tD).norm(dim=-1) / before_tD.norm(dim=-1)
-    return {"hidden": hidden_TD, "captures": sums_CD, "ratios": ratios_t}
+    return {"hidden": hidden_TD, "captures": stored_CD, "ratios": ratios_t}
 
 
 def differ(tables: SteeringTables, hidden_TD: Tensor, exact: dict[str, Tensor]) -> float:
     """The largest error of activations, captures and ratios, each of its own largest value."""
     found = {
         "hidden": hidden_TD,
-        "captures": tables.captures.sums_ND,
+        "captures": tables.captures.stored_ND,
         "ratios": torch.from_numpy(tables.take_sums(PLACES.tolist())[:, LAYER, 1]),
     }
     errors = [

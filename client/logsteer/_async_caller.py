@@ -11,6 +11,7 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from os import PathLike
 from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
@@ -21,11 +22,23 @@ from logsteer._endpoints import SAFETENSORS_TYPE
 from logsteer._events import EventParser
 from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer.errors import APIError, PayloadTooLargeError
-from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
+from logsteer._progress import CountingProgress
+from logsteer.errors import APIError, LogsteerError
+from logsteer.extras.activations import (
+    Activations,
+    ActivationShards,
+    Downloads,
+    load_activations,
+    read_remotely,
+)
+from logsteer.extras.datasets import RowLines
+from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_tasks
 from logsteer.extras.teacher import TeacherScores, list_items
-from logsteer.schemas import ItemScore, SpacePolicy
+from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
+
+POLL_S = 0.5
+"""Between two questions how far a capture has come."""
 
 A = TypeVar("A", bound=BaseModel)
 L = TypeVar("L", bound=BaseModel)
@@ -144,17 +157,57 @@ class AsyncCaller:
         file = await self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
         return TeacherScores(file.data)
 
-    async def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
-        run = CaptureRun(options, *arguments)
-        with run.bar:
-            while values := run.next_call():
-                try:
-                    answer = await self._activations(**values)
-                except PayloadTooLargeError as error:
-                    run.halve(error)
-                else:
-                    run.keep(answer)
-        return run.shards
+    async def _capture(
+        self,
+        source: PromptSource,
+        name: str,
+        layers: Sequence[int],
+        directory: str | PathLike[str] | None = None,
+        field: str = "text",
+        progress: bool = True,
+        **options: Any,
+    ) -> CaptureIndex:
+        rows, overwrite = RowLines(source, field), options["overwrite"]
+        await self._ask("captures.put", name=name, source=rows, overwrite=overwrite)
+        card = await self._ask("captures.start", name=name, layers=layers, **options)
+        bar = CountingProgress("capturing documents", card.documents_total, 0, progress)
+        with bar:
+            while card.state == "running":
+                await sleep(POLL_S)
+                card = await self._ask("captures.get", name=name)
+                bar.show(card.documents, f"{card.rows:,} rows")
+        if card.state != "done":
+            how = card.error or "captures.resume has it go on"
+            raise LogsteerError(f"capture {name!r} is {card.state}: {how}")
+        index = await self._ask("captures.index", name=name)
+        if directory is not None:
+            await self._download(index, directory)
+        return index
+
+    async def _download(self, index: CaptureIndex, directory: str | PathLike[str]) -> None:
+        downloads = Downloads(directory, index)
+        for number in downloads.missing:
+            file = await self._ask("captures.shard", name=index.name, number=str(number))
+            downloads.write(number, file.data)
+        downloads.finish()
+
+    async def _activation_loader(
+        self,
+        name: str,
+        batch_size: int,
+        shuffle_buffer: int = 0,
+        layer: int | None = None,
+        directory: str | PathLike[str] | None = None,
+        seed: int = 0,
+        repeat: bool = False,
+    ) -> Any:
+        index = await self._ask("captures.index", name=name)
+        if directory is not None:
+            await self._download(index, directory)
+            shards = ActivationShards.of_directory(directory)
+        else:
+            shards = ActivationShards(index, read_remotely(self._settings, name))
+        return load_activations(shards, batch_size, shuffle_buffer, layer, seed, repeat)
 
 
 class AsyncStoreMethods(Generic[L, C, D]):

@@ -17,7 +17,7 @@ from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
 from logsteer._upload import AsyncSource
-from logsteer.extras.activations import Activations, ActivationShards
+from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward, Samples
@@ -31,10 +31,16 @@ from logsteer.schemas import (
     Attribution,
     BosPolicy,
     Boundary,
+    CaptureCard,
+    CaptureIndex,
+    CaptureList,
+    CaptureReduce,
+    CaptureSource,
     Column,
     ComparedColumn,
     ContentFormat,
     DeletedAdapter,
+    DeletedCapture,
     DeletedOverride,
     DeletedSae,
     DeletedVariant,
@@ -2460,11 +2466,11 @@ class AsyncClientMethods(AsyncCaller):
     async def capture(
         self,
         source: PromptSource,
-        directory: str | PathLike[str],
-        layers: Sequence[int] | None = None,
+        name: str,
+        layers: Sequence[int],
+        directory: str | PathLike[str] | None = None,
         *,
         field: str = "text",
-        batch_size: int = 64,
         progress: bool = True,
         chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         continue_final_message: bool | NotGiven = NOT_GIVEN,
@@ -2480,22 +2486,27 @@ class AsyncClientMethods(AsyncCaller):
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
-        sae: str | NotGiven | None = NOT_GIVEN,
-        top: int | NotGiven = NOT_GIVEN,
-    ) -> ActivationShards:
-        """Write the activations of a source's texts to files in a directory, and return them.
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
+        max_length: int | NotGiven | None = NOT_GIVEN,
+        shard_rows: int | NotGiven = NOT_GIVEN,
+        shards: bool | NotGiven | None = NOT_GIVEN,
+        reduce: CaptureReduce | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> CaptureIndex:
+        """Capture the activations of a source's rows on the server, wait for it, return its index.
 
-        Each request's answer is a safetensors file; `index.json` lists the whole ones, and an
-        interrupted capture resumes after them. To `activations` a file's path is a text; this
-        method reads files.
+        The server reads on if the caller is gone, and resumes after a restart: the same call again
+        waits for the same job, and downloads what is missing. `ActivationShards.of_directory` of
+        `logsteer.extras.activations` reads the directory.
 
         Args:
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
                 `logsteer.extras.datasets`.
-            directory: Where the shards and their index go.
-            layers: Layers to read, 0-based; None with `sae`.
-            field: The field that holds a row's text.
-            batch_size: Texts of one request and shard, at most.
+            name: What the data set of activations is called.
+            layers: Layers to read, 0-based.
+            directory: Where the shards and their index are downloaded to; None: they stay on
+                the server.
+            field: The field that holds a row's text or conversation.
             progress: Whether a terminal shows a bar.
             chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
                 false}`; one that the model's template does not read is refused.
@@ -2520,18 +2531,26 @@ class AsyncClientMethods(AsyncCaller):
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
-            read: Each of those tokens' activation, the last one's, or their mean, which leaves
-                out BOS where positions is all, and attention sinks. Default each.
-            sae: A stored sparse autoencoder, in place of layers and hook: return the strongest
-                features of each token.
-            top: Maximum number of features for each token; only with sae. Default 10.
+            read: Each of those tokens' activation, the last one's, or their mean, as in
+                /activations: a document then has one row. Default each.
+            dtype: Of the activations in the shards. Default float32.
+            max_length: Read the first tokens of each document, at most so many; None: a
+                document longer than the model's context is a problem, unless `on_overflow` says
+                otherwise.
+            shard_rows: Rows from which on a shard is written, at the end of a document; or at
+                64 MiB of float32. Default 32768.
+            shards: Whether activations are written; None: unless `reduce` is given.
+            reduce: Statistics that are computed meanwhile.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
         """
         return await self._capture(
             source,
-            directory,
+            name,
             layers,
+            directory,
             field,
-            batch_size,
             progress,
             chat_template_kwargs=chat_template_kwargs,
             continue_final_message=continue_final_message,
@@ -2547,8 +2566,42 @@ class AsyncClientMethods(AsyncCaller):
             hook=hook,
             positions=positions,
             read=read,
-            sae=sae,
-            top=top,
+            dtype=dtype,
+            max_length=max_length,
+            shard_rows=shard_rows,
+            shards=shards,
+            reduce=reduce,
+            overwrite=overwrite,
+        )
+
+    async def activation_loader(
+        self,
+        name: str,
+        batch_size: int,
+        shuffle_buffer: int = 0,
+        layer: int | None = None,
+        directory: str | PathLike[str] | None = None,
+        *,
+        seed: int = 0,
+        repeat: bool = False,
+    ) -> Any:
+        """Return a torch `IterableDataset` of batches [batch, width] of captured activations.
+
+        `iter` of it is what SAELens' SAETrainer takes as `data_provider` and dictionary_learning's
+        trainSAE as `data`. It takes torch.
+
+        Args:
+            name: What the data set of activations is called.
+            batch_size: Rows of a batch.
+            shuffle_buffer: Rows that are mixed at a time; 0: all in order.
+            layer: Whose activations; None: the only one.
+            directory: Where shards are kept that were downloaded; None: they are read from the
+                server each time.
+            seed: Of the order.
+            repeat: Whether it begins again at the end.
+        """
+        return await self._activation_loader(
+            name, batch_size, shuffle_buffer, layer, directory, seed, repeat
         )
 
 
@@ -2776,6 +2829,170 @@ class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
             activation_scale=activation_scale,
             overwrite=overwrite,
         )
+
+
+class AsyncCaptures(AsyncStoreMethods[CaptureList, CaptureCard, DeletedCapture]):
+    """Methods of `AsyncClient.captures`."""
+
+    _name = "captures"
+
+    async def put(
+        self, name: str, source: AsyncSource | bytes, *, overwrite: bool | NotGiven = NOT_GIVEN
+    ) -> CaptureSource:
+        """Upload a data set, for `start` to capture its activations.
+
+        Args:
+            name: What the data set of activations is called from now on.
+            source: A path, an open binary file, or the file's bytes: JSON lines, each a text,
+                or an object with `text`, `token_ids` or `messages`.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
+        """
+        return await self._ask("captures.put", name=name, source=source, overwrite=overwrite)
+
+    async def start(
+        self,
+        name: str,
+        layers: Sequence[int],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        continue_final_message: bool | NotGiven = NOT_GIVEN,
+        add_generation_prompt: bool | NotGiven | None = NOT_GIVEN,
+        tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        items: Sequence[str | ActivationItem | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        hook: str | NotGiven = NOT_GIVEN,
+        positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        read: ActivationRead | NotGiven = NOT_GIVEN,
+        dtype: ListedDtype | NotGiven = NOT_GIVEN,
+        max_length: int | NotGiven | None = NOT_GIVEN,
+        shard_rows: int | NotGiven = NOT_GIVEN,
+        shards: bool | NotGiven | None = NOT_GIVEN,
+        reduce: CaptureReduce | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
+    ) -> CaptureCard:
+        """Start to capture the activations of a data set; return how far it has come.
+
+        `Client.capture` uploads the data set and waits, too.
+
+        Args:
+            name: What the data set of activations is called.
+            layers: Layers to read, 0-based.
+            chat_template_kwargs: Variables of the template, such as `{"enable_thinking":
+                false}`; one that the model's template does not read is refused.
+            continue_final_message: Leave the last turn open: what is generated or scored
+                continues it. Default False.
+            add_generation_prompt: Whether to append the head of the assistant's next turn.
+                None: yes, except after an assistant's turn where whole conversations are read
+                (/perplexity, /activations, pairs).
+            tools: Functions that the template describes.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model; the whole sequence is the prompt.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            special_tokens: Control text in the request's strings, such as `<|im_end|>`:
+                `parse`: control tokens, as the tokenizer reads it; `text`: plain text. What a
+                chat template writes is control tokens in either case. Default parse.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            items: Texts; or objects with `token_ids`, taken as they are, or `messages`. None:
+                the rows that were uploaded.
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
+                block L. Default resid_post.
+            positions: Which of the tokens that the model reads: all, or slices. Default all.
+            read: Each of those tokens' activation, the last one's, or their mean, as in
+                /activations: a document then has one row. Default each.
+            dtype: Of the activations in the shards. Default float32.
+            max_length: Read the first tokens of each document, at most so many; None: a
+                document longer than the model's context is a problem, unless `on_overflow` says
+                otherwise.
+            shard_rows: Rows from which on a shard is written, at the end of a document; or at
+                64 MiB of float32. Default 32768.
+            shards: Whether activations are written; None: unless `reduce` is given.
+            reduce: Statistics that are computed meanwhile.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is otherwise refused: `exists`. The same request again gets the same answer.
+                Default False.
+        """
+        return await self._ask(
+            "captures.start",
+            name=name,
+            layers=layers,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            model=model,
+            bos=bos,
+            special_tokens=special_tokens,
+            on_overflow=on_overflow,
+            items=items,
+            hook=hook,
+            positions=positions,
+            read=read,
+            dtype=dtype,
+            max_length=max_length,
+            shard_rows=shard_rows,
+            shards=shards,
+            reduce=reduce,
+            overwrite=overwrite,
+        )
+
+    async def index(self, name: str) -> CaptureIndex:
+        """Return all that is known of a data set of activations, its shards among it.
+
+        Args:
+            name: What the data set of activations is called.
+        """
+        return await self._ask("captures.index", name=name)
+
+    async def pause(self, name: str) -> CaptureCard:
+        """Stop a job until it is resumed.
+
+        Args:
+            name: What the data set of activations is called.
+        """
+        return await self._ask("captures.pause", name=name)
+
+    async def resume(self, name: str) -> CaptureCard:
+        """Resume a job after its last whole shard.
+
+        Args:
+            name: What the data set of activations is called.
+        """
+        return await self._ask("captures.resume", name=name)
+
+    async def shard(self, name: str, number: str) -> bytes:
+        """Return a shard as a safetensors file.
+
+        Args:
+            name: What the data set of activations is called.
+            number: Of the shard, from 0.
+        """
+        file = await self._ask("captures.shard", name=name, number=number)
+        return file.data
+
+    async def statistics(self, name: str) -> bytes:
+        """Return means and covariances as a safetensors file.
+
+        Args:
+            name: What the data set of activations is called.
+        """
+        file = await self._ask("captures.statistics", name=name)
+        return file.data
 
 
 class AsyncVariants(AsyncStoreMethods[VariantList, VariantCard, DeletedVariant]):

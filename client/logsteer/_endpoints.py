@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from logsteer import schemas as s
 from logsteer.schemas import openai
+from logsteer.schemas.captures import CaptureQuery
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.schemas.vectors import (
     ContentQuery,
@@ -361,6 +362,65 @@ _SAES = _store(
     ),
 )  # fmt: skip
 
+
+def _of_capture(
+    verb: str, method: Method, path: str, answer: type[BaseModel], scope: s.KeyScope, summary: str
+) -> Endpoint:
+    """Return an endpoint of one data set of activations."""
+    return Endpoint(
+        f"captures.{verb}", method, f"/captures/{{name}}{path}", "captures", answer, scope=scope,
+        positional=("name",), retry_safe=method != "DELETE", summary=summary,
+        parameters={"name": "What the data set of activations is called."},
+    )  # fmt: skip
+
+
+def _file_of_capture(verb: str, path: str, summary: str, *further: str) -> Endpoint:
+    return Endpoint(
+        f"captures.{verb}", "GET", f"/captures/{{name}}/{path}", "captures",
+        file_type=SAFETENSORS_TYPE, positional=("name", *further), summary=summary,
+        parameters={
+            "name": "What the data set of activations is called.", "number": "Of the shard, from 0."
+        },
+    )  # fmt: skip
+
+
+_CAPTURES = [
+    Endpoint("captures.list", "GET", "/captures", "captures", s.CaptureList),
+    _of_capture("get", "GET", "", s.CaptureCard, "score", ""),
+    _of_capture("delete", "DELETE", "", s.DeletedCapture, "write", ""),
+    Endpoint(
+        "captures.put", "PUT", "/captures/{name}/source", "captures", s.CaptureSource,
+        query=CaptureQuery, upload="file", positional=("name", "source"), scope="write",
+        parameters={
+            "name": "What the data set of activations is called from now on.",
+            "source": _FILE + "JSON lines, each a text, or an object with `text`, `token_ids` or "
+            "`messages`.",
+        },
+        summary="Upload a data set, for `start` to capture its activations.",
+    ),
+    Endpoint(
+        "captures.start", "POST", "/captures", "captures", s.CaptureCard, s.CaptureRequest,
+        positional=("name", "layers"), scope="write",
+        summary="Start to capture the activations of a data set; return how far it has come.",
+        notes="`Client.capture` uploads the data set and waits, too.",
+    ),
+    _of_capture(
+        "index", "GET", "/index", s.CaptureIndex, "score",
+        "Return all that is known of a data set of activations, its shards among it.",
+    ),
+    _of_capture(
+        "pause", "POST", "/pause", s.CaptureCard, "write", "Stop a job until it is resumed."
+    ),
+    _of_capture(
+        "resume", "POST", "/resume", s.CaptureCard, "write",
+        "Resume a job after its last whole shard.",
+    ),
+    _file_of_capture("shard", "shards/{number}", "Return a shard as a safetensors file.", "number"),
+    _file_of_capture(
+        "statistics", "statistics", "Return means and covariances as a safetensors file."
+    ),
+]  # fmt: skip
+
 _VARIANTS = [
     Endpoint("variants.list", "GET", "/variants", "variants", s.VariantList),
     Endpoint(
@@ -422,7 +482,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
         _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
-        _SAES, _VARIANTS, _TOKENS, _OPENAI,
+        _SAES, _CAPTURES, _VARIANTS, _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

@@ -187,7 +187,7 @@ CONVENIENCES = (
     ),
     Convenience(
         "capture",
-        "activations",
+        "captures.start",
         (
             Parameter(
                 "source",
@@ -195,20 +195,63 @@ CONVENIENCES = (
                 "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
-            Parameter("directory", "str | PathLike[str]", "Where the shards and their index go."),
-            _LAYERS,
-            Parameter("field", "str", "The field that holds a row's text.", True, default='"text"'),
+            Parameter("name", "str", "What the data set of activations is called."),
+            Parameter("layers", "Sequence[int]", "Layers to read, 0-based."),
             Parameter(
-                "batch_size", "int", "Texts of one request and shard, at most.", True, default="64"
+                "directory",
+                "str | PathLike[str] | None",
+                "Where the shards and their index are downloaded to; None: they stay on the "
+                "server.",
+                default="None",
+            ),
+            Parameter(
+                "field",
+                "str",
+                "The field that holds a row's text or conversation.",
+                True,
+                default='"text"',
             ),
             Parameter("progress", "bool", "Whether a terminal shows a bar.", True, default="True"),
         ),
-        frozenset({"items", "layers"}),
-        "ActivationShards",
-        "Write the activations of a source's texts to files in a directory, and return them.",
-        "Each request's answer is a safetensors file; `index.json` lists the whole ones, and "
-        "an interrupted capture resumes after them. To `activations` a file's path is a "
-        "text; this method reads files.",
+        frozenset({"name", "items", "layers"}),
+        "CaptureIndex",
+        "Capture the activations of a source's rows on the server, wait for it, return its index.",
+        "The server reads on if the caller is gone, and resumes after a restart: the same call "
+        "again waits for the same job, and downloads what is missing. "
+        "`ActivationShards.of_directory` of `logsteer.extras.activations` reads the directory.",
+    ),
+    Convenience(
+        "activation_loader",
+        "captures.index",
+        (
+            Parameter("name", "str", "What the data set of activations is called."),
+            Parameter("batch_size", "int", "Rows of a batch."),
+            Parameter(
+                "shuffle_buffer",
+                "int",
+                "Rows that are mixed at a time; 0: all in order.",
+                default="0",
+            ),
+            Parameter(
+                "layer", "int | None", "Whose activations; None: the only one.", default="None"
+            ),
+            Parameter(
+                "directory",
+                "str | PathLike[str] | None",
+                "Where shards are kept that were downloaded; None: they are read from the server "
+                "each time.",
+                default="None",
+            ),
+            Parameter("seed", "int", "Of the order.", True, default="0"),
+            Parameter(
+                "repeat", "bool", "Whether it begins again at the end.", True, default="False"
+            ),
+        ),
+        frozenset({"name"}),
+        "Any",
+        "Return a torch `IterableDataset` of batches [batch, width] of captured activations.",
+        "`iter` of it is what SAELens' SAETrainer takes as `data_provider` and "
+        "dictionary_learning's trainSAE as `data`. It takes torch.",
     ),
 )
 
@@ -242,6 +285,7 @@ RESOURCES = {
     "overrides": "Overrides",
     "adapters": "Adapters",
     "saes": "Saes",
+    "captures": "Captures",
     "variants": "Variants",
 }
 """Resource -> the class with its methods; a further method of vectors is written by hand."""
@@ -280,7 +324,7 @@ from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, S
 from logsteer._pairs import LogProbs
 from logsteer._calls import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
-from logsteer.extras.activations import Activations, ActivationShards
+from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Reward, Samples

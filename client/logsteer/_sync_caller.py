@@ -12,6 +12,7 @@ Written by `make client` from `_async_caller.py`: change that.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from os import PathLike
 from time import sleep
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,11 +24,23 @@ from logsteer._endpoints import SAFETENSORS_TYPE
 from logsteer._events import EventParser
 from logsteer._exchange import ClientSettings, Exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
-from logsteer.errors import APIError, PayloadTooLargeError
-from logsteer.extras.activations import Activations, ActivationShards, CaptureRun
+from logsteer._progress import CountingProgress
+from logsteer.errors import APIError, LogsteerError
+from logsteer.extras.activations import (
+    Activations,
+    ActivationShards,
+    Downloads,
+    load_activations,
+    read_remotely,
+)
+from logsteer.extras.datasets import RowLines
+from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_threads
 from logsteer.extras.teacher import TeacherScores, list_items
-from logsteer.schemas import ItemScore, SpacePolicy
+from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
+
+POLL_S = 0.5
+"""Between two questions how far a capture has come."""
 
 A = TypeVar("A", bound=BaseModel)
 L = TypeVar("L", bound=BaseModel)
@@ -145,17 +158,57 @@ class Caller:
         file = self._answer(replace(call, answer=Download, file_type=SAFETENSORS_TYPE))
         return TeacherScores(file.data)
 
-    def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
-        run = CaptureRun(options, *arguments)
-        with run.bar:
-            while values := run.next_call():
-                try:
-                    answer = self._activations(**values)
-                except PayloadTooLargeError as error:
-                    run.halve(error)
-                else:
-                    run.keep(answer)
-        return run.shards
+    def _capture(
+        self,
+        source: PromptSource,
+        name: str,
+        layers: Sequence[int],
+        directory: str | PathLike[str] | None = None,
+        field: str = "text",
+        progress: bool = True,
+        **options: Any,
+    ) -> CaptureIndex:
+        rows, overwrite = RowLines(source, field), options["overwrite"]
+        self._ask("captures.put", name=name, source=rows, overwrite=overwrite)
+        card = self._ask("captures.start", name=name, layers=layers, **options)
+        bar = CountingProgress("capturing documents", card.documents_total, 0, progress)
+        with bar:
+            while card.state == "running":
+                sleep(POLL_S)
+                card = self._ask("captures.get", name=name)
+                bar.show(card.documents, f"{card.rows:,} rows")
+        if card.state != "done":
+            how = card.error or "captures.resume has it go on"
+            raise LogsteerError(f"capture {name!r} is {card.state}: {how}")
+        index = self._ask("captures.index", name=name)
+        if directory is not None:
+            self._download(index, directory)
+        return index
+
+    def _download(self, index: CaptureIndex, directory: str | PathLike[str]) -> None:
+        downloads = Downloads(directory, index)
+        for number in downloads.missing:
+            file = self._ask("captures.shard", name=index.name, number=str(number))
+            downloads.write(number, file.data)
+        downloads.finish()
+
+    def _activation_loader(
+        self,
+        name: str,
+        batch_size: int,
+        shuffle_buffer: int = 0,
+        layer: int | None = None,
+        directory: str | PathLike[str] | None = None,
+        seed: int = 0,
+        repeat: bool = False,
+    ) -> Any:
+        index = self._ask("captures.index", name=name)
+        if directory is not None:
+            self._download(index, directory)
+            shards = ActivationShards.of_directory(directory)
+        else:
+            shards = ActivationShards(index, read_remotely(self._settings, name))
+        return load_activations(shards, batch_size, shuffle_buffer, layer, seed, repeat)
 
 
 class StoreMethods(Generic[L, C, D]):

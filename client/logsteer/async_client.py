@@ -11,6 +11,7 @@ import httpx
 
 from logsteer._async_methods import (
     AsyncAdapters,
+    AsyncCaptures,
     AsyncClientMethods,
     AsyncOverrides,
     AsyncSaes,
@@ -113,6 +114,7 @@ class AsyncClient(AsyncClientMethods):
         self.overrides = AsyncOverrides(self._ask)
         self.adapters = AsyncAdapters(self._ask)
         self.saes = AsyncSaes(self._ask)
+        self.captures = AsyncCaptures(self._ask)
         self.variants = AsyncVariants(self._ask)
 
     async def __aenter__(self) -> Self:

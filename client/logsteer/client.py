@@ -15,6 +15,7 @@ from logsteer._calls import NOT_GIVEN, NotGiven, as_list
 from logsteer._exchange import ClientSettings, Encoding
 from logsteer._sync_methods import (
     Adapters,
+    Captures,
     ClientMethods,
     Overrides,
     Saes,
@@ -115,6 +116,7 @@ class Client(ClientMethods):
         self.overrides = Overrides(self._ask)
         self.adapters = Adapters(self._ask)
         self.saes = Saes(self._ask)
+        self.captures = Captures(self._ask)
         self.variants = Variants(self._ask)
 
     def __enter__(self) -> Self:

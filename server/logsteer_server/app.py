@@ -13,6 +13,7 @@ from logsteer_server import __version__
 from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
+    captures,
     operations,
     page,
     perplexity,
@@ -39,6 +40,8 @@ from logsteer_server.stores.contents import ContentFiles, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import FairTurns, StoreThreads
 from logsteer_server.stores.upkeep import StoreUpkeep
+from logsteer_server.tasks.capture_job import CaptureHost
+from logsteer_server.tasks.captures import CaptureJobs
 from logsteer_server.tasks.planning import Capacity
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
             app.state.changes = changes
             stack.callback(changes.close)
             models.start(partial(prove, app) if settings.selftest else None)
+            app.state.captures.start()
+            stack.push_async_callback(app.state.captures.close)
             yield
 
     app = FastAPI(
@@ -78,7 +83,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.keys = keys = KeyRing(settings)
     for router in (
         *(tasks.router, perplexity.router, vectors.router, tokens.router),
-        *(uploads.overrides, uploads.adapters, uploads.saes, uploads.variants),
+        *(uploads.overrides, uploads.adapters, uploads.saes, uploads.variants, captures.router),
         *(operations.openai_router, vllm.router, operations.router, page.router),
     ):
         app.include_router(router)
@@ -119,6 +124,10 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     make_handle = make_handles(settings, contents)
     state.models = models = ModelRegistry(settings, results, state.metrics, make_handle)
     stack.push_async_callback(models.close)
+    host = CaptureHost(
+        settings, objects, threads, models, state.capacity, state.namespaces, state.keys
+    )
+    state.captures = CaptureJobs(host)
     return models
 
 

@@ -1,44 +1,50 @@
-"""Activations as arrays, and captures as shards, of a server that follows a script."""
+"""Activations as arrays, of a server that follows a script; and captures, of one that has a fake
+engine.
+"""
 
 import io
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from logsteer import Client
 from logsteer.cli import main
-from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
-from logsteer.extras.activations import INDEX, Activations, ActivationShards, open_activations
+from logsteer.errors import AnswerError, ConflictError, InvalidRequestError
+from logsteer.extras.activations import (
+    INDEX,
+    Activations,
+    ActivationShards,
+    name_shard,
+    open_activations,
+)
+from logsteer.schemas import CaptureIndex
 from logsteer_server.api.encoding import SAFETENSORS, encode_tensors
+from tests.servers import Server
 
 from .documents import ANSWER
-from .scripted import Caller, problem
+from .scripted import Caller
 
 WIDTH = 3
 
 
 class CaptureServer:
-    """Answers with an activation [1, WIDTH] a text of its length, for at most `limit` texts."""
+    """Answers with an activation [1, WIDTH] a text of its length."""
 
-    def __init__(self, limit: int = 100, **answer: Any) -> None:
-        self.limit = limit
-        self.answer = ANSWER | {"hook": "resid_post", "read": "last"} | answer
+    def __init__(self) -> None:
+        self.answer = ANSWER | {"hook": "resid_post", "read": "last"}
         self.asked: list[dict[str, Any]] = []
-        self.left = 10**6
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.asked.append(body)
         assert SAFETENSORS in request.headers["accept"]
-        self.left -= 1
-        if self.left < 0:
-            raise httpx.ReadTimeout("gone")
-        if len(body["items"]) > self.limit:
-            return problem("payload_too_large", 413)
         return httpx.Response(
             200, content=bytes(self.write(body)), headers={"content-type": SAFETENSORS}
         )
@@ -122,146 +128,92 @@ def test_what_is_no_file_is_an_error(call: Caller, tmp_path: Path, content: byte
         call(lambda request: reply, lambda client: client.activations("a", [1]))
 
 
-def capture(call: Caller, server: CaptureServer, directory: Path, **options: Any) -> Any:
-    given: dict[str, Any] = {"layers": [1], "batch_size": 2} | options
-    texts = given.pop("texts", TEXTS)
-    return call(server, lambda client: client.capture(texts, directory, **given))
+@pytest.fixture(scope="module")
+def rows(fake_server: Server) -> CaptureIndex:
+    """The texts, captured at two layers in shards of a few rows."""
+    with Client(fake_server.url) as client:
+        return client.capture(TEXTS * 20, "texts", [0, 1], shard_rows=30)
 
 
-def test_shards_have_all_texts_in_order(call: Caller, tmp_path: Path) -> None:
-    server = CaptureServer()
-    shards = capture(call, server, tmp_path / "new" / "x", read="last")
-    assert [body["items"] for body in server.asked] == [TEXTS[:2], TEXTS[2:4], TEXTS[4:]]
-    assert (len(shards), shards.num_items, shards.num_rows) == (3, 5, 5)
-    rows = np.concatenate([shard.layers[1] for shard in shards])
-    assert rows[:, 0].tolist() == [1, 2, 3, 4, 5]
-    index = json.loads((tmp_path / "new" / "x" / INDEX).read_text())
-    assert index["asked"] == {"layers": [1], "read": "last"}
-    assert index["model"]["model"] == ANSWER["model"]
-    assert [shard["items"] for shard in index["shards"]] == [2, 2, 1]
-    assert len(ActivationShards(tmp_path / "new" / "x")[1:]) == 2
-
-
-def test_a_capture_goes_on_where_it_was_interrupted(call: Caller, tmp_path: Path) -> None:
-    server = CaptureServer()
-    server.left = 1
-    with pytest.raises(Exception, match="did not answer"):
-        capture(call, server, tmp_path)
-    server.left = 100
-    server.asked.clear()
-    shards = capture(call, server, tmp_path)
-    assert [body["items"] for body in server.asked] == [TEXTS[2:4], TEXTS[4:]]
-    server.asked.clear()
-    assert len(capture(call, server, tmp_path)) == len(shards) == 3
-    assert server.asked == []
-    more = capture(call, server, tmp_path, texts=[*TEXTS, "six"])
-    assert (len(more), server.asked[-1]["items"]) == (4, ["six"])
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"layers": [2]}, "name another directory"),
-        ({"read": "mean"}, "name another directory"),
-        ({"texts": ["z", *TEXTS[1:]]}, "other texts"),
-        ({"texts": TEXTS[:1]}, "other texts"),
-    ],
-)
-def test_a_directory_of_something_else_is_refused(
-    call: Caller, tmp_path: Path, options: dict[str, Any], reason: str
+def test_a_loader_gives_every_row_once_in_batches(
+    fake_server: Server, rows: CaptureIndex, tmp_path: Path
 ) -> None:
-    server = CaptureServer()
-    capture(call, server, tmp_path)
-    asked = len(server.asked)
-    with pytest.raises(InvalidRequestError, match=reason):
-        capture(call, server, tmp_path, **options)
-    assert len(server.asked) == asked
+    with Client(fake_server.url) as client:
+        near = client.activation_loader("texts", 16, layer=1, directory=tmp_path)
+        far = client.activation_loader("texts", 16, layer=1)
+        mixed = client.activation_loader("texts", 16, 50, layer=1, directory=tmp_path, seed=3)
+        endless = client.activation_loader("texts", 16, 50, layer=1, repeat=True)
+        with pytest.raises(InvalidRequestError, match="choose one of"):
+            client.activation_loader("texts", 16)
+    batches = list(near)
+    assert {len(batch) for batch in batches[:-1]} == {16}
+    x_ND = torch.cat(batches)
+    assert len(x_ND) == rows.rows and x_ND.dtype == torch.float32
+    assert torch.equal(torch.cat(list(far)), x_ND)
+    found = torch.cat(list(mixed))
+    assert not torch.equal(found, x_ND)
+    order, wanted = (np.lexsort(rows_ND.numpy().T) for rows_ND in (found, x_ND))
+    assert torch.equal(found[order.copy()], x_ND[wanted.copy()])
+    assert torch.equal(found, torch.cat(list(mixed))), "the seed says in which order"
+    twice = torch.cat(list(islice(endless, 2 * len(batches) + 3)))
+    assert len(twice) == 16 * (2 * len(batches) + 3)
+    workers = torch.utils.data.DataLoader(mixed, batch_size=None, num_workers=2)
+    assert sum(map(len, workers)) == rows.rows
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["[]", "{x", "", '{"version": 1}', '{"version": 2}', '{"version": 1, "shards": [5]}', "\xff"],
-)
-def test_an_index_of_something_else_is_refused(call: Caller, tmp_path: Path, content: str) -> None:
-    (tmp_path / INDEX).write_bytes(content.encode("latin-1"))
-    with pytest.raises(InvalidRequestError, match=r"index\.json is not an index of this version"):
-        ActivationShards(tmp_path)
-    with pytest.raises(InvalidRequestError, match=r"index\.json is not an index of this version"):
-        capture(call, CaptureServer(), tmp_path)
-    assert (tmp_path / INDEX).read_bytes() == content.encode("latin-1")
-
-
-def test_shards_of_two_models_are_refused(call: Caller, tmp_path: Path) -> None:
-    capture(call, CaptureServer(), tmp_path)
-    other = CaptureServer(model="another")
-    with pytest.raises(InvalidRequestError, match="another"):
-        capture(call, other, tmp_path, texts=[*TEXTS, "six"])
-
-
-def test_a_batch_that_is_too_large_is_halved(call: Caller, tmp_path: Path) -> None:
-    server = CaptureServer(limit=1)
-    shards = capture(call, server, tmp_path, batch_size=5)
-    assert [len(body["items"]) for body in server.asked] == [5, 2, 1, 1, 1, 1, 1]
-    assert shards.num_items == 5
-    with pytest.raises(PayloadTooLargeError):
-        capture(call, CaptureServer(limit=0), tmp_path / "none")
-
-
-def test_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_directory_has_the_shards_of_one_capture(
+    fake_server: Server, rows: CaptureIndex, tmp_path: Path
 ) -> None:
-    server = CaptureServer()
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        status = main(["capture", *argv], transport=httpx.MockTransport(server))
-        return status, *capsys.readouterr()
-
-    lines = tmp_path / "lines.txt"
-    lines.write_text("one\n\ntwo\r\n")
-    file = tmp_path / "out.safetensors"
-    steering = tmp_path / "steering.json"
-    steering.write_text(json.dumps({"vectors": [{"name": "mood"}]}))
-    status, out, _ = run(str(lines), "--layers", "1-2", "--output", str(file), "--read", "last",
-                         "--at", "0:5,7:9", "--steering", str(steering))  # fmt: skip
-    assert (status, "2 texts, 2 rows of 3 numbers at layers 1, 2" in out) == (0, True)
-    assert server.asked[-1] == {
-        "items": ["one", "two"], "layers": [1, 2], "read": "last",
-        "positions": {"slices": [[0, 5], [7, 9]]}, "steering": {"vectors": [{"name": "mood"}]},
-    }  # fmt: skip
-    assert open_activations(file).layers[1][:, 0].tolist() == [3, 3]
-
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"q": "x"}\n{"q": "yy"}')))
-    status, out, _ = run("-", "--layers", "1", "--field", "q", "--output", str(tmp_path / "d"))
-    assert (status, "2 texts, 2 rows; shards: 1" in out) == (0, True)
-    assert ActivationShards(tmp_path / "d")[0].layers[1][:, 0].tolist() == [1, 2]
-    status, out, _ = run(str(lines), "--layers", "1", "--output", str(file), "--json")
-    assert json.loads(out)["read"] == "last"
-
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "a"}\n{"other": "b"}\n')
-    status, _, err = run(str(rows), "--layers", "1", "--output", str(file))
-    assert (status, "line 2" in err) == (1, True)
-    lines.write_text("\n")
-    status, _, err = run(str(lines), "--layers", "1", "--output", str(file))
-    assert (status, "no text" in err) == (1, True)
+    with Client(fake_server.url) as client:
+        index = client.capture(TEXTS * 20, "texts", [0, 1], tmp_path, shard_rows=30)
+        assert index == rows, "it is the same job"
+        (tmp_path / name_shard(1)).write_bytes(b"cut")
+        client.capture(TEXTS * 20, "texts", [0, 1], tmp_path, shard_rows=30)
+        assert (
+            sum(len(shard.documents) for shard in ActivationShards.of_directory(tmp_path))
+            == rows.rows
+        )
+        with pytest.raises(InvalidRequestError, match="another directory"):
+            client.capture(TEXTS, "others", [0], tmp_path)
+        with pytest.raises(ConflictError, match="of another request"):
+            client.capture(TEXTS, "texts", [0, 1])
+        (tmp_path / name_shard(0)).write_bytes(b"no tensors")
+        with pytest.raises(AnswerError, match="no shard of activations"):
+            ActivationShards.of_directory(tmp_path)[0]
+    for content in ("[]", "{x", "", '{"version": 1}'):
+        (tmp_path / INDEX).write_text(content)
+        with pytest.raises(InvalidRequestError, match="not an index of a capture"):
+            ActivationShards.of_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
+        ("one\n\ntwo\r\n", ["one", "two"]),
         ('"a text"\n\n{"text": "b"}\n', ["a text", "b"]),
         ('"Hello," he said.\nnull\n', ['"Hello," he said.', "null"]),
         ('{"text": "\\u00e9"}\n"c"', ["é", "c"]),
     ],
 )
-def test_lines_are_texts_as_generate_reads_them(
-    tmp_path: Path, content: str, texts: list[str]
+def test_the_command(
+    fake_server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+    texts: list[str],
 ) -> None:
-    path, server = tmp_path / "lines", CaptureServer()
-    path.write_text(content)
-    argv = ["capture", str(path), "--layers", "1", "--output", str(tmp_path / "out.safetensors")]
-    assert main(argv, transport=httpx.MockTransport(server)) == 0
-    assert server.asked[0]["items"] == texts
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+    out = tmp_path / "out"
+    argv = ["command", "-", "--layers", "0-1", "--output", str(out), "--read", "last"]
+    argv += ["--at", "0:1", "--overwrite", "--base-url", fake_server.url]
+    assert main(["capture", *argv]) == 0
+    told = f"command: {len(texts)} documents, {len(texts)} rows of 16 numbers; shards: 1"
+    assert told in capsys.readouterr().out
+    (shard,) = ActivationShards.of_directory(out)
+    with Client(fake_server.url) as client:
+        wanted = client.activations(texts, [0, 1], positions={"slices": [[0, 1]]}, read="last")
+    assert np.array_equal(shard.layers[1], wanted.layers[1])
 
 
 @pytest.mark.parametrize("value", ["null", "5", "true", '["a"]', '{"text": "a"}'])
@@ -269,7 +221,7 @@ def test_what_is_no_text_is_not_captured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
 ) -> None:
     path, server = tmp_path / "rows.jsonl", CaptureServer()
-    argv = ["capture", str(path), "--layers", "1", "--output", str(tmp_path / "out.safetensors")]
+    argv = ["capture", "name", str(path), "--layers", "1"]
     wrong = [f'{{"text": {value}}}', *([] if value.startswith("{") else [value])]
     for line in wrong:
         for content, number in ((f"{line}\n", 1), (f'{{"text": "a"}}\n\n{line}', 3)):
@@ -277,4 +229,6 @@ def test_what_is_no_text_is_not_captured(
             assert main(argv, transport=httpx.MockTransport(server)) == 1
             err = capsys.readouterr().err
             assert f"{path}, line {number}: no text; write" in err
-    assert not server.asked
+    path.write_text("\n")
+    assert main(argv, transport=httpx.MockTransport(server)) == 1
+    assert not server.asked and "no text" in capsys.readouterr().err

@@ -8,15 +8,15 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from logsteer_server.contract.captures import Capture, CaptureRead
 from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
-    CaptureRead,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -34,7 +34,7 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
 )
 from logsteer_server.engines.vllm.engine import VllmEngine
-from tests.probes import drain, finish, start_vllm
+from tests.probes import drain, finish, recapture, start_vllm
 
 GREEDY = Policy(temperature=0.0)
 SOFT = Policy(temperature=0.7)
@@ -96,7 +96,7 @@ def make_capture(number: int, ids: np.ndarray, plans: list[SteeringPlan]) -> Cap
     where = Positions("slices", ((3, 9), (30, 35))) if number % 2 else Positions()
     plan = plans[number % len(plans)] if number > 3 else None
     layers, hook = (0, 3) if number % 2 else (4, 1, 2), HOOKS[number % len(HOOKS)]
-    return CaptureJob(ids, layers, hook, read, where, plan=plan)
+    return CaptureJob(ids, capture=Capture(layers, hook, read, where), plan=plan)
 
 
 def make_jobs(vocab: int, width: int) -> list[Job]:
@@ -130,7 +130,24 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
         )
         for plan in (None, plans[0])
     ]
-    return jobs
+    return [add_capture(n, job) for n, job in enumerate(jobs)]
+
+
+J = TypeVar("J", bound=Job)
+WINDOWS = (
+    Positions(), Positions("completion"), Positions("slices", ((20, 25), (148, 156))),
+    Positions("last_prompt"), Positions("every", number=3),
+)  # fmt: skip
+
+
+def add_capture(number: int, job: J) -> J:
+    """Every fourth job that scores and every other one that generates, with a capture in flight."""
+    if isinstance(job, CaptureJob) or number % (2 if isinstance(job, GenerateJob) else 4):
+        return job
+    read: CaptureRead = ("each", "mean", "last")[number // 2 % 3]  # type: ignore[assignment]
+    hook, where = HOOKS[number % len(HOOKS)], WINDOWS[number // 2 % len(WINDOWS)]
+    before = job.plan is not None and number % 8 == 0
+    return replace(job, capture=Capture((3, 1), hook, read, where, before))
 
 
 def run(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
@@ -158,9 +175,11 @@ def read(result: JobResult) -> list[float]:
         case GenerateOutput():
             numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
         case CaptureOutput():
-            numbers = result.activations_LTD.flatten().tolist()
+            numbers = []
         case failure:
             raise AssertionError(failure)
+    if result.activations is not None:
+        numbers += result.activations.activations_LTD.flatten().tolist()
     if result.trace is not None:
         sites = [measured for _, measured in sorted(result.trace.sites.items())]
         numbers += [
@@ -252,11 +271,12 @@ def main() -> None:
     preempted.clear()
     drawn = {i: job for i, job in jobs.items() if isinstance(job, GenerateJob)}
     resumed = resume(engine, {i: job for i, job in drawn.items() if job.policy == SOFT})
+    recaptured = recapture(engine, {i: job for i, job in jobs.items() if job.capture})
     finish(
         {"alone": alone, "cancelled": cancelled, "together": together, "kept": kept,
          "preempted": times_preempted, "left": len(engine._running), "resumed": resumed,
          "times_resumed": sum(count > 0 for count in preempted),
-         "children_s": children_s, "own_s": own_s, "seen": seen,
+         "recaptured": recaptured, "children_s": children_s, "own_s": own_s, "seen": seen,
          "counted": engine.read().preemptions},
         engine,
     )  # fmt: skip

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from logsteer import APIError, Client
 from logsteer.schemas import TargetGradient
-from logsteer_server.contract.jobs import (
-    GradientJob,
-    InputPoint,
-    JobFailure,
-    ScoreJob,
-)
+from logsteer_server.contract.gradients import GradientJob, InputPoint
+from logsteer_server.contract.jobs import JobFailure, ScoreJob
 from logsteer_server.contract.plan import Direction, Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
@@ -354,10 +350,13 @@ def attribute(model: Any, ids: np.ndarray, count: int, steps: int, baseline: int
     return ((x_TD - base_TD) * total_TD).sum(-1)
 
 
-@pytest.mark.parametrize("name", ["llama", *OTHERS])
+@pytest.mark.parametrize("name", ["llama", "bridged", *OTHERS])
 def test_gradients_at_points_of_the_line_are_transformers(name: str, tmp_path: Path) -> None:
     """Sequences of many lengths, points and baselines in one batch."""
-    path = DEMO_MODEL if name == "llama" else save_model(OTHERS[name], tmp_path / "model")
+    path = save_model(OTHERS[name], tmp_path / "model") if name in OTHERS else DEMO_MODEL
+    # Steering inside of a block, by nothing, has the bridge run.
+    inside = SteeringPlan((Site(1, "mlp_out", np.zeros(128, np.float32)),))
+    plan = inside if name == "bridged" else None
     model, rng = load_model(path), np.random.default_rng(1)
     embed = model.get_input_embeddings()
     cases = [
@@ -366,7 +365,7 @@ def test_gradients_at_points_of_the_line_are_transformers(name: str, tmp_path: P
         for alpha, baseline in ((1.0, None), (0.3, None), (0.7, BASELINE))
     ]
     engine = build(path)
-    outputs = run(engine, *(GradientJob(ids[:-1], ids[-count:], input_point=point)
+    outputs = run(engine, *(GradientJob(ids[:-1], ids[-count:], input_point=point, plan=plan)
                             for ids, count, point in cases))  # fmt: skip
     engine.close()
     for (ids, count, point), output in zip(cases, outputs, strict=True):

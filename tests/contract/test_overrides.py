@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from logsteer_server.contract.gradients import GradientJob
 from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     GenerateJob,
-    GradientJob,
     JobFailure,
     Policy,
     ScoreJob,
@@ -464,7 +464,7 @@ def test_a_model_that_cannot_be_computed_in_float32_is_refused(
     coarse: Any, scaled: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = whole(IDS, override=at(scaled, 0.1, "float32"))
-    body = coarse._model._plain_forward.body
+    body = coarse._model._body
     handle = body.norm.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     failure = run(coarse, job)[0]
     handle.remove()

@@ -17,14 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import (
-    CaptureJob,
-    GenerateJob,
-    GradientJob,
-    Job,
-    ScoreJob,
-)
+from logsteer_server.contract.gradients import GradientJob
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
 from logsteer_server.contract.plan import (
     Adapter,
     Override,
@@ -81,8 +77,7 @@ def test_blocks_are_on_their_devices_and_all_else_on_the_first(spread: Any) -> N
     assert blocks == [{f"{KIND}:{int(layer > 1)}"} for layer in LAYERS]
     assert {d for name, d in devices.items() if ".layers." not in name} == {f"{KIND}:0"}
     assert spread.info.pipeline_parallel == 2
-    # The shortcuts are those of one device.
-    assert model._plain_forward is not None
+    # The shortcut is that of one device.
     assert model._fuses_attention
 
 
@@ -96,7 +91,7 @@ def test_scores_alone_and_in_a_batch(engine: Any, spread: Any) -> None:
 @pytest.mark.parametrize("hook", ["resid_pre", "resid_mid", "resid_post", "attn.hook_q", "mlp_out"])
 @pytest.mark.parametrize("read", ["last", "mean"])
 def test_activations_of_each_layer(engine: Any, spread: Any, hook: str, read: Any) -> None:
-    jobs = [CaptureJob(ids, tuple(LAYERS), hook, read) for ids in TEXTS]
+    jobs = [CaptureJob(ids, capture=Capture(tuple(LAYERS), hook, read)) for ids in TEXTS]
     for one, two in compare(engine, spread, *jobs):
         assert two.activations_LD == pytest.approx(one.activations_LD, abs=PER_TOKEN)
 
@@ -209,8 +204,6 @@ def test_families(name: str, tmp_path: Path) -> None:
     with pretend(3):
         three = build(tmp_path)
         assert score(three, *jobs) == [pytest.approx(values, abs=PER_TOKEN) for values in wanted]
-    assert three._model._fuses_attention == one._model._fuses_attention
-    assert (three._model._plain_forward is None) == (one._model._plain_forward is None)
 
 
 class _Toy(nn.Module):
@@ -244,7 +237,7 @@ def test_free_memory_decides_how_many_blocks_a_device_has(
 def test_a_model_without_a_list_of_blocks_is_not_spread() -> None:
     toy = _Toy()
     toy.config.get_text_config().num_hidden_layers = 7
-    with pytest.raises(ValueError, match="use one GPU"):
+    with pytest.raises(ValueError, match="no list of 7 layers"):
         spread_blocks(toy, ["a", "b"], [1, 1])
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import (
     CaptureJob,
     GenerateJob,
@@ -236,7 +237,7 @@ def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -
     for _ in range(5):
         assert engine.step() == []
     engine.add([(1, GenerateJob(prompt, 3, ignore_eos=True)), (2, whole(prompt))])
-    engine.add([(3, CaptureJob(prompt, (0,)))])
+    engine.add([(3, CaptureJob(prompt, capture=Capture((0,))))])
     found = {i for _ in range(10) for i, _ in engine.step()}
     assert found == {1, 2, 3}
     engine.cancel([0])
@@ -340,14 +341,3 @@ def test_parameters_keep_their_names_and_numbers() -> None:
     assert saved.keys() <= parameters.keys()
     assert all(torch.equal(parameters[name], tensor) for name, tensor in saved.items())
     assert not any(parameter.is_inference() for parameter in parameters.values())
-
-
-def test_few_rows_times_a_large_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()._model
-    hidden_RD = torch.randn(20, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    expected_RV = hidden_RD @ model._linear_head.weight.T
-    monkeypatch.setattr("logsteer_server.engines.tlens.model.LARGE_HEAD", 1)
-    for count in (1, 2, 16, 17, 20):
-        logits_RV = model.project(hidden_RD[:count])
-        assert logits_RV.is_contiguous()
-        torch.testing.assert_close(logits_RV, expected_RV[:count], rtol=1e-5, atol=1e-5)

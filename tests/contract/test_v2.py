@@ -71,8 +71,18 @@ def test_our_part_of_a_step_waits_for_nothing(found: dict[str, dict[str, Any]]) 
     """But for a cut, once a step, which shows that waits are seen."""
     waits = found["v2"]["waits"]
     cut = waits.pop("cut")
-    assert waits == {kind: {} for kind in ("greedy", "log-probabilities", "steered", "scored")}
+    assert waits == {
+        kind: {} for kind in ("greedy", "log-probabilities", "steered", "captured", "scored")
+    }
     assert 0 < sum(cut.values()) <= v2_probe.COUNTED_STEPS, cut
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_captures_in_flight_are_those_of_the_finished_text(
+    found: dict[str, dict[str, Any]], runner: str
+) -> None:
+    print(f"{runner}: they differ by {found[runner]['recaptured']:.2e}")
+    assert found[runner]["recaptured"] < LIMIT
 
 
 def test_two_steps_of_v2_are_under_way_at_once(found: dict[str, dict[str, Any]]) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from torch.overrides import TorchFunctionMode
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import HOOKS, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.plan import Adapter
 from tests.conftest import DEMO_MODEL
 from tests.contract import draws_probe
-from tests.contract.engine_probe import GREEDY, SOFT, make_capture, make_plans, read
-from tests.probes import drain, finish, start_vllm
+from tests.contract.engine_probe import GREEDY, SOFT, add_capture, make_capture, make_plans, read
+from tests.probes import drain, finish, recapture, start_vllm
 
 KINDS = (
     "all", "prompt", "completion", "predicting", "slices", "read", "if token", "if prompt", "apart",
@@ -50,11 +51,12 @@ def make_jobs(vocab: int, width: int, adapter: Adapter) -> dict[str, Job]:
         "adapter": ScoreJob(long[:-1], long[-20:], adapter=adapter),
     }
     plans = make_plans(width)
-    for ids, kind, plan in zip(texts, KINDS, plans, strict=True):
+    for n, (ids, kind, plan) in enumerate(zip(texts, KINDS, plans, strict=True)):
         score = ScoreJob(ids[:-1], ids[-20:], COLUMNS, top=2, policy=SOFT, plan=plan)
         drawn = GenerateJob(ids[:40], LENGTH, SOFT, seed=len(jobs), ignore_eos=True, plan=plan)
+        drawn = add_capture(4 * n + 2, drawn)
         jobs |= {
-            f"score, {kind}": score,
+            f"score, {kind}": add_capture(4 * n, score),
             f"generate, {kind}": drawn,
             f"stop, {kind}": replace(drawn, stop=STOP),
         }
@@ -92,6 +94,7 @@ def count_waits(engine: Any) -> dict[str, dict[str, int]]:
         "log-probabilities": {"policy": GREEDY, "columns": COLUMNS[1:], "top": 3},
         "cut": {"policy": Policy(0.8, top_p=0.9), "logprobs": False},
         "steered": {"policy": GREEDY, "logprobs": False, "plan": plan},
+        "captured": {"policy": GREEDY, "logprobs": False, "capture": Capture((1,), read="each")},
     }
     found = {}
     for kind, fields in kinds.items():
@@ -154,11 +157,13 @@ def main() -> None:
     for which in ("first", "second"):  # of which the second finds the prefix of the first
         engine.add([(0, ScoreJob(np.concatenate([context, end[:-1]]), end))])
         again[which] = drain(engine)[0]
+    captured = {n: job for n, job in enumerate(jobs.values()) if job.capture}
+    recaptured = recapture(engine, captured)
     finish({
         "numbers": found, "preempted": len(preempted), "computed_on": engine.info.computed_on,
         "cached": again["second"].cached_tokens,
         "again": {which: read(result) for which, result in again.items()},
-        "waits": count_waits(engine), "depth": depth,
+        "waits": count_waits(engine), "depth": depth, "recaptured": recaptured,
     }, engine)  # fmt: skip
 
 

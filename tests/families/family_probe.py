@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import HOOKS, Engine, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
@@ -161,7 +162,9 @@ class FamilyProbe:
         ids = self.texts[0]
         layers = tuple(range(self.engine.info.num_layers))
         expected_LTD = self.reference.activations(ids)
-        jobs: list[Job] = [CaptureJob(ids, layers, read=read) for read in ("mean", "last")]
+        jobs: list[Job] = [
+            CaptureJob(ids, capture=Capture(layers, read=read)) for read in ("mean", "last")
+        ]
         results: list[CaptureOutput] = self.run(jobs)
         worst = 0.0
         wanted = (expected_LTD.mean(1), expected_LTD[:, -1])
@@ -174,7 +177,7 @@ class FamilyProbe:
     def compare_lens(self) -> float:
         """The last layer's stream of every row, read by a job of one token as `/lens` reads it."""
         ids, last = self.texts[0], self.engine.info.num_layers - 1
-        (captured,) = self.run([CaptureJob(ids[:-1], (last,), read="each")])
+        (captured,) = self.run([CaptureJob(ids[:-1], capture=Capture((last,), read="each"))])
         jobs: list[Job] = [
             ScoreJob(
                 ids[n : n + 1], ids[n + 1 : n + 2], plan=replace_at("resid_post", {last: x}, 0)
@@ -189,7 +192,7 @@ class FamilyProbe:
             raise ValueError(self.engine.info.missing_hooks.get(hook, "there is none"))
         ids, layers = self.texts[0], tuple(range(self.engine.info.num_layers))
         expected_LTD = self.reference.activations(ids, hook)
-        jobs: list[Job] = [CaptureJob(ids, layers, hook, "each")]
+        jobs: list[Job] = [CaptureJob(ids, capture=Capture(layers, hook, "each"))]
         expected = []
         for name in ("add", "rotate"):
             plan = self._plan(name, Positions("slices", SOME), hook)

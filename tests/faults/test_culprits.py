@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, JobFailure, Policy, ScoreJob
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.contract.tlens_cases import build, check_failure, draw_ids, run, run_pieces, whole
@@ -36,7 +37,7 @@ def make_jobs(count: int = 5, **fields: Any) -> list[Job]:
         for job in (
             whole(text),
             GenerateJob(text, 6, Policy(0.0), ignore_eos=True, **fields),
-            CaptureJob(text, (1,)),
+            CaptureJob(text, capture=Capture((1,))),
         )
     ]
 

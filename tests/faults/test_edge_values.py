@@ -37,6 +37,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/lens": schemas.LensRequest,
     "/gradient": schemas.GradientRequest,
     "/activations": schemas.ActivationsRequest,
+    "/captures": schemas.CaptureRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatCompletionRequest,
     "/v1/score": openai.ScoreRequest,
@@ -171,7 +172,8 @@ class Edges:
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._schema = model.model_json_schema()
-        self._own = OWN | (CAPTURED if model is schemas.ActivationsRequest else {})
+        captures = (schemas.ActivationsRequest, schemas.CaptureRequest)
+        self._own = OWN | (CAPTURED if model in captures else {})
         self._known: dict[str, SearchStrategy[Any]] = {}
 
     def make(self) -> SearchStrategy[Any]:

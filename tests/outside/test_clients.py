@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from logsteer import Client
-from tests.conftest import DEMO_MODEL, Server
+from tests.conftest import DEMO_MODEL, ROOT, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -176,3 +176,22 @@ def test_promptfoo_evaluates_both_endpoints(
     run(*command, cwd=tmp_path)
     rows = json.loads((tmp_path / "o.json").read_text())["results"]["results"]
     assert {row["provider"]["id"]: row["response"]["output"] for row in rows} == wanted
+
+
+def test_saelens_trains_on_captured_activations(client: Client, tmp_path: Path) -> None:
+    """SAELens' own trainer, on the demo model's layer 2; a feature of what it writes steers."""
+    lines = (ROOT / "demo" / "corpus.py").read_text().splitlines() * 8
+    rows = [line for line in lines if len(line) > 20]
+    index = client.capture(rows, "sae-lens", [2], progress=False, overwrite=True)
+    python = make_environment(tmp_path, "sae-lens", with_ours=True)
+    script = SCRIPTS / "train_sae.py"
+    given = client.base_url, "sae-lens", tmp_path, 4 * index.rows, 256
+    output = run("env", f"PYTHONPATH={ROOT / 'client'}", python, script, *given, cwd=tmp_path)
+    losses = [loss for _, loss in json.loads(output.splitlines()[-1])["losses"]]
+    assert losses[-1] < 0.5 * losses[0], losses
+    card = client.saes.put("trained", tmp_path / "sae", overwrite=True)
+    assert (card.hook, card.layer, card.features, card.k) == ("resid_post", 2, 256, 16)
+    features = client.activations([PROMPT], sae="trained", top=1)
+    feature = int(features[0].feature_ids[-1, 0])
+    plain = client.generate(PROMPT, **GREEDY).text
+    assert client.steer(PROMPT, [f"trained/{feature}:8"], **GREEDY).text != plain

@@ -13,6 +13,7 @@ import numpy as np
 
 from logsteer.schemas import ReplicaCard
 from logsteer_server.contract.batches import ResultPart
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     CaptureJob,
@@ -200,7 +201,8 @@ class HonestEngine(ScriptedHandle):
                         output = self._generate(job)
                     case CaptureJob():
                         last_D = self._states(job)[-1].astype(np.float32)
-                        output = CaptureOutput(np.array([[last_D]]))
+                        found = CapturedActivations(np.array([[last_D]]), job.places)
+                        output = CaptureOutput(activations=found)
                     case _:
                         raise AssertionError(job)
                 yield ResultPart([index], [output], time.monotonic())

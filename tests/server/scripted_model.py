@@ -13,12 +13,11 @@ from logsteer.errors import api_error
 from logsteer.schemas import ModelState, ReplicaCard
 from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.gradients import GradientJob, GradientOutput
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
     GenerateJob,
-    GradientJob,
-    GradientOutput,
     Job,
     JobFailure,
     JobResult,
@@ -77,7 +76,8 @@ def answer_as_fake(job: Job) -> Sequence[JobResult]:
         case GenerateJob():
             return fake_generation(job)
         case CaptureJob():
-            return [CaptureOutput(fake_activations(job, INFO.hidden_size))]
+            found = fake_activations(job, job.tokens, INFO.hidden_size)
+            return [CaptureOutput(activations=found)]
         case GradientJob():
             rows = len(job.positions.mask(0, len(job.tokens), job.prompt_len).nonzero()[0])
             ones_TD = np.ones((rows, INFO.hidden_size), dtype=np.float32)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from logsteer.schemas import ContrastPair, LayerQuality, Recommendation
-from logsteer_server.contract.jobs import CaptureJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.captures import Capture
+from logsteer_server.contract.jobs import GenerateOutput, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions
 from logsteer_server.numerics.sinks import finish_capture
 from logsteer_server.stores.layer_vectors import LayerVectors
@@ -69,9 +70,8 @@ def test_texts_of_one_token_cannot_be_scored() -> None:
 def test_a_mean_leaves_sinks_out_and_says_which() -> None:
     activations_LTD = np.ones((2, 4, 2), np.float32)
     activations_LTD[1, 2] = 90
-    job = CaptureJob(np.arange(6, dtype=np.int32), (3, 5), "resid_post", "mean",
-                     Positions("slices", ((1, 5),)))  # fmt: skip
-    found = finish_capture(job, activations_LTD)
+    capture = Capture((3, 5), "resid_post", "mean", Positions("slices", ((1, 5),)))
+    found = finish_capture(capture, capture.find_places(6, 6, 6), activations_LTD)
     assert (found.activations_LTD.tolist(), found.sinks) == ([[[1, 1]], [[1, 1]]], {5: [3]})
     site = CaptureSite("resid_post", None, "mean", bos_id=BOS)
     assert site.find_places(np.array([BOS, 5, 6], np.int32)).slices == ((1, 3),)

@@ -73,7 +73,9 @@ def fill(tables, plans):
     tables.load({6: SteeringPlan((site,), probes=PROBES, conditions=CONDITIONS)})
     tables.load({7: SteeringPlan((), probes=PROBES[1:])})
     captured = {
-        LAYER: (np.array([0, 2, 3]), np.array([1, 1, 3])), 0: (np.array([4]), np.array([2]))
+        (LAYER, False): (np.array([0, 3]), np.array([1, 3])),
+        (LAYER, True): (np.array([2]), np.array([4])),
+        (0, False): (np.array([4]), np.array([2])),
     }
     # What an earlier step decided: the second condition for token 12's request, not for 13's.
     tables.sums.decided_E[12:14] = torch.tensor([2, 1], dtype=torch.int32)
@@ -122,8 +124,10 @@ for dtype in (torch.float32, torch.bfloat16):
             "elsewhere": sums[:, 0].abs().max().item(),
             "decided": plain.sums.decided_E[9].item() >> 1 & 1,
             "decided_alike": torch.equal(plain.sums.decided_E, fused.sums.decided_E),
-            "sums": (plain.captures.sums_ND - fused.captures.sums_ND).abs().max().item(),
-            "captured": plain.captures.sums_ND.abs().sum(-1).tolist(),
+            "sums": (plain.captures.stored_ND - fused.captures.stored_ND).abs().max().item(),
+            "captured": plain.captures.stored_ND.abs().sum(-1).tolist(),
+            "before": torch.equal(plain.captures.stored_ND[4], given[2].float() + (
+                0 if form == "hidden" else residual[2].float())),
             "beyond": launch_narrow(given, residual, form, dtype),
         })
 
@@ -151,7 +155,7 @@ kernel._read_tokens, kernel._steer_tokens = own
 for plans in (PLANS[::-1], PLANS):
     plain = make_tables(torch.float32, plans)
     fill(graph, plans)
-    graph.captures.sums_ND.zero_()
+    graph.captures.stored_ND.zero_()
     given = torch.randn(16, WIDTH)
     a = given.clone()
     static.copy_(given)
@@ -162,7 +166,7 @@ for plans in (PLANS[::-1], PLANS):
     replayed.append({
         "changed": (static != given).any(-1).sum().item(),
         "off": max((a - static).abs().max().item(),
-                   (plain.captures.sums_ND - graph.captures.sums_ND).abs().max().item(),
+                   (plain.captures.stored_ND - graph.captures.stored_ND).abs().max().item(),
                    (plain.probes.readings_TGR - graph.probes.readings_TGR).abs().max().item()),
     })
 
@@ -215,9 +219,9 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
         assert case["elsewhere"] == 0
         assert (case["decided"], case["decided_alike"]) == (prompt, True)
         assert case["sums"] < max(2e-6, tolerance)
-        nobodys, summed, of_another_layer, alone, free = case["captured"]
-        assert min(summed, of_another_layer, alone) > 1
-        assert nobodys == free == 0
+        nobodys, plain, of_another_layer, steered, before = case["captured"]
+        assert min(plain, of_another_layer, steered, before) > 1
+        assert (nobodys, case["before"]) == (0, True)
 
 
 COMPILED = '''

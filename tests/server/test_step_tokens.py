@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.batches import find_failure
+from logsteer_server.contract.captures import Capture, CapturedActivations, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Job, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Job, ScoreJob
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan
-from logsteer_server.engines.vllm.captures import RowPool
+from logsteer_server.engines.vllm.captures import CaptureWish, RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.engine import VllmEngine
-from logsteer_server.engines.vllm.extra_args import describe_capture
+from logsteer_server.engines.vllm.extra_args import CAPTURE
 from logsteer_server.engines.vllm.requests import RunningJob
 from logsteer_server.engines.vllm.steering import StepSteering, TraceRecorder
 from logsteer_server.engines.vllm.tables import TraceSums
@@ -36,6 +37,10 @@ def stream(name: str, layer: int, position: int) -> np.ndarray:
     return np.array([ord(name), layer, position + 1], dtype=np.float32)
 
 
+def describe_capture(job: CaptureJob, rows: range) -> dict[str, CaptureWish]:
+    return {CAPTURE: CaptureWish(rows.start, job.capture.layers, job.places, job.capture.before)}
+
+
 class CaptureRank:
     """One rank that is told of requests and runs steps of them, as the model runner does."""
 
@@ -46,7 +51,7 @@ class CaptureRank:
         self.jobs: dict[str, tuple[CaptureJob, range]] = {}
 
     def begin(self, name: str, job: CaptureJob) -> None:
-        rows = self.pool.take(len(job.places) * len(job.layers))
+        rows = self.pool.take(job.num_captured)
         self.jobs[name] = job, rows
         self.steering.begin(name, describe_capture(job, rows), 0)
 
@@ -68,15 +73,17 @@ class CaptureRank:
         self.steering.end(name)
         found = self.steering.tables.captures.take(rows)
         self.pool.release(rows)
-        return found.reshape(len(job.layers), len(job.places), WIDTH)
+        return found.reshape(len(job.places), len(job.capture.layers), WIDTH).swapaxes(0, 1)
 
 
 def expect(name: str, job: CaptureJob) -> np.ndarray:
-    return np.array([[stream(name, layer, t) for t in job.places] for layer in job.layers])
+    return np.array([[stream(name, layer, t) for t in job.places] for layer in job.capture.layers])
 
 
 def make_job(read: CaptureRead, where: Positions = WHERE[0], length: int = 10) -> CaptureJob:
-    return CaptureJob(np.zeros(length, np.int32), (3, 1), read=read, positions=where)
+    return CaptureJob(
+        np.zeros(length, np.int32), capture=Capture((3, 1), read=read, positions=where)
+    )
 
 
 @given(
@@ -118,9 +125,6 @@ def test_a_step_that_captures_nothing_marks_nothing() -> None:
     rank.end("a")
     rank.step({"b": (5, 6)})
     assert rank.steering.tables.is_idle
-    assert rank.steering.tables.captures.find(3) is None
-    rank.steering.tables.captures.fill_rows()
-    assert not rank.steering.tables.captures.rows_LT.any()
 
 
 def test_a_capture_is_of_the_steered_stream() -> None:
@@ -199,7 +203,7 @@ def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None
         plan(9, capture_rows=17)
     assert plan(9, CaptureSite("resid_post", [2, 0], "last"), capture_rows=17)
     some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
-    assert plan(9, some, capture_rows=8)[0].layers == (0, 1, 2, 3)
+    assert plan(9, some, capture_rows=8)[0].capture.layers == (0, 1, 2, 3)
 
 
 def test_what_is_too_long_loses_its_beginning_where_that_is_wanted() -> None:
@@ -211,10 +215,12 @@ def test_what_is_too_long_loses_its_beginning_where_that_is_wanted() -> None:
 
 def test_activations_of_a_changed_model_that_are_not_finite_fail_the_job() -> None:
     steered = SteeringPlan((Site(1, "resid_post", np.ones(WIDTH, np.float32)),))
-    output = CaptureOutput(np.full((1, 1, WIDTH), np.nan, np.float32))
+    output = CaptureOutput(
+        activations=CapturedActivations(np.full((1, 1, WIDTH), np.nan, np.float32), np.arange(1))
+    )
     job = make_job("last")
     assert find_failure(job, output) is None
-    changed = CaptureJob(job.tokens, (1,), plan=steered)
+    changed = replace(job, plan=steered)
     failure = find_failure(changed, output)
     assert failure is not None and failure.code == "non_finite"
 

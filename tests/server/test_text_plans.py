@@ -23,7 +23,12 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.fake import fake_generation, fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
-from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_jobs, export_jobs
+from logsteer_server.tasks.comparison import (
+    REFERENCE_COLUMNS,
+    Comparison,
+    compare_jobs,
+    export_jobs,
+)
 from logsteer_server.tasks.completions import plan_chat, plan_completions, share_rows
 from logsteer_server.tasks.generation import (
     Continuation,
@@ -452,6 +457,6 @@ class TestComparison:
         (compared,) = compare_jobs([job_of(2)], ["file"])
         assert (exported.export, exported.reference) == ("file", None)
         assert (compared.export, compared.reference) == (None, "file")
-        assert compared.columns == ("logprob", *COMPARED)
+        assert compared.columns == ("logprob", *REFERENCE_COLUMNS)
         assert exported.fingerprint is compared.fingerprint is None
         assert job_of(2).fingerprint is not None

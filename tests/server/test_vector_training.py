@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
 from logsteer.schemas import LayerQuality, Recommendation, TrainMethod, TrainRequest
+from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.objects import Objects
@@ -74,9 +75,12 @@ METHODS: list[TrainMethod] = ["mean_difference", "pca", "logistic", "lda"]
 def train(
     positive: np.ndarray, negative: np.ndarray, method: TrainMethod, whiten: bool = False
 ) -> TrainedVectors:
-    job = CaptureJob(np.array([1], dtype=np.int32), LAYERS)
+    job = CaptureJob(np.array([1], dtype=np.int32), capture=Capture(LAYERS))
     both = [row for pair in zip(positive, negative, strict=True) for row in pair]
-    outputs = [CaptureOutput(row_LD[:, None]) for row_LD in both]
+    outputs = [
+        CaptureOutput(activations=CapturedActivations(row_LD[:, None], job.places))
+        for row_LD in both
+    ]
     folds_N = plan_folds(range(len(positive)))
     return train_vectors([job] * len(both), outputs, folds_N, method, whiten)
 
@@ -175,9 +179,9 @@ def test_a_job_for_each_text() -> None:
     jobs = plan(layers=[4, 2], read="mean", bos="never")
     texts = [codec.decode(job.tokens.tolist()) for job in jobs]
     assert [text.strip() for text in texts] == ["once upon a time", "the end"]
-    assert {(job.layers, job.hook, job.read) for job in jobs} == {((2, 4), "resid_post", "mean")}
+    assert {job.capture for job in jobs} == {Capture((2, 4), read="mean")}
     every = plan(max_bytes=2 * 6 * WIDTH * 4)  # two texts, all layers, float32
-    assert (every[0].layers, every[0].tokens[0]) == (tuple(range(6)), codec.bos_id)
+    assert (every[0].capture.layers, every[0].tokens[0]) == (tuple(range(6)), codec.bos_id)
 
 
 @pytest.mark.parametrize(

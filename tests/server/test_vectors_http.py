@@ -11,6 +11,7 @@ import pytest
 
 from logsteer import Client
 from logsteer.errors import APIError, ConflictError, NotFoundError
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.stores.formats.vector_file import read_file
@@ -121,7 +122,10 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
 
     def read(text: str) -> np.ndarray:
         ids = np.array(codec.encode_ids([text])[0], dtype=np.int32)
-        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16).mean(1, dtype=float)
+        job = CaptureJob(ids, capture=Capture((0, 2), read="each"))
+        found = fake_activations(job, ids, 16)
+        assert found is not None
+        return found.activations_LTD.mean(1, dtype=float)
 
     expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
     vectors = parse_content(client.vectors.download("happy"))

@@ -37,7 +37,6 @@ from logsteer.cli.output import (
     draw_statistics,
     draw_tokens,
     show,
-    wants_json,
 )
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
@@ -386,19 +385,22 @@ def _score_text(
     return event
 
 
-_READ = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}
-FILE_ENDING = ".safetensors"
+_CAPTURE = {
+    "read": None, "hook": "NAME", "dtype": None, "max_length": "N",
+    "shard_rows": "N", "bos": None, "on_overflow": None, "overwrite": None,
+}  # fmt: skip
 
 
 def add_capture(add: AddCommand) -> None:
     """Add `logsteer capture`."""
     parser = add(
-        "capture", _capture, "activations of texts, as files",
+        "capture", _capture, "activations of a data set, computed by the server",
         """
-  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
-  logsteer capture corpus.jsonl --layers 2 --output shards
+  logsteer capture res2 corpus.jsonl --layers 2 --output shards
+  logsteer capture means corpus.jsonl --layers 2,3 --read mean
 """, steers=True,
     )  # fmt: skip
+    parser.add_argument("name", metavar="NAME", help="what the data set of activations is called")
     parser.add_argument(
         "file", metavar="FILE",
         help="a text a line; or, where the first line is an object or a string of JSON, JSON lines "
@@ -408,10 +410,8 @@ def add_capture(add: AddCommand) -> None:
     parser.add_argument(
         "--output",
         dest="path",
-        required=True,
-        metavar="PATH",
-        help=f"a {FILE_ENDING} file, by one request; or a directory of shards, which resumes "
-        "an interrupted capture",
+        metavar="DIR",
+        help="a directory for the shards; without it they stay on the server",
     )
     parser.add_argument(
         "--field", default="text", metavar="NAME", help="the text in a line of JSON; default text"
@@ -420,33 +420,22 @@ def add_capture(add: AddCommand) -> None:
         "--at", type=partial(parse_positions, names=get_args(AllPositions)), metavar="WHICH",
         help="tokens to read: all, or slices as in 0:5,8:10; default all",
     )  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="texts of a shard")
-    add_options(parser, "activations", _READ)
+    add_options(parser, "captures.start", _CAPTURE)
 
 
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
     texts = _read_texts(arguments.file, arguments.field)
-    options: Any = {**given(arguments, *_READ), **read_changes(arguments)}
+    options: Any = {**given(arguments, *_CAPTURE), **read_changes(arguments)}
     if arguments.at is not None:
         options["positions"] = arguments.at
-    path = Path(arguments.path)
-    if path.suffix != FILE_ENDING:
-        shards = client.capture(
-            texts, path, arguments.layers, batch_size=arguments.batch_size, **options
-        )
-        if wants_json(arguments):
-            print(json.dumps(shards.contents, indent=2))
-        else:
-            print(
-                f"{path}: {shards.num_items} texts, {shards.num_rows} rows; shards: {len(shards)}"
-            )
-        return
-    found = client.activations(texts, arguments.layers, **options)
-    found.save(path)
-    rows, width = next(iter(found.layers.values())).shape
-    layers = ", ".join(map(str, found.layers))
-    note = f"{path}: {len(found)} texts, {rows} rows of {width} numbers at layers {layers}"
-    print(found.answer.model_dump_json(indent=2) if wants_json(arguments) else note)
+    index = client.capture(texts, arguments.name, arguments.layers, arguments.path, **options)
+    lost = f"; {index.problems} with a problem" if index.problems else ""
+    show(
+        arguments,
+        index,
+        f"{index.name}: {index.documents} documents{lost}, {index.rows} rows of {index.width} "
+        f"numbers; shards: {index.num_shards}",
+    )
 
 
 def _read_texts(name: str, field: str) -> list[str]:

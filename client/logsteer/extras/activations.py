@@ -1,32 +1,33 @@
 """Activations as numpy arrays and files: what `Client.activations` and `Client.capture` give.
 
-A file is safetensors; `ActivationsAnswer` says what is in it. A capture writes a directory:
+A file is safetensors; `ActivationsAnswer` says what is in it, and `CaptureShard` what is in the
+shards of a data set, which a directory has beside its index:
 
-    index.json                  what was asked for, of which model, and the shards that are whole
-    activations-00000.safetensors, …
-
-A shard is the file of one answer of `/activations`. An interrupted capture resumes after its index.
+    index.json                  a `CaptureIndex`
+    shard-00000.safetensors, …
 
 Axis letters: N rows of all items, T rows of one item, D width of an activation.
 """
 
-import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
 
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+import httpx
+from pydantic import ValidationError
 
-from logsteer._calls import read_request
-from logsteer._progress import CountingProgress
-from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
-from logsteer.extras.datasets import Source, check_counts, read_prompts
+from logsteer._calls import build_call
+from logsteer._exchange import ClientSettings, Exchange
+from logsteer.errors import AnswerError, InvalidRequestError
+from logsteer.extras import import_package
+from logsteer.extras.datasets import check_counts
 from logsteer.extras.tensors import TensorFile, import_numpy
-from logsteer.schemas import ActivationsHeader
+from logsteer.schemas import ActivationsHeader, CaptureIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
-_FILE_DTYPES = ("F32", "I32")
+_FILE_DTYPES = ("F32", "F16", "I32")
 _FEATURES = ("feature_ids", "feature_activations")
 _SIDE = ("row_starts", "token_ids", "token_starts", "positions", *_FEATURES)
 """Tensors that are no activations."""
@@ -197,170 +198,184 @@ def open_activations(path: str | Path) -> Activations:
 INDEX = "index.json"
 
 
-class _Shard(TypedDict):
-    """One file: its texts, their rows of a layer, and a digest of the texts."""
-
-    file: str
-    items: int
-    rows: int
-    texts_sha256: str
+def name_shard(number: int) -> str:
+    """Return what the file of a shard is called."""
+    return f"shard-{number:05d}.safetensors"
 
 
-class _Index(TypedDict):
-    """What `index.json` says: what was asked for of each text, and which files are whole."""
+@dataclass(frozen=True)
+class ActivationShard:
+    """Activations of consecutive documents: by layer [N, D], and which token each row belongs to.
 
-    version: Literal[1]
-    asked: dict[str, Any]
-    shards: list[_Shard]
-    model: NotRequired[dict[str, str]]
-    """The model and the digest of its weights, once it has answered."""
-
-
-_INDEX = TypeAdapter(_Index)
-
-
-_Item: TypeAlias = str | dict[str, Any]
-"""A text, or a conversation as its item of the request."""
-
-
-class ActivationShards(OpenedSequence[Activations]):
-    """The shards of a directory, each opened when it is needed; `contents` is what its index
-    file says.
-
-    Errors: OSError without an index, InvalidRequestError for one of another kind.
+    `documents`, `positions` and `token_ids` [N]; of a mean, the last two are -1.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        path = self.directory / INDEX
+    layers: "Mapping[int, Floats]"
+    documents: "Ids"
+    positions: "Ids"
+    token_ids: "Ids"
+
+
+class ActivationShards(OpenedSequence[ActivationShard]):
+    """The shards of a data set of activations, each read when it is needed.
+
+    `contents` says what they hold, and `read` returns the file of a number. Errors of reading:
+    AnswerError for another file; OSError.
+    """
+
+    def __init__(self, index: CaptureIndex, read: Callable[[int], Any]) -> None:
+        self.contents = index
+        self._read = read
+        self._numbers = [number for number, shard in enumerate(index.shards) if shard.bytes]
+
+    @classmethod
+    def of_directory(cls, directory: str | PathLike[str]) -> Self:
+        """Return those of a directory that `Client.capture` has filled.
+
+        Errors: OSError without an index, InvalidRequestError for one of another kind.
+        """
+        path = Path(directory) / INDEX
         try:
-            self.contents = _INDEX.validate_json(path.read_bytes())
+            index = CaptureIndex.model_validate_json(path.read_bytes())
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            where = ".".join(map(str, fault["loc"]))
-            detail = (
-                f"{path} is not an index of this version: {where or 'all of it'}: {fault['msg']}"
-            )
-            raise _refuse_directory(f"{detail}; name another directory") from error
-        self._files = [shard["file"] for shard in self.contents["shards"]]
+            where = ".".join(map(str, fault["loc"])) or "all of it"
+            detail = f"{path} is not an index of a capture: {where}: {fault['msg']}"
+            raise InvalidRequestError("invalid_request", detail, param="directory") from error
+        memmap = import_numpy().memmap
+        return cls(index, lambda number: memmap(path.parent / name_shard(number), mode="r"))
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._numbers)
 
-    def _open(self, index: int) -> Activations:
-        return open_activations(self.directory / self._files[index])
+    def _open(self, index: int) -> ActivationShard:
+        try:
+            file = TensorFile(self._read(self._numbers[index]))
+            layers = {
+                layer: file.read(f"{self.contents.hook}.{layer}", _FILE_DTYPES)
+                for layer in self.contents.layers
+            }
+            side = [file.read(name, _FILE_DTYPES) for name in ("document", "position", "token_ids")]
+        except ValueError as error:
+            raise AnswerError(f"no shard of activations: {error}") from error
+        return ActivationShard(layers, *side)
 
-    @property
-    def num_items(self) -> int:
-        """Texts of all shards."""
-        return sum(shard["items"] for shard in self.contents["shards"])
 
-    @property
-    def num_rows(self) -> int:
-        """Activations of a layer, of all texts."""
-        return sum(shard["rows"] for shard in self.contents["shards"])
+class Downloads:
+    """The shards of a data set that a directory has not yet, of `index`; the index comes last."""
 
-
-class CaptureRun:
-    """The state of one capture: which texts are left, and the shards of the others.
-
-    The arguments are those of `Client.capture`; `bar` shows how far it is. Errors:
-    InvalidRequestError for a directory of another capture, OSError.
-    """
-
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        source: Source,
-        directory: str | Path,
-        layers: Sequence[int] | None,
-        field: str,
-        batch_size: int,
-        progress: bool,
-    ) -> None:
-        check_counts(batch_size=batch_size)
-        self._texts: list[_Item] = [
-            row.prompt if row.messages is None else {"messages": row.row[field]}
-            for row in read_prompts(source, field)
-        ]
-        self._values = {**options, "layers": layers}
-        self._batch_size = batch_size
+    def __init__(self, directory: str | PathLike[str], index: CaptureIndex) -> None:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
-        message = read_request("activations", {**self._values, "items": ["a"]})
-        asked = message.model_dump(mode="json", exclude_unset=True, exclude={"items"})
-        self._index: _Index = {"version": 1, "asked": asked, "shards": []}
-        if (self._directory / INDEX).exists():
-            self._index = self.shards.contents
-        if self._index["asked"] != asked:
-            raise _refuse_directory(
-                f"{directory} has captures of {self._index['asked']}, and these are {asked}; name "
-                "another directory"
-            )
-        self._done = 0
-        for shard in self._index["shards"]:
-            if _digest(self._cut(shard["items"])) != shard["texts_sha256"]:
-                raise _refuse_directory(
-                    f"{self._directory / shard['file']} is of other texts than the source has "
-                    "now; name another directory"
-                )
-            self._done += shard["items"]
-        self.bar = CountingProgress("capturing texts", len(self._texts), self._done, progress)
+        self._index = index
+        known = self._directory / INDEX
+        if known.exists():
+            of = ActivationShards.of_directory(directory).contents
+            if (of.name, of.digest, of.created) != (index.name, index.digest, index.created):
+                detail = f"{directory} has {of.name!r} of {of.created}; name another directory"
+                raise InvalidRequestError("invalid_request", detail, param="directory")
 
     @property
-    def shards(self) -> ActivationShards:
-        """The shards that are whole."""
-        return ActivationShards(self._directory)
+    def missing(self) -> list[int]:
+        """The numbers of shards that are not there whole."""
+        sizes = {path.name: path.stat().st_size for path in self._directory.iterdir()}
+        return [
+            number
+            for number, shard in enumerate(self._index.shards)
+            if shard.bytes and sizes.get(name_shard(number)) != shard.bytes
+        ]
 
-    def next_call(self) -> dict[str, Any] | None:
-        """Return the arguments of the next call of `activations`; None at the end."""
-        batch = self._cut(self._batch_size)
-        return {**self._values, "items": batch} if batch else None
+    def write(self, number: int, data: bytes) -> None:
+        """Write the file of a shard."""
+        self._replace(name_shard(number), data)
 
-    def halve(self, error: PayloadTooLargeError) -> None:
-        """Make calls of half as many texts; raise the error where there was one text."""
-        count = len(self._cut(self._batch_size))
-        if count == 1:
-            raise error
-        self._batch_size = count // 2
+    def finish(self) -> None:
+        """Write the index."""
+        self._replace(INDEX, self._index.model_dump_json(indent=1).encode())
 
-    def keep(self, answer: Activations) -> None:
-        """Write the answer as the next shard. Errors: where another model answered than before."""
-        model = {
-            "model": answer.answer.model,
-            "weights_digest": answer.answer.provenance.weights_digest,
-        }
-        if self._index.setdefault("model", model) != model:
-            raise _refuse_directory(
-                f"{self._directory} has captures of {self._index['model']}, and this answer is of "
-                f"{model}; name another directory"
-            )
-        texts, shards = self._cut(self._batch_size), self._index["shards"]
-        name = f"activations-{len(shards):05d}.safetensors"
-        self._replace(name, answer.file)
-        shards.append({
-            "file": name,
-            "items": len(texts),
-            "rows": int(answer.row_starts[-1]),
-            "texts_sha256": _digest(texts),
-        })  # fmt: skip
-        self._replace(INDEX, json.dumps(self._index, indent=1).encode())
-        self._done += len(texts)
-        self.bar.count(len(texts))
-
-    def _cut(self, count: int) -> list[_Item]:
-        return self._texts[self._done : self._done + count]
-
-    def _replace(self, name: str, content: Any) -> None:
+    def _replace(self, name: str, content: bytes) -> None:
         """Write a file that is whole as soon as it has its name."""
         new = self._directory / f"{name}.new"
         new.write_bytes(content)
         new.replace(self._directory / name)
 
 
-def _digest(texts: Sequence[_Item]) -> str:
-    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+def read_remotely(settings: ClientSettings, name: str) -> Callable[[int], bytes]:
+    """Return what downloads a shard of a capture. It blocks, and needs no client: a worker of a
+    DataLoader may call it, too. Errors: APIError, httpx.HTTPError.
+    """
+
+    def read(number: int) -> bytes:
+        call = build_call("captures.shard", {"name": name, "number": str(number)}, None)
+        exchange = Exchange(call, settings)
+        transport = httpx.HTTPTransport(**settings.transport) if settings.transport else None
+        with httpx.Client(transport=transport, **settings.http) as http:
+            response = http.get(call.path, headers=exchange.write_headers())
+        exchange.check(response)
+        return response.content
+
+    return read
 
 
-def _refuse_directory(detail: str) -> InvalidRequestError:
-    return InvalidRequestError("invalid_request", detail, param="directory")
+def load_activations(
+    shards: ActivationShards,
+    batch_size: int,
+    shuffle_buffer: int = 0,
+    layer: int | None = None,
+    seed: int = 0,
+    repeat: bool = False,
+) -> Any:
+    """Return a torch `IterableDataset` of float32 tensors [batch, D], as trainers of SAEs take.
+
+    Shards come in random order. Rows are mixed in a buffer of `shuffle_buffer`: once it is full,
+    half of it is given in random order. 0: all rows in order. `repeat`: again without end, in
+    another order each time. A worker of a DataLoader reads its own shards. Errors: ImportError that
+    says what to install; InvalidRequestError where `layer` is not among several.
+    """
+    check_counts(batch_size=batch_size)
+    missing = ImportError("a loader gives tensors of torch: pip install torch")
+    torch = import_package("torch", missing)
+    import_package("torch.utils.data", missing)
+    np = import_numpy()
+    layers = shards.contents.layers
+    own = layers[0] if layer is None else layer
+    if own not in layers or (layer is None and len(layers) > 1):
+        detail = f"layer is {layer}; choose one of {layers}"
+        raise InvalidRequestError("invalid_request", detail, param="layer")
+
+    def mix(numbers: Sequence[int], random: Any) -> Iterator[Any]:
+        """Yield rows in pieces, mixed."""
+        pool, half = np.zeros((0, shards.contents.width), "f4"), max(1, shuffle_buffer // 2)
+        for number in random.permutation(numbers) if shuffle_buffer else numbers:
+            rows = shards[int(number)].layers[own]
+            for start in range(0, len(rows), half) if shuffle_buffer else ():
+                pool = np.concatenate([pool, rows[start : start + half]])
+                if len(pool) >= shuffle_buffer:
+                    random.shuffle(pool)
+                    yield pool[:half]
+                    pool = pool[half:]
+            if not shuffle_buffer:
+                yield rows
+        random.shuffle(pool)
+        yield pool
+
+    class ActivationDataset(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+        """Batches of activations."""
+
+        def __iter__(self) -> Iterator[Any]:
+            worker = torch.utils.data.get_worker_info()
+            first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+            numbers = range(len(shards))[first::step]
+            random = np.random.default_rng([seed, first])
+            rest: list[Any] = []
+            for _ in count() if repeat and numbers else range(1):
+                for piece in mix(numbers, random):
+                    rows = np.concatenate([*rest, piece]) if rest else piece
+                    whole = len(rows) // batch_size * batch_size
+                    for start in range(0, whole, batch_size):
+                        yield torch.from_numpy(rows[start : start + batch_size].astype("f4"))
+                    rest = [rows[whole:]] if whole < len(rows) else []
+            for rows in rest:
+                yield torch.from_numpy(rows.astype("f4"))
+
+    return ActivationDataset()

@@ -327,6 +327,39 @@ JOIN = "\n\n"
 """What stands between two rows in the perplexity scripts of GPTQ, llama.cpp and ExLlamaV3."""
 
 
+class RowLines(Iterable[bytes]):
+    """JSON lines of a source's rows, as a data set to capture, each time it is iterated.
+
+    A row has a text in `field`, a conversation there, or `token_ids`. Iterating raises
+    InvalidRequestError for one that has none of them.
+    """
+
+    def __init__(self, source: Source, field: str) -> None:
+        self._source = source
+        self._field = field
+
+    def __iter__(self) -> Iterator[bytes]:
+        chunk = b""
+        for number, row in enumerate(read_rows(self._source)):
+            chunk += json.dumps(self._choose(number, row)).encode() + b"\n"
+            if len(chunk) > _CHUNK:
+                yield chunk
+                chunk = b""
+        if chunk:
+            yield chunk
+
+    def _choose(self, number: int, row: str | Row) -> Any:
+        field = self._field
+        if isinstance(row, Mapping):
+            if isinstance(row.get(field), list):
+                return {"messages": row[field]}
+            if field not in row and "token_ids" in row:
+                return {"token_ids": list(map(int, row["token_ids"]))}
+            if field not in row and "messages" in row:
+                return {"messages": row["messages"]}
+        return read_row(row, number, field)
+
+
 class JoinedRows(Iterable[bytes]):
     """UTF-8 of one column of a data set's rows, `join` between them, each time it is iterated.
 

@@ -4,6 +4,16 @@ The server validates with these, the client parses with them, and `openapi.json`
 from them: they are the only place where the contract is written down.
 """
 
+from logsteer.schemas.captures import (
+    CaptureCard,
+    CaptureDtype,
+    CaptureIndex,
+    CaptureList,
+    CaptureReduce,
+    CaptureRequest,
+    CaptureSource,
+    DeletedCapture,
+)
 from logsteer.schemas.chat import (
     ChatFields,
     DetokenizeAnswer,
@@ -220,6 +230,13 @@ __all__ = [
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
+    "CaptureCard",
+    "CaptureDtype",
+    "CaptureIndex",
+    "CaptureList",
+    "CaptureReduce",
+    "CaptureRequest",
+    "CaptureSource",
     "ChatFields",
     "ClampBounds",
     "Column",
@@ -229,6 +246,7 @@ __all__ = [
     "ContentFormat",
     "ContrastPair",
     "DeletedAdapter",
+    "DeletedCapture",
     "DeletedOverride",
     "DeletedSae",
     "DeletedVariant",

@@ -144,6 +144,9 @@ class Tool(Request):
 class ChatFields(Request):
     """What the chat template is given besides the conversations of a request."""
 
+    reads_rows: ClassVar[bool] = False
+    """Whether conversations may be in an uploaded data set."""
+
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
         description='Variables of the template, such as `{"enable_thinking": false}`; one that '
@@ -169,7 +172,7 @@ class ChatFields(Request):
             reason = "with continue_final_message no turn begins; leave out one of them"
             raise name_refusal({"add_generation_prompt": reason})
         asked = self.model_fields_set.intersection(CHAT_FIELDS)
-        if asked and not _count_conversations(self):
+        if asked and not (self.reads_rows or _count_conversations(self)):
             reason = "goes with messages; leave it out, or send messages"
             raise name_refusal({min(asked, key=CHAT_FIELDS.index): reason})
         described = len(str(self.tools or "")) + len(str(self.chat_template_kwargs or ""))

@@ -18,6 +18,7 @@ from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.store import StoreListing
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upkeep import StoreUpkeep
+from logsteer_server.tasks.captures import CaptureJobs
 from logsteer_server.tasks.planning import Capacity
 
 B = TypeVar("B", bound=BaseModel)
@@ -46,6 +47,7 @@ DrainDep = Annotated[Drain, of_state("drain")]
 UpkeepDep = Annotated[StoreUpkeep, of_state("store_upkeep")]
 StoreThreadsDep = Annotated[StoreThreads, of_state("store_threads")]
 ContentFilesDep = Annotated[ContentFiles, of_state("content_files")]
+CapturesDep = Annotated[CaptureJobs, of_state("captures")]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 
 

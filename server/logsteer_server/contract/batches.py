@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Self, TypeVar, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from logsteer_server.contract.gradients import GradientOutput
 from logsteer_server.contract.jobs import (
-    CaptureOutput,
     GenerateOutput,
-    GradientOutput,
     Ids,
     Job,
     JobFailure,
@@ -168,6 +167,7 @@ class ScoreJobs(_Entries[ScoreJob]):
             override=like.override,
             adapter=like.adapter,
             cache_namespace=like.cache_namespace,
+            capture=like.capture,
         )
 
     def _gather(self, indices: Indices) -> "ScoreJobs":
@@ -222,7 +222,7 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
                 j.cache_namespace,
                 None if j.alternatives is None else j.alternatives.shape[1],
             ),
-            *(id(j.plan), id(j.override), id(j.adapter)),
+            *(id(j.plan), id(j.override), id(j.adapter), id(j.capture)),
         )
         for j in scored
     }
@@ -377,8 +377,10 @@ def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
 
 
 def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
-    """Return the columns of an output and the numbers of a row; None for an output without any."""
-    if not isinstance(result, ScoreOutput):
+    """Return the columns of an output and the numbers of a row; None for an output without any, or
+    with activations.
+    """
+    if not isinstance(result, ScoreOutput) or result.activations is not None:
         return None
     return tuple((name, values.shape[1:]) for name, values in result.columns.items())
 
@@ -463,13 +465,14 @@ def is_finite(output: Output) -> bool:
 
     Infinite ones say something: that q leaves a token out, or the model itself does.
     """
+    found = output.activations
+    if found is not None and not np.isfinite(found.activations_LTD).all():
+        return False
     match output:
         case ScoreOutput():
             return bool(_find_finite_rows(output.columns).all())
         case GenerateOutput() | GradientOutput():
             return not np.isnan(output.logprobs).any()
-        case CaptureOutput():
-            return bool(np.isfinite(output.activations_LTD).all())
     return True
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from logsteer_server.contract.jobs import CaptureJob, Feature, Job, JobFailure, JobResult
+from logsteer_server.contract.jobs import Feature, GenerateJob, Job, JobFailure, JobResult
 
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Activations of a layer by TransformerLens' names, in the order of a forward pass, that engines of
@@ -224,16 +224,16 @@ class EngineInfo:
                 f"{job.num_positions} tokens do not fit into a context of {self.context_length}"
             )
             return JobFailure("context_too_long", detail)
-        return self._check_capture(job) if isinstance(job, CaptureJob) else None
-
-    def _check_capture(self, job: CaptureJob) -> JobFailure | None:
-        rows = len(job.places) * len(job.layers)
-        if self.capture_rows is None or rows <= self.capture_rows:
+        if job.capture is None or self.capture_rows is None:
+            return None
+        if (rows := job.num_captured) <= self.capture_rows:
             return None
         detail = (
             f"{rows} activations of one text, this model holds {self.capture_rows} at once: name "
-            "fewer layers or positions, or raise its capture_bytes"
+            "fewer layers or positions, such as a window of them, or raise its capture_bytes"
         )
+        if isinstance(job, GenerateJob):
+            detail += "; of a continuation all tokens count that it may come to, so max_tokens does"
         return JobFailure("payload_too_large", detail)
 
 

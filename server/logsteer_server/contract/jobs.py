@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from logsteer_server.contract.captures import Capture, CapturedActivations, Places
 from logsteer_server.contract.plan import (
     Adapter,
-    Direction,
     Override,
     ParameterDelta,
-    Positions,
     Readings,
     SteeringPlan,
     SteeringTrace,
@@ -73,6 +72,7 @@ ReplyForm = tuple[Literal["json", "regex"], str]
 EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
+NO_PLACES = np.zeros(0, dtype=np.int64)
 FINGERPRINT_HEAD = struct.Struct("<IIIII?")
 
 MAX_DRAWN_SEED = 2**31
@@ -102,8 +102,8 @@ class Routing:
 
 
 Feature = Literal["steering", "override", "gradient", "adapter", "structure", "step_tokens"]
-"""Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJob` with
+"""Jobs with a plan or a capture; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs
+with an `Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJob` with
 `step_tokens`."""
 
 
@@ -112,7 +112,8 @@ class Job:
     """A piece of work for an engine. Its class says what to do with the T tokens.
 
     `plan` steers and reads activations; `override` and `adapter` change parameters. Cached work of
-    a job is reused only within its `cache_namespace`.
+    a job is reused only within its `cache_namespace`. With `capture` the output has the activations
+    of tokens that the model reads.
     """
 
     tokens: Ids
@@ -121,6 +122,7 @@ class Job:
     override: Override | None = None
     adapter: Adapter | None = None
     cache_namespace: str = ""
+    capture: Capture | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -146,6 +148,18 @@ class Job:
     def num_scored(self) -> int:
         """Tokens whose log-probability is read."""
         return 0
+
+    @property
+    def places(self) -> Places:
+        """Positions of the tokens that may come to be captured."""
+        if self.capture is None:
+            return NO_PLACES
+        return self.capture.find_places(self.num_read, self.prompt_len, len(self.tokens))
+
+    @property
+    def num_captured(self) -> int:
+        """Activations of tokens that have to be held for it at once, all layers together."""
+        return len(self.places) * len(self.capture.layers) if self.capture else 0
 
     @property
     def delta(self) -> ParameterDelta:
@@ -182,16 +196,17 @@ class Job:
 
 
 def find_features(job: Job) -> tuple[Feature, ...]:
-    """Return the features that a job needs for its changes of the model."""
+    """Return the features that a job needs for what it changes and captures of the model."""
     names: tuple[Feature, ...] = ("steering", "override", "adapter")
-    asked = job.plan, job.override, job.adapter
+    asked = job.plan or job.capture, job.override, job.adapter
     return tuple(n for n, value in zip(names, asked, strict=True) if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """The output of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
-    so are `readings`, if the plan keeps any.
+    so are `readings`, if the plan keeps any. `activations` are of its capture: the last output has
+    them.
     """
 
     failed: ClassVar[Literal[False]] = False
@@ -199,6 +214,7 @@ class Output:
     cached_tokens: int = 0
     trace: SteeringTrace | None = None
     readings: Readings | None = None
+    activations: CapturedActivations | None = None
 
     @property
     def is_last(self) -> bool:
@@ -300,8 +316,8 @@ class ScoreJob(Job):
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, or
-        if its readings are kept. Lengths are hashed before what they measure.
+        """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, a
+        capture, or readings that are kept. Lengths are hashed before what they measure.
         """
         options = self.write_options()
         if options is None:
@@ -315,7 +331,12 @@ class ScoreJob(Job):
     def write_options(self) -> bytes | None:
         """Return all that scores depend on except tokens and plan; None without a fingerprint."""
         keeps = self.plan is not None and self.plan.kept != "none"
-        if keeps or self.export is not None or self.reference is not None:
+        if (
+            keeps
+            or self.capture is not None
+            or self.export is not None
+            or self.reference is not None
+        ):
             return None
         override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
@@ -444,65 +465,6 @@ class GenerateOutput(Output):
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class InputPoint:
-    """A point on the line between a baseline and the input: each token's embedding e is replaced by
-    e' + alpha (e - e'), where e' is the embedding of the token `baseline`, and 0 without one.
-    """
-
-    alpha: float
-    baseline: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GradientJob(Job):
-    """One sequence, laid out as in `ScoreJob`; its summed target log-probability is differentiated.
-
-    With respect to the activations at `sites`, (layer, hook) each, after the tokens at `positions`;
-    or, with `along`, along that direction of the parameters. Both apply `plan`, `override` and
-    `adapter`; an activation is the output of its site, steering included. Activations of more than
-    `max_width` numbers are refused. Or, with `input_point`, with respect to the input embeddings
-    there.
-    """
-
-    targets: Ids
-    sites: tuple[tuple[int, str], ...] = ()
-    positions: Positions = field(default_factory=Positions)
-    along: Direction | None = None
-    max_width: int | None = None
-    input_point: InputPoint | None = None
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens before the scored ones."""
-        return len(self.tokens) - (len(self.targets) - 1)
-
-    @property
-    def num_scored(self) -> int:
-        """Tokens whose log-probability is read."""
-        return len(self.targets)
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """The engine features that the job needs."""
-        return ("gradient", *find_features(self))
-
-
-@dataclass(frozen=True, slots=True)
-class GradientOutput(Output):
-    """Log-probabilities [R] of the targets, and their derivatives.
-
-    `gradients` [T', D] in the order of the job's sites, T' the tokens at its positions;
-    `directional` [R] where the job has a direction: of each target's log-probability.
-    `attributions` [T] where it has an input point: each embedding's gradient times e - e'.
-    """
-
-    logprobs: Scores
-    gradients: tuple[Scores, ...] = ()
-    directional: Scores | None = None
-    attributions: Scores | None = None
-
-
 def _no_tokens() -> Ids:
     return np.zeros(0, dtype=np.int32)
 
@@ -542,23 +504,16 @@ class CheckAdapterOutput(Output):
     updated: int
 
 
-CaptureRead = Literal["each", "last", "mean"]
-
-
 @dataclass(frozen=True, slots=True)
 class CaptureJob(Job):
-    """A sequence of tokens whose activations are requested, at `hook` of each of `layers`.
+    """A sequence of tokens that is read only for its activations.
 
-    `read` selects among its tokens at `positions`: `each`, the `last`, or the `mean` over them
-    except attention sinks (`numerics.sinks`). An activation is the output of its hook, steering
-    included; for that the prompt is the first `num_prompt` tokens, or the whole sequence.
+    For steering and positions the prompt is the first `num_prompt` tokens, or the whole sequence.
     """
 
-    layers: tuple[int, ...]
-    hook: str = "resid_post"
-    read: CaptureRead = "last"
-    positions: Positions = field(default_factory=Positions)
     num_prompt: int | None = None
+    _: KW_ONLY
+    capture: Capture
 
     @property
     def prompt_len(self) -> int:
@@ -566,34 +521,28 @@ class CaptureJob(Job):
         return len(self.tokens) if self.num_prompt is None else self.num_prompt
 
     @property
-    def features(self) -> tuple[Feature, ...]:
-        """The engine features that the job needs: hooks, as steering does."""
-        return tuple(dict.fromkeys(("steering", *find_features(self))))
-
-    @property
-    def places(self) -> npt.NDArray[np.int64]:
-        """The tokens that are read, by their places in the sequence."""
-        mask = self.positions.mask(0, len(self.tokens), self.prompt_len)
-        found: npt.NDArray[np.int64] = np.flatnonzero(mask)
-        return found[-1:] if self.read == "last" else found
-
-    @property
     def num_rows(self) -> int:
-        """Activations of a layer in the output: one, or one for each token that is read."""
-        return len(self.places) if self.read == "each" else 1
+        """Activations per layer: one, or one for each token that is read."""
+        return len(self.places) if self.capture.read == "each" else 1
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureOutput(Output):
-    """Activations [L, T, D], float32, in the order of the job's layers and of its tokens.
+    """The activations of a `CaptureJob`."""
 
-    T is the job's `num_rows`. `sinks` has by layer the tokens that a mean leaves out.
-    """
-
-    activations_LTD: Scores
-    sinks: dict[int, list[int]] = field(default_factory=dict)
+    @property
+    def activations_LTD(self) -> Scores:
+        """The activations [L, T, D]: T is the job's `num_rows`."""
+        assert self.activations is not None
+        return self.activations.activations_LTD
 
     @property
     def activations_LD(self) -> Scores:
         """The first of each layer: the only one, unless the job reads each token."""
         return self.activations_LTD[:, 0]
+
+    @property
+    def sinks(self) -> dict[int, list[int]]:
+        """By layer, the tokens that a mean leaves out."""
+        assert self.activations is not None
+        return self.activations.sinks

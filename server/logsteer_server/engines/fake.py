@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from logsteer.schemas import Column
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
     ALTERNATIVES,
@@ -19,6 +21,7 @@ from logsteer_server.contract.jobs import (
     TOP_LOGPROBS,
     TOP_TAIL,
     CaptureJob,
+    CaptureOutput,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
@@ -59,20 +62,20 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
     return (-0.1 - mixed / 1000).astype(np.float32)
 
 
-def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Return activations [L, T, D] in [-1, 1], a sine a dimension.
+def fake_activations(job: Job, tokens: np.ndarray, width: int) -> CapturedActivations | None:
+    """Return what a job captures of these tokens, if anything: in [-1, 1], a sine a dimension.
 
-    They are fixed by layer, hook and the sum of the tokens read so far.
-
-    T are the tokens that the job reads.
+    CapturedActivations are fixed by layer, hook and the sum of the tokens read so far.
     """
-    read_T = job.tokens.astype(np.float64).cumsum()[job.places]
-    layers_L11 = np.array(job.layers, dtype=np.float64)[:, None, None]
+    if (capture := job.capture) is None:
+        return None
+    places = capture.find_places(len(tokens), job.prompt_len, len(tokens))
+    read_T = tokens.astype(np.float64).cumsum()[places]
+    layers_L11 = np.array(capture.layers, dtype=np.float64)[:, None, None]
     dims_D = np.arange(1, width + 1, dtype=np.float64)
-    phase = sum(job.hook.encode())
+    phase = sum(capture.hook.encode())
     waves_LTD = np.sin(read_T[:, None] * dims_D + 7.0 * layers_L11 + phase)
-    activations_LTD: np.ndarray = waves_LTD.astype(np.float32)
-    return activations_LTD
+    return finish_capture(capture, places, waves_LTD.astype(np.float32))
 
 
 def fake_readings(job: Job, tokens: np.ndarray) -> Readings | None:
@@ -214,7 +217,7 @@ class FakeEngine:
         self._answers: dict[type[Job], Callable[[Any], list[JobResult]]] = {
             ScoreJob: partial(fake_scores, shift=float(args.get("shift", 0.0))),
             GenerateJob: fake_generation,
-            CaptureJob: self._capture,
+            CaptureJob: lambda _: [CaptureOutput()],
             CheckAdapterJob: lambda _: [CheckAdapterOutput(0)],
             CheckOverrideJob: lambda _: [CheckOverrideOutput(moved=1, total=1)],
         }
@@ -275,10 +278,17 @@ class FakeEngine:
             time.sleep(HANG_S)
         if self._is_told("fail", job):
             return [JobFailure("internal", "the fake engine was told to fail this job")]
-        return self._answers[type(job)](job)
+        return self._add_activations(job, self._answers[type(job)](job))
 
-    def _capture(self, job: CaptureJob) -> list[JobResult]:
-        return [finish_capture(job, fake_activations(job, self._info.hidden_size))]
+    def _add_activations(self, job: Job, results: list[JobResult]) -> list[JobResult]:
+        """Give the last output what the job captures."""
+        *others, last = results
+        if last.failed or job.capture is None:
+            return results
+        drawn = [out.token_ids for out in results if isinstance(out, GenerateOutput)]
+        read = np.concatenate([job.tokens, *drawn])[: job.num_read]
+        found = fake_activations(job, read, self._info.hidden_size)
+        return [*others, replace(last, activations=found)]
 
     def take_load(self) -> None:
         """Return nothing: what generates ends with the step that it begins in."""

@@ -215,6 +215,24 @@ class KeyRing:
         key = None if found is None else self._keys.get(found[1])
         if found is None or key is None or not key.verify(found[2]):
             raise api_error("unauthorized", WRONG_KEY)
+        return self._admit(key, priority, request_id)
+
+    def find_caller(self, namespace: str | None, request_id: str) -> Requester:
+        """Return the caller whose namespace this is, for work that outlives its request.
+
+        Its priority is `batch`. Errors: APIError `unauthorized` where its key was revoked.
+        """
+        if namespace is None:
+            routing = Routing(priority="batch", request_id=request_id)
+            return Requester(routing=routing, allowance=self._everybody)
+        if self._path is not None:
+            self._reload_if_changed(self._path)
+        for key in self._keys.values():
+            if key.name == namespace:
+                return self._admit(key, "batch", request_id)
+        raise api_error("unauthorized", f"The key {namespace} was revoked.")
+
+    def _admit(self, key: KeyEntry, priority: Priority, request_id: str) -> Requester:
         routing = Routing(
             key.name,
             "batch" if priority == "batch" else key.priority,

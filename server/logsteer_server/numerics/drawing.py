@@ -104,7 +104,7 @@ class _DrawnRows:
     """Rows that are drawn at once and have the same columns.
 
     `policies` is None if the most probable tokens are drawn, without policy columns. `adjustments`
-    and `histories` are of all of them, or of none.
+    and `histories` are of all of them, or of none; `listed_K` are their alternatives.
     """
 
     places: np.ndarray
@@ -114,6 +114,7 @@ class _DrawnRows:
     seeds: np.ndarray
     adjustments: list[Adjustments]
     histories: list[TokenHistory]
+    listed_K: Tensor | None
 
 
 class RowSampler:
@@ -200,9 +201,8 @@ class RowSampler:
         if not spec.width:
             return Drawn(ids_r, finite_r, own_rV[:, :0])
         rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
-        if spec.listed:
-            listed_K = torch.tensor(spec.listed, device=ids_r.device)
-            rows.alternatives_RK = listed_K.expand(len(ids_r), -1)
+        if part.listed_K is not None:
+            rows.alternatives_RK = part.listed_K.expand(len(ids_r), -1)
         return Drawn(ids_r, finite_r, read_rows(rows, spec))
 
     def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:
@@ -232,6 +232,7 @@ class RowSampler:
                         self._seed_R[own],
                         adjustments,
                         [history for history in given if history is not None],
+                        torch.tensor(spec.listed, device=device) if spec.listed else None,
                     )
                 )
         return parts

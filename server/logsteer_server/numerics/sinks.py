@@ -12,8 +12,7 @@ Axis letters: T tokens, L layers, D width of an activation.
 import numpy as np
 import numpy.typing as npt
 
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
-from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.contract.captures import Capture, CapturedActivations, Places
 
 Floats = npt.NDArray[np.float32]
 
@@ -38,19 +37,18 @@ def average_changes(tokens: int, total: float, first: float) -> float:
 
 
 def finish_capture(
-    job: CaptureJob, activations_LTD: Floats, trace: SteeringTrace | None = None
-) -> CaptureOutput:
-    """Return a job's output from the activations of each token that it reads.
+    capture: Capture, places: Places, activations_LTD: Floats
+) -> CapturedActivations:
+    """Return the capture of the activations of the tokens at these positions.
 
-    A mean, summed in float64, leaves out sinks.
+    A mean, summed in float64, leaves out sinks; without tokens there is no mean.
     """
-    if job.read != "mean":
-        return CaptureOutput(activations_LTD, trace=trace)
+    if capture.read != "mean" or not len(places):
+        return CapturedActivations(activations_LTD, places)
     means, sinks = [], {}
-    for layer, activations_TD in zip(job.layers, activations_LTD, strict=True):
+    for layer, activations_TD in zip(capture.layers, activations_LTD, strict=True):
         sinks_T = find_sinks(np.linalg.norm(activations_TD, axis=-1))
         means.append(activations_TD[~sinks_T].mean(0, dtype=np.float64))
         if sinks_T.any():
-            sinks[layer] = job.places[sinks_T].tolist()
-    means_L1D = np.stack(means)[:, None].astype(np.float32)
-    return CaptureOutput(means_L1D, sinks, trace=trace)
+            sinks[layer] = places[sinks_T].tolist()
+    return CapturedActivations(np.stack(means)[:, None].astype(np.float32), places, sinks)

@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import ActivationItem, ActivationsRequest, BosPolicy, OverflowPolicy, SaeCard
+from logsteer_server.contract.captures import Capture, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead, Ids
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import place_positions
@@ -28,7 +29,7 @@ WHOLE = ChatForm(is_whole=True)
 
 @dataclass(frozen=True, slots=True)
 class CaptureSite:
-    """Which activations are read: `hook` of some layers (None: all), as in `CaptureJob`."""
+    """Which activations are read: `hook` of some layers (None: all), as in `Capture`."""
 
     hook: str
     layers: Sequence[int] | None
@@ -120,7 +121,8 @@ def plan_captures(
             )
             raise api_error("context_too_long", detail, param=place)
         read = np.array(tokens[excess:], dtype=np.int32)
-        job = CaptureJob(read, layers, site.hook, site.read, site.find_places(read))
+        capture = Capture(layers, site.hook, site.read, site.find_places(read))
+        job = CaptureJob(read, capture=capture)
         if not len(job.places):
             detail = f"{place}: positions select none of its {len(read)} tokens; choose others."
             raise api_error("invalid_request", detail, param="positions")
@@ -134,7 +136,7 @@ def plan_captures(
 
 def count_numbers(jobs: Sequence[CaptureJob], width: int) -> int:
     """Return the numbers of all the jobs' activations, each so wide."""
-    return width * sum(job.num_rows * len(job.layers) for job in jobs)
+    return width * sum(job.num_rows * len(job.capture.layers) for job in jobs)
 
 
 Array = npt.NDArray[Any]
@@ -317,7 +319,7 @@ def _describe(capture: PlannedCapture, output: CaptureOutput) -> dict[str, Any]:
         "token_ids": job.tokens,
         "truncated_tokens": capture.truncated,
         "positions": job.places.astype(np.int32),
-        "activations": dict(zip(map(str, job.layers), found_LTD, strict=True)),
+        "activations": dict(zip(map(str, job.capture.layers), found_LTD, strict=True)),
         "sinks": {str(layer): places for layer, places in output.sinks.items()},
         "flags": [] if finite else ["non_finite"],
     }

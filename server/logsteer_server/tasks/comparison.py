@@ -26,7 +26,7 @@ from logsteer_server.tasks.run import Batch, Event, discard
 
 log = logging.getLogger(__name__)
 
-COMPARED = ("kl", "top1_agrees")
+REFERENCE_COLUMNS = ("kl", "top1_agrees")
 """Columns that a job with a reference's file has, unless it names others."""
 COMPARED_AT_ONCE = 4
 """Requests with a reference whose files have room at the same time, if each uses its limit."""
@@ -97,7 +97,7 @@ def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob
 
 
 def compare_jobs(
-    jobs: Sequence[ScoreJob], files: Sequence[str], columns: tuple[str, ...] = COMPARED
+    jobs: Sequence[ScoreJob], files: Sequence[str], columns: tuple[str, ...] = REFERENCE_COLUMNS
 ) -> list[ScoreJob]:
     """Return the jobs that compare their rows with the files, by these columns beside their own."""
     return [

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids, InputPoint
+from logsteer_server.contract.gradients import GradientJob, GradientOutput, InputPoint
+from logsteer_server.contract.jobs import Ids
 from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.references import (

@@ -18,6 +18,7 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import LensRequest, LogprobItem
 from logsteer_server.contract.batches import ScoreOutputs
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.interventions import Interventions
@@ -47,7 +48,8 @@ HELD = 2
 def capture_rows(job: ScoreJob, layers: tuple[int, ...]) -> CaptureJob:
     """Return the job that captures the streams of a score job's rows in these layers."""
     rows = Positions("slices", ((job.first_row, len(job.tokens)),))
-    return CaptureJob(job.tokens, layers, RESID_POST, "each", rows, job.prompt_len)
+    capture = Capture(layers, RESID_POST, "each", rows)
+    return CaptureJob(job.tokens, job.prompt_len, capture=capture)
 
 
 class LensTask(BodyTask[LensRequest]):

@@ -22,6 +22,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, PatchPair, PatchRequest
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.interventions.interventions import Interventions, Stores
@@ -200,7 +201,8 @@ class PatchTask(BodyTask[PatchRequest]):
         sources = [pair.runs[self._source].context for pair in pairs]
         held = len(layers) * sum(map(len, sources)) + sum(map(len, layer_sets)) * places
         planner.hold_activations(held * site.find_width(info))
-        captures = [CaptureJob(tokens, layers, body.hook, "each") for tokens in sources]
+        capture = Capture(layers, body.hook, "each")
+        captures = [CaptureJob(tokens, capture=capture) for tokens in sources]
         captured, scored = Collector(), Collector()
         applied = await planner.run(self.interventions.apply, captures)
         yield Batch(applied, captured.take)

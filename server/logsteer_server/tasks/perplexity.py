@@ -24,7 +24,7 @@ from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_parts
+from logsteer_server.tasks.comparison import REFERENCE_COLUMNS, Comparison, compare_parts
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
@@ -417,7 +417,7 @@ class PerplexityTask(WindowTask):
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
         batches = compare_parts(
-            jobs, plain, self._comparison, planner, self._scratch, COMPARED,
+            jobs, plain, self._comparison, planner, self._scratch, REFERENCE_COLUMNS,
             lambda first: take_each(partial(self._take_compared, first)),
         )  # fmt: skip
         async with aclosing(batches):

@@ -23,8 +23,9 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
+from logsteer_server.contract.captures import CaptureRead
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, CaptureRead
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
@@ -147,7 +148,7 @@ def train_vectors(
     readouts: dict[int, Readout] = {}
     quality: dict[int, LayerQuality] = {}
     held: dict[int, Double] = {}
-    for place, layer in enumerate(jobs[0].layers):
+    for place, layer in enumerate(jobs[0].capture.layers):
         both_ND = stacked_NLD[:, place].astype(np.float64)
         positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
         direction = find_direction(positive_ND, negative_ND, method, whiten)
@@ -166,7 +167,7 @@ def train_vectors(
             "the activations of positive and negative texts do not differ at any layer; read mean "
             "in place of last, or choose texts whose last token differs in what came before."
         )
-    return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality, held)
+    return TrainedVectors(LayerVectors(layers, jobs[0].capture.hook, readouts), quality, held)
 
 
 def check_parts(parts: Sequence[LayerVectors | VectorCard]) -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel
@@ -225,9 +225,17 @@ async def read_upload(request: Request, limit: UploadLimit) -> AsyncIterator[byt
         yield chunk
 
 
+class Receiver(Protocol):
+    """What opens the file of an upload: see `Store.receive`."""
+
+    def receive(self, name: str, announced: int = 0, /) -> Upload:
+        """Open a file for the upload of a name of at least `announced` bytes."""
+        ...
+
+
 @asynccontextmanager
 async def open_upload(
-    request: Request, store: Namespace[C], name: str, limit: UploadLimit, threads: StoreThreads
+    request: Request, store: Receiver, name: str, limit: UploadLimit, threads: StoreThreads
 ) -> AsyncIterator[Upload]:
     """Open a file for an upload; it is closed afterwards, and removed if it was not stored.
 

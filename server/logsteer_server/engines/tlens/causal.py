@@ -5,9 +5,8 @@ V vocabulary, D hidden size.
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -21,8 +20,14 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.plain_forward import agree
-from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
+from logsteer_server.engines.tlens.placement import find_blocks
+from logsteer_server.engines.tlens.points import (
+    BlockEdge,
+    HookFunction,
+    Point,
+    PointMap,
+    RefusedJobError,
+)
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 PADDED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -49,11 +54,11 @@ class _GivenBody(nn.Module):
         return self._output_class(last_hidden_state=self.hidden_1RD)
 
 
-class CausalModel(ABC):
+class CausalModel:
     """A causal model of transformers; hooks on `points` act in `read`.
 
-    `name` stands in messages. Errors: ValueError where it has no body and head, or layers whose
-    state cannot be padded.
+    `name` stands in messages. Errors: ValueError where it has no body and head, no list of blocks,
+    or layers whose state cannot be padded.
     """
 
     context_length: int
@@ -70,19 +75,23 @@ class CausalModel(ABC):
         self._body = causal.base_model
         if self._body is causal:
             raise ValueError(f"{name}: no causal language model with a body and a head")
+        self._bodies = [self._body]
         # A body that takes no positions finds them in the mask.
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
-        if not all(type(layer) in PADDED_LAYERS for layer in self.new_cache().layers):
-            raise ValueError(
-                f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
-            )
+        check_layers(causal.config, name)
         self._embedding = causal.get_input_embeddings()
         self.device: torch.device = self._embedding.weight.device
         self.dtype: torch.dtype = causal.dtype
         text = causal.config.get_text_config()
         self.num_layers = int(text.num_hidden_layers)
         self.hidden_size = int(text.hidden_size)
+        edges = [
+            BlockEdge(f"blocks.{layer}.hook_{end}", block, enters=end == "in")
+            for layer, block in enumerate(find_blocks(causal)[1])
+            for end in ("in", "out")
+        ]
+        self._edges = {edge.name: edge for edge in edges}
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache of keys and values."""
@@ -92,29 +101,29 @@ class CausalModel(ABC):
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
         """Let functions act on activations in every `read` of this context."""
         self._is_hooked = bool(hooks)
-        try:
-            with self._attach(hooks):
-                yield
-        finally:
-            self._is_hooked = False
+        with ExitStack() as ending:
+            ending.callback(setattr, self, "_is_hooked", False)
+            for point, function in hooks:
+                ending.callback(self._attach(point, function))
+            yield
 
-    @abstractmethod
-    def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
-        """Put functions where they act while this context lasts."""
+    def _attach(self, point: Point, function: HookFunction) -> Callable[[], None]:
+        """Let a function act on an activation; return what ends that."""
+        return self._edges[point.key].attach(function).remove
 
     @contextmanager
     def embedding_changed(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Let a function change the input embeddings [B, T, D] in every `read` of this context."""
-        embedding = self._choose_body().get_input_embeddings()
-        handle = embedding.register_forward_hook(lambda _, __, output: change(output))
-        try:
+        with ExitStack() as ending:
+            for body in self._bodies:
+                embedding = body.get_input_embeddings()
+                handle = embedding.register_forward_hook(lambda _, __, output: change(output))
+                ending.callback(handle.remove)
             yield
-        finally:
-            handle.remove()
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input embeddings [B, T, D] of tokens."""
-        found: Tensor = self._choose_body().get_input_embeddings()(tokens_BT.to(self.device))
+        found: Tensor = self._body.get_input_embeddings()(tokens_BT.to(self.device))
         return found
 
     @contextmanager
@@ -171,7 +180,7 @@ class CausalModel(ABC):
             detail = f"token ids must lie from 0 to {self.vocab_size - 1}, the vocabulary"
             raise RefusedJobError("invalid_request", detail)
 
-    def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:  # noqa: B027
+    def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
         """Check that a parameter delta acts everywhere while these points are hooked.
 
         Errors: RefusedJobError where it does not, or where the model computes in no `cast`.
@@ -203,7 +212,8 @@ class CausalModel(ABC):
         whole_RV = whole(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1)
         logits_RV = self.project(self.read(tokens_BT).flatten(0, 1))
         same_shape = logits_RV.shape == whole_RV.shape
-        if not same_shape or not agree(logits_RV, whole_RV, HEAD_TOLERANCE):
+        bound = HEAD_TOLERANCE * whole_RV.abs().max()
+        if not same_shape or (logits_RV - whole_RV).abs().max() > bound:
             raise ValueError(
                 f"{self._name}: its body and its head, applied to single rows, do not give what it "
                 "gives as a whole; serve it with vllm"
@@ -212,6 +222,14 @@ class CausalModel(ABC):
 
     def _probe_tokens(self, length: int) -> Tensor:
         return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Check that a model has no layers whose state cannot be padded. Errors: ValueError."""
+    if not all(type(layer) in PADDED_LAYERS for layer in DynamicCache(config=config).layers):
+        raise ValueError(
+            f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
+        )
 
 
 def describe_model(model: CausalModel) -> EngineInfo:

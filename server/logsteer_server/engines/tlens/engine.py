@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
+from logsteer_server.contract.gradients import GradientJob
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
     GenerateJob,
-    GradientJob,
     Job,
     JobFailure,
     JobResult,

@@ -22,6 +22,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.plan import ParameterDelta
 from logsteer_server.engines.drawn import DrawnTokens
+from logsteer_server.engines.tlens.captures import CapturedRow, hook_captures
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
@@ -58,7 +59,8 @@ class GenerationRow(Entry):
         history = None
         if job.policy.adjustments:
             history = TokenHistory.begin(job.tokens, job.max_tokens, model.device)
-        return cls(job_id, job, steered, drawn=drawn, history=history)
+        captured = CapturedRow.place(model, job)
+        return cls(job_id, job, steered, captured=captured, drawn=drawn, history=history)
 
     @property
     def length(self) -> int:
@@ -165,9 +167,10 @@ class RunningBatch:
         if any(self._pads):
             mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
         ranges = [TokenRange(max(0, -start), max(0, start), start + width) for start in starts]
-        hooks = [*self._steering.hooks(ranges, width), *self._hooks]
+        captured = [row.captured for row in self.rows]
+        before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
         model = self._model
-        with model.hooked(hooks):
+        with model.hooked([*before, *self._steering.hooks(ranges, width), *self._hooks, *after]):
             hidden_BTD = model.read(
                 self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
             )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, Scores
+from logsteer_server.contract.gradients import GradientJob, GradientOutput
+from logsteer_server.contract.jobs import JobFailure, Scores
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError

@@ -5,54 +5,17 @@ switches on and off, hooks of its own, its training mode.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import Parameters
-from logsteer_server.engines.tlens.placement import find_blocks
-from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap
+from logsteer_server.engines.tlens.points import Point, PointMap
 from logsteer_server.engines.weights import choose_eos, limit_context
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEdge:
-    """The residual stream where it enters or leaves a block."""
-
-    name: str
-    block: nn.Module
-    enters: bool
-
-    def attach(self, function: HookFunction) -> RemovableHandle:
-        """Let a function act on it until the handle is removed."""
-        if self.enters:
-            change = partial(self._change_input, function)
-            return self.block.register_forward_pre_hook(change, with_kwargs=True)
-        return self.block.register_forward_hook(partial(self._change_output, function))
-
-    def _change_input(
-        self, function: HookFunction, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self._apply(function, args[0]), *args[1:]), options
-        changed = self._apply(function, options["hidden_states"])
-        return args, options | {"hidden_states": changed}
-
-    def _change_output(self, function: HookFunction, _: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._apply(function, output[0]), *output[1:])
-        return self._apply(function, output)
-
-    def _apply(self, function: HookFunction, stream: Tensor) -> Tensor:
-        changed = function(stream, hook=self)
-        return stream if changed is None else changed
 
 
 class LiveModel(CausalModel):
@@ -91,26 +54,12 @@ class LiveModel(CausalModel):
         self.eos_ids = choose_eos(named, self.vocab_size)
 
     def _find_points(self) -> PointMap:
-        layers = []
-        for layer, block in enumerate(find_blocks(self._causal)[1]):
-            points = {}
-            for place, (name, end) in enumerate((("resid_pre", "in"), ("resid_post", "out"))):
-                key = f"blocks.{layer}.hook_{end}"
-                edge = BlockEdge(key, block, enters=end == "in")
-                points[name] = Point(layer, key, edge, (self.hidden_size,), 2 * layer + place)
-            layers.append(points)
+        layers: list[dict[str, Point]] = [{} for _ in range(self.num_layers)]
+        for order, edge in enumerate(self._edges.values()):
+            name = "resid_pre" if edge.enters else "resid_post"
+            layer = order // 2
+            layers[layer][name] = Point(layer, edge.name, edge, (self.hidden_size,), order)
         return PointMap(layers)
-
-    @contextmanager
-    def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
-        handles: list[RemovableHandle] = []
-        try:
-            for point, function in hooks:
-                handles.append(point.hook.attach(function))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -7,9 +7,11 @@ puts the weights there, and has each module of transformers bring its inputs to 
 the bridge's modules learn it, too.
 """
 
+import copy
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
@@ -109,6 +111,27 @@ def bring_inputs(module: nn.Module, placed: nn.Module) -> None:
     module.register_forward_pre_hook(bring, with_kwargs=True)
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module with transformers' modules in the bridge's places, parameters shared."""
+    if isinstance(module, GeneralizedComponent):
+        original = module.original_component
+        if original is None:
+            raise ValueError(f"{type(module).__name__} stands for no module of transformers")
+        return unwrap(original)
+    plain = copy.copy(module)
+    plain.__dict__["_modules"] = {
+        name: child and unwrap(child) for name, child in module._modules.items()
+    }
+    for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
+        plain.__dict__[hooks] = module.__dict__[hooks].copy()
+    # A forward of the instance runs the original: accelerate's, or one that the bridge has put in.
+    forward = plain.__dict__.pop("forward", None)
+    if isinstance(forward, MethodType):
+        plain.__dict__["forward"] = MethodType(forward.__func__, plain)
+    bring_inputs(plain, module)
+    return plain
+
+
 def _sketch(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return the model that the bridge will load, without its weights' numbers."""
     from transformer_lens.model_bridge.sources.transformers.helpers import (
@@ -133,7 +156,7 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
             return f"{prefix}.{name}".strip("."), module
     raise ValueError(
         f"{type(model).__name__}: no list of {count} layers, to hook or to spread over GPUs; "
-        "use one GPU"
+        "serve it with vllm"
     )
 
 

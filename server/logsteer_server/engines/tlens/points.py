@@ -6,11 +6,13 @@ a point counts where it fires with one activation per token that the logits depe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from logsteer_server.contract.jobs import JobFailure
 
@@ -63,10 +65,38 @@ class Point:
         """Numbers per token, those of all heads together."""
         return prod(self.shape)
 
-    @property
-    def is_edge(self) -> bool:
-        """Whether this is the residual stream as it enters or leaves the layer."""
-        return self.key in (f"blocks.{self.layer}.hook_in", f"blocks.{self.layer}.hook_out")
+
+@dataclass(frozen=True, slots=True)
+class BlockEdge:
+    """The residual stream where it enters or leaves a block."""
+
+    name: str
+    block: nn.Module
+    enters: bool
+
+    def attach(self, function: HookFunction) -> RemovableHandle:
+        """Let a function act on it until the handle is removed."""
+        if self.enters:
+            change = partial(self._change_input, function)
+            return self.block.register_forward_pre_hook(change, with_kwargs=True)
+        return self.block.register_forward_hook(partial(self._change_output, function))
+
+    def _change_input(
+        self, function: HookFunction, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self._apply(function, args[0]), *args[1:]), options
+        changed = self._apply(function, options["hidden_states"])
+        return args, options | {"hidden_states": changed}
+
+    def _change_output(self, function: HookFunction, _: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._apply(function, output[0]), *output[1:])
+        return self._apply(function, output)
+
+    def _apply(self, function: HookFunction, stream: Tensor) -> Tensor:
+        changed = function(stream, hook=self)
+        return stream if changed is None else changed
 
 
 def act_on_stream(function: HookFunction) -> HookFunction:

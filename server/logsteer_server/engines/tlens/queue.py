@@ -9,7 +9,7 @@ changes nothing. Axis letters: B sequences, T tokens, D hidden size.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.jobs import Job, JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.engines.tlens.captures import CapturedRow, hook_captures
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -34,8 +35,9 @@ Results = list[tuple[int, JobResult]]
 class Entry:
     """A job that was accepted, and what its queue has found out about it.
 
-    `steered`: how its row is steered; `points`: the activations that are captured or differentiated
-    by. One that is `alone` shares no batch: it was in one that broke.
+    `steered`: how its row is steered; `points`: the activations that are differentiated by;
+    `captured`: those that are captured. One that is `alone` shares no batch: it was in one that
+    broke.
     """
 
     job_id: int
@@ -43,6 +45,7 @@ class Entry:
     steered: SteeredRow | None = None
     points: tuple[Point, ...] = ()
     alone: bool = False
+    captured: CapturedRow | None = None
 
     @property
     def trace(self) -> SteeringTrace | None:
@@ -50,7 +53,9 @@ class Entry:
         return self.steered.trace(len(self.job.tokens)) if self.steered else None
 
     def conclude(self, output: Output) -> tuple[int, JobResult]:
-        """Return the job's result: the output, or why that is not to be given."""
+        """Return the job's result: the output with activations, or why that is not to be given."""
+        if self.captured is not None:
+            output = replace(output, activations=self.captured.finish())
         return self.job_id, find_failure(self.job, output) or output
 
 
@@ -241,8 +246,10 @@ def read_batch(
     """
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
     ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
-    steering = BatchSteering([entry.steered for entry in batch])
-    with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
+    steering, width = BatchSteering([entry.steered for entry in batch]), tokens_BT.shape[1]
+    captured = [entry.captured for entry in batch]
+    before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
+    with model.hooked([*before, *steering.hooks(ranges, width), *hooks, *after]):
         hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
     steering.end_pass()
     steering.collect()

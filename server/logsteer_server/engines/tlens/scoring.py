@@ -1,17 +1,16 @@
 """Scoring the rows of sequences, and capturing their activations, batch by batch.
 
-Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden size or width of an
-activation, N captured tokens of a batch, L layers.
+Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import CaptureJob, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
+from logsteer_server.engines.tlens.captures import CapturedRow
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
@@ -26,7 +25,6 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.numerics.adjustments import place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import RowFiles, RowSpec, unpack
-from logsteer_server.numerics.sinks import finish_capture
 
 
 def _find_head_group(entry: Entry) -> object:
@@ -48,7 +46,8 @@ class ScoreQueue(ModelQueue):
         self._bounds = bounds
 
     def _accept(self, job_id: int, job: ScoreJob) -> Entry:
-        return Entry(job_id, job, accept_row(self._model, job))
+        steered = accept_row(self._model, job)
+        return Entry(job_id, job, steered, captured=CapturedRow.place(self._model, job))
 
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:
@@ -97,45 +96,15 @@ class ScoreQueue(ModelQueue):
 
 
 class CaptureQueue(ModelQueue):
-    """Sequences whose activations are to be captured."""
+    """Sequences that are read for their activations alone."""
 
     def _accept(self, job_id: int, job: CaptureJob) -> Entry:
-        steered = accept_row(self._model, job)
-        if not job.layers:
-            raise RefusedJobError("invalid_request", "layers: name at least one")
+        steered, captured = accept_row(self._model, job), CapturedRow.place(self._model, job)
         if not len(job.places):
             raise RefusedJobError("invalid_request", "positions: none of the tokens is at them")
-        points = tuple(self._model.points.find(layer, job.hook) for layer in job.layers)
-        if len({point.width for point in points}) > 1:
-            detail = f"{job.hook} is not equally wide in layers {list(job.layers)}; ask apart"
-            raise RefusedJobError("invalid_request", detail)
-        if job.delta:
-            self._model.check_delta(list(points))
-        return Entry(job_id, job, steered, points)
-
-    def _group(self, entry: Entry) -> object:
-        return entry.job.delta, entry.job.layers, entry.job.hook
+        return Entry(job_id, job, steered, captured=captured)
 
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:
-        points = batch[0].points
-        found: dict[str, Tensor] = {}
-        width = max(len(entry.job.tokens) for entry in batch)
-        places = [entry.job.places for entry in batch]
-        index_N = torch.from_numpy(np.concatenate([p + b * width for b, p in enumerate(places)]))
-
-        def capture(activation: Tensor, hook: Any) -> None:
-            device = activation.device
-            read_ND = activation.flatten(2).flatten(0, 1)[index_N.to(device)].float()
-            found[str(hook.name)] = read_ND.cpu()
-
-        read_batch(self._model, batch, [(point, capture) for point in dict.fromkeys(points)])
-        captured_LND = torch.stack([found[point.key] for point in points])
-        results: Results = []
-        end = 0
-        for entry in batch:
-            begin, end = end, end + len(entry.job.places)
-            # A copy, which holds nothing of the others in the batch.
-            own_LTD = captured_LND[:, begin:end].numpy().copy()
-            results.append(entry.conclude(finish_capture(entry.job, own_LTD, entry.trace)))
-        return results
+        read_batch(self._model, batch)
+        return [entry.conclude(CaptureOutput(trace=entry.trace)) for entry in batch]

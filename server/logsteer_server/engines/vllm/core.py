@@ -39,7 +39,7 @@ from logsteer_server.engines.vllm.config import (
     context_length,
     engine_args,
 )
-from logsteer_server.engines.vllm.extra_args import PLAN_NAMESPACE, SCORE
+from logsteer_server.engines.vllm.extra_args import PLAN_NAMESPACE, SCORE, find_first_needed
 from logsteer_server.engines.vllm.steps import StepQueue
 from logsteer_server.imports import load_tokenizer
 
@@ -100,9 +100,9 @@ class VllmCore:
     ) -> str:
         """Hand a prompt that nothing is generated for to the scheduler; return its request's id."""
         params = copy(self._params)
-        first_row = extra_args[SCORE]["first_row"] if SCORE in extra_args else len(tokens)
+        first_needed = find_first_needed(extra_args)
         # In front of the first wanted row there has to be a block, or there is nothing to look up.
-        may_hit = first_row >= self.engine_core.scheduler.hash_block_size
+        may_hit = first_needed is None or first_needed >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
         if self._step_limit is None and extra_args.get(SCORE, {}).get("step_tokens"):
@@ -321,7 +321,7 @@ class StepLimit:
 
 
 class PrefixHitLimit:
-    """End the prefix-cache hit of a score request before its first wanted row.
+    """End a request's prefix-cache hit before the first token whose row or activations are wanted.
 
     It takes the place of two functions of a cache manager. Without it, a context that ends with a
     cache block hides the row of its last token, and the whole sequence would be computed again.
@@ -337,17 +337,16 @@ class PrefixHitLimit:
         manager.coordinator.find_longest_cache_hit = self.find_longest_cache_hit
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Return vLLM's answer for a request, with its rows left out of the hit."""
+        """Return vLLM's answer for a request, with what it needs left out of the hit."""
         params = request.sampling_params
-        wanted = (params.extra_args or {}).get(SCORE) if params else None
-        self._limit = None if wanted is None else wanted["first_row"]
+        self._limit = find_first_needed((params and params.extra_args) or {})
         try:
             return self._get(request)
         finally:
             self._limit = None
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """Return vLLM's answer, of at most as many tokens as stand before the first wanted row."""
+        """Return vLLM's answer, of at most as many tokens as stand before the first wanted."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
 

@@ -86,10 +86,10 @@ class VllmEngine:
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec), self._info)
         self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank, path)
-        self._generation = GenerationRequests(self._vllm, self._slots, self._info.eos_ids)
+        self._generation = GenerationRequests(self._vllm, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
-            ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
-            CaptureJob: CaptureRequests(self._vllm, self._slots),
+            ScoreJob: ScoreRequests(self._vllm, self._info.eos_ids),
+            CaptureJob: CaptureRequests(self._vllm),
             GenerateJob: self._generation,
         }
         self._held_tokens = 0
@@ -145,7 +145,7 @@ class VllmEngine:
         captures_wait = False
         started: list[RunningJob] = []
         for job_id, job in list(self._waiting.items()):
-            is_capture = isinstance(job, CaptureJob)
+            is_capture = job.capture is not None
             if is_capture and captures_wait:
                 continue
             try:
@@ -180,15 +180,14 @@ class VllmEngine:
             self._release(SteeringSlot(), adapter)
             self._known.append((job_id, CheckAdapterOutput(adapter.updated)))
             return True
-        kind = self._kinds[type(job)]
         slot = None
         try:
-            slot = kind.take_slot(job)
+            slot = self._slots.take(job)
         finally:
             if slot is None:
                 self._release(SteeringSlot(), adapter)
         if slot is not None:
-            started.append(RunningJob(job_id, job, kind, slot, adapter))
+            started.append(RunningJob(job_id, job, self._kinds[type(job)], slot, adapter))
         return slot is not None
 
     def _release(self, slot: SteeringSlot, adapter: AdapterSlot | None) -> None:
@@ -287,7 +286,7 @@ class VllmEngine:
         ]
 
     def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
-        """Return last results of jobs, with traces of those steered, and free their slots."""
+        """Return last results of jobs, with traces and activations, and free their slots."""
         traces = self._slots.read_traces(
             {
                 running.request_id: (running.slot.plan, running.num_read)
@@ -295,16 +294,24 @@ class VllmEngine:
                 if running.slot.plan and running.slot.plan.sites
             }
         )
+        captured = self._slots.read_captures(
+            {
+                running.request_id: (running.job, running.slot.rows, running.num_read)
+                for running, result in ended
+                if running.job.capture and not result.failed
+            }
+        )
         results: list[tuple[int, JobResult]] = []
         for running, result in ended:
-            trace = traces.get(running.request_id)
-            traced = result if result.failed or trace is None else replace(result, trace=trace)
-            failure = None if traced.failed else find_failure(running.job, traced)
+            trace, found = traces.get(running.request_id), captured.get(running.request_id)
+            if not result.failed and (trace or found):
+                result = replace(result, trace=trace, activations=found)
+            failure = None if result.failed else find_failure(running.job, result)
             if failure is not None or result.failed or not is_finite(result):
                 self._vllm.freed_prefixes.evict(running.request_id)
             self._remove(running)
             self._release(running.slot, running.adapter)
-            results.append((running.job_id, failure or traced))
+            results.append((running.job_id, failure or result))
         return results
 
     def take_load(self) -> EngineLoad | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 
@@ -62,6 +62,11 @@ def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def describe_capture(job: CaptureJob, rows: range) -> dict[str, Any]:
-    """Return the extra arguments of a request whose activations are captured in these rows."""
-    return {CAPTURE: (rows.start, job.layers, job.places.tobytes())}
+def find_first_needed(extra_args: dict[str, Any]) -> int | None:
+    """Return the first token that has to be computed, so that the prefix cache may have those
+    before it: that of the first row, or the first one captured. None where all may come from there.
+    """
+    needed = [extra_args[SCORE]["first_row"]] if SCORE in extra_args else []
+    if CAPTURE in extra_args:
+        needed.append(int(extra_args[CAPTURE].places[0]))
+    return min(needed, default=None)

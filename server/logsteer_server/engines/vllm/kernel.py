@@ -217,8 +217,8 @@ def _steer_tokens(
         slot = tl.where(place < tokens, slot, 0)  # slot 0 has nothing at any layer
         depth = tl.load(work_ptr + slot * WORK_SIZE + DEPTH)
         is_moved = tl.load(work_ptr + slot * WORK_SIZE + HAS_OFFSET) != 0
-        captured = (tl.load(mark_ptr + CAPTURED) != 0) & (place < tokens)
-        row = tl.load(captures_ptr + place, mask=captured, other=0)
+        captured = tl.load(mark_ptr + CAPTURED)
+        row = tl.load(captures_ptr + place, mask=(captured != 0) & (place < tokens), other=0)
         own_ptr = hidden_ptr + place * hidden_stride
         beside_ptr = residual_ptr + place * residual_stride
         row_ptr = rows_ptr + row.to(tl.int64) * width + d
@@ -231,6 +231,7 @@ def _steer_tokens(
             before = x
             if HAS_RESIDUAL:
                 before += _load_part(beside_ptr, d, counts)
+            tl.store(row_ptr, before, mask=inside & (row != 0) & (captured == 2))
             scale = tl.sqrt(tl.sum(before * before))
             x = (x + _load_part(offset_ptr, d, moved)).to(own_ptr.dtype.element_ty).to(tl.float32)
             if HAS_RESIDUAL:
@@ -254,12 +255,12 @@ def _steer_tokens(
                     readings_ptr, probe_directions_ptr, order_ptr, stream, place, read_slot, first,
                     count, width, True, PROBES, BLOCK,
                 )  # fmt: skip
-                tl.atomic_add(row_ptr, stream, mask=inside & (row != 0))
+                tl.store(row_ptr, stream, mask=inside & (row != 0) & (captured == 1))
         elif row != 0:
             stream = _load_part(own_ptr, d, inside)
             if HAS_RESIDUAL:
                 stream += _load_part(beside_ptr, d, counts)
-            tl.atomic_add(row_ptr, stream, mask=inside)
+            tl.store(row_ptr, stream, mask=inside)
 
 
 @cache
@@ -305,7 +306,7 @@ def launch(
     _read_tokens[grid](*common, *sizes, width, **options)
     _steer_tokens[grid](
         *common, own.capture_rows_T, own.offsets_SD, own.directions_SKD, own.numbers_SKP,
-        tables.sums.sums_EL3, tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E,
+        tables.sums.sums_EL3, tables.captures.stored_ND, probes.conditions_SCP, probes.decided_E,
         *sizes, layer,
         tables.sums.sums_EL3.shape[1], width, MAX_DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

@@ -27,7 +27,8 @@ end; or one of an earlier step, whose decision the request's entry has."""
 class Mark(IntEnum):
     """Fields of a marked token, int32: its place in the step; its slot in the steering tables and
     in the probe tables, 0 for none; its request's entry; whether it was not counted before; the
-    place of the token that decides for it, or CLOSED, or DECIDED; whether it is captured.
+    place of the token that decides for it, or CLOSED, or DECIDED; whether it is captured: 1 for
+    after, 2 for before it is steered.
     """
 
     PLACE = 0
@@ -155,8 +156,8 @@ def pack_marks(step: Step) -> npt.NDArray[np.int32]:
     packed_mF[rows_t, Mark.SLOT] = steered.slots_t
     packed_mF[rows_t, Mark.ENTRY] = steered.entries_t
     packed_mF[rows_t, Mark.COUNTED] = np.where(steered.is_first_t, 2, 1) * steered.is_new_t
-    for index_t in captured:
-        packed_mF[np.searchsorted(marked_m, index_t), Mark.CAPTURED] = 1
+    for (_, before), (index_t, _) in step.captured.items():
+        packed_mF[np.searchsorted(marked_m, index_t), Mark.CAPTURED] = 2 if before else 1
     return packed
 
 

@@ -8,10 +8,8 @@ import numpy as np
 
 from logsteer_server.contract.batches import describe_non_finite
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    GenerateJob,
+    CaptureOutput,
     GenerateOutput,
-    Job,
     JobFailure,
     JobResult,
     Output,
@@ -23,9 +21,8 @@ from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_draw, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
-from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
+from logsteer_server.engines.vllm.slots import SteeringSlot
 from logsteer_server.numerics.rows import RowSpec, unpack
-from logsteer_server.numerics.sinks import finish_capture
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.core import VllmCore
@@ -99,10 +96,6 @@ Collected = tuple[RunningJob, JobResult | None]
 class JobRequests(Protocol):
     """Run the jobs of one class."""
 
-    def take_slot(self, job: Any) -> SteeringSlot | None:
-        """Take the slot of the steering tables that a job needs; None where it has to wait."""
-        ...
-
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM and return its request's id. Errors: whatever vLLM raises."""
         ...
@@ -119,9 +112,8 @@ class JobRequests(Protocol):
 class PrefillRequests:
     """Run jobs that read a prompt and generate nothing."""
 
-    def __init__(self, vllm: "VllmCore", slots: SteeringSlots) -> None:
+    def __init__(self, vllm: "VllmCore") -> None:
         self._vllm = vllm
-        self._slots = slots
 
     def _schedule(self, running: RunningJob, extra_args: dict[str, Any], use_cache: bool) -> str:
         job = running.job
@@ -146,13 +138,9 @@ class PrefillRequests:
 class ScoreRequests(PrefillRequests):
     """Run score jobs; their rows come back with the output of their requests."""
 
-    def __init__(self, vllm: "VllmCore", slots: SteeringSlots, eos_ids: tuple[int, ...]) -> None:
-        super().__init__(vllm, slots)
+    def __init__(self, vllm: "VllmCore", eos_ids: tuple[int, ...]) -> None:
+        super().__init__(vllm)
         self._eos_ids = eos_ids
-
-    def take_slot(self, job: Job) -> SteeringSlot | None:
-        """Take the slot of the job's plan, if it has one; None where it has to wait."""
-        return self._slots.take_plan(job)
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM's scheduler and return its request's id."""
@@ -183,18 +171,14 @@ class ScoreRequests(PrefillRequests):
 
 
 class CaptureRequests(PrefillRequests):
-    """Run capture jobs; their activations are captured in the workers' tables."""
-
-    def take_slot(self, job: CaptureJob) -> SteeringSlot | None:
-        """Take rows to capture in, and the slot of the plan; None where the job has to wait."""
-        return self._slots.take_capture(job)
+    """Run jobs that are read for their activations alone, which the workers' tables have."""
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM's scheduler, to be read whole; return its request's id."""
-        return self._schedule(running, running.slot.extra_args, use_cache=False)
+        """Hand a job to vLLM's scheduler; return its request's id."""
+        return self._schedule(running, running.slot.extra_args, running.may_read_cache)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
-        return finish_capture(running.job, self._slots.read_capture(running.slot, running.job))
+        return CaptureOutput()
 
 
 @dataclass(slots=True, eq=False)
@@ -208,9 +192,8 @@ class _Reply:
 class GenerationRequests:
     """Run the jobs of one vLLM engine that generate."""
 
-    def __init__(self, vllm: "VllmCore", slots: SteeringSlots, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, vllm: "VllmCore", eos_ids: tuple[int, ...]) -> None:
         self._vllm = vllm
-        self._slots = slots
         self._eos_ids = eos_ids
         self._replies: dict[str, _Reply] = {}
         self._started: list[int] = []
@@ -224,10 +207,6 @@ class GenerationRequests:
         """Return the ids of jobs whose prompts have been read since the last call."""
         started, self._started = self._started, []
         return started
-
-    def take_slot(self, job: GenerateJob) -> SteeringSlot | None:
-        """Take the slot of the job's plan, if it has one; None where it has to wait."""
-        return self._slots.take_plan(job)
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM and return its request's id."""

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import HOOKS, EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, Job, JobFailure
+from logsteer_server.contract.jobs import Job, JobFailure
 from logsteer_server.contract.plan import Probe, Readings, Site, SteeringPlan, SteeringTrace
-from logsteer_server.engines.vllm.captures import RowPool
+from logsteer_server.engines.vllm.captures import CaptureWish, Indices, RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
+from logsteer_server.engines.vllm.extra_args import CAPTURE, describe_steering
 from logsteer_server.engines.vllm.points import SiteNumbers
 from logsteer_server.engines.vllm.steering import StageTrace
-from logsteer_server.numerics.sinks import average_changes
+from logsteer_server.numerics.sinks import average_changes, finish_capture
 
 PLANS_AT_ONCE = 16
 """Plans that are copied to a device together: with an offset at each of 80 layers of width 8,192
@@ -89,7 +90,7 @@ class SteeringSlot:
     """What one job has of the tables: a slot for each part of its plan, and the extra arguments
     that tell the workers so.
 
-    A job that is not steered has no plan. A capture has `rows` of the capture buffer, too.
+    A job that is not steered has no plan. One that captures has `rows` of the capture buffer, too.
     """
 
     numbers: tuple[int, ...] = ()
@@ -101,7 +102,7 @@ class SteeringSlot:
 class SteeringSlots:
     """Give jobs slots of the steering tables; read what the tables measured and captured.
 
-    Jobs with equal plans share a slot; a capture has its rows, of so many, to itself.
+    Jobs with equal plans share a slot; one that captures has its rows to itself.
     """
 
     def __init__(self, call_workers: CallWorkers, size: SteeringSize, info: EngineInfo) -> None:
@@ -120,7 +121,7 @@ class SteeringSlots:
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why a job has no such hooks, or its plan no room; None where it can run."""
-        plan, used = job.plan, [job.hook] if isinstance(job, CaptureJob) else []
+        plan, used = job.plan, [job.capture.hook] if job.capture else []
         if plan is not None:
             used += [site.hook for site in plan.all_sites] + [probe.hook for probe in plan.probes]
         for hook in used:
@@ -180,11 +181,25 @@ class SteeringSlots:
         """Return the first rank that has a layer, which answers for it."""
         return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
 
-    def take_plan(self, job: Job) -> SteeringSlot | None:
-        """Return the slots of a job's plan, if it has one; None where the job has to wait for them.
+    def take(self, job: Job) -> SteeringSlot | None:
+        """Return the slots of a job's plan and rows for what it captures; None where the job has to
+        wait for them.
 
-        They have the plan after the next `load_plans`.
+        The slots have the plan after the next `load_plans`.
         """
+        slot, places = self._take_plan(job), job.places
+        if slot is None or job.capture is None or not len(places):
+            return slot
+        rows = self._rows.take(job.num_captured)
+        if rows is None:
+            self.release(slot)
+            return None
+        hook, before = job.capture.hook, job.capture.before
+        layers = tuple(self._numbers.number(hook, layer) for layer in job.capture.layers)
+        wish = CaptureWish(rows.start, layers, places, before)
+        return replace(slot, extra_args=slot.extra_args | {CAPTURE: wish}, rows=rows)
+
+    def _take_plan(self, job: Job) -> SteeringSlot | None:
         if job.plan is None:
             return SteeringSlot()
         numbers: list[int] = []
@@ -218,19 +233,6 @@ class SteeringSlots:
     def _release(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._plans.release(number)
-
-    def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
-        """Return the slot of the job's plan with rows to capture in; None where it has to wait."""
-        slot = self.take_plan(job)
-        if slot is None:
-            return None
-        rows = self._rows.take(len(job.places) * len(job.layers))
-        if rows is None:
-            self.release(slot)
-            return None
-        numbers = tuple(self._numbers.number(job.hook, layer) for layer in job.layers)
-        extra_args = slot.extra_args | describe_capture(replace(job, layers=numbers), rows)
-        return replace(slot, extra_args=extra_args, rows=rows)
 
     def release(self, slot: SteeringSlot) -> None:
         """Free a slot for other jobs."""
@@ -290,11 +292,27 @@ class SteeringSlots:
                 joined[request_id] = Readings(read[0][1].first, np.stack(values, axis=1))
         return joined
 
-    def read_capture(self, slot: SteeringSlot, job: CaptureJob) -> np.ndarray:
-        """Return the activations [L, T, D] that a job has captured, of each token that is read."""
-        found = [
-            rows_ND for rows_ND in self._call_workers("take_captures", slot.rows) if len(rows_ND)
-        ]
-        # The rows of a stage are zero at the layers of other stages.
-        rows_ND: np.ndarray = sum(found[1:], found[0])
-        return rows_ND.reshape(len(job.layers), len(job.places), -1)
+    def read_captures(
+        self, ended: Mapping[str, tuple[Any, range | None, int]]
+    ) -> dict[str, CapturedActivations]:
+        """Return the activations of requests that have ended, by their jobs, rows and lengths."""
+        places: dict[str, Indices] = {}
+        rows: dict[str, range] = {}
+        for request_id, (job, own, length) in ended.items():
+            end = int(np.searchsorted(job.places, length))
+            first = max(0, end - 1) if job.capture.read == "last" else 0
+            places[request_id] = job.places[first:end]
+            if own is not None and first < end:
+                count = len(job.capture.layers)
+                rows[request_id] = own[first * count : end * count]
+        by_rank: list[dict[str, Any]] = self._call_workers("take_captures", rows) if rows else []
+        found = {}
+        for request_id, (job, _, _) in ended.items():
+            capture = job.capture
+            shape = len(places[request_id]), len(capture.layers), self._info.hidden_size
+            values_LTD = np.zeros((shape[1], shape[0], shape[2]), np.float32)
+            for number, layer in enumerate(capture.layers if request_id in rows else ()):
+                own_ND = by_rank[self._find_rank(layer)][request_id]
+                values_LTD[number] = own_ND.reshape(shape)[:, number]
+            found[request_id] = finish_capture(capture, places[request_id], values_LTD)
+        return found

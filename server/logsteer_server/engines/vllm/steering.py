@@ -209,7 +209,7 @@ class StepSteering:
         self._readings = ReadingRecorder()
         self._entry_of: dict[str, int] = {}
         self._is_unrecorded = False
-        self._captures = StepCaptures(self.tables.captures)
+        self._captures = StepCaptures()
 
     def begin(self, req_id: str, extra_args: Mapping[str, Any], num_cached: int) -> None:
         """Begin with a request whose first `num_cached` tokens the prefix cache holds."""

@@ -281,17 +281,14 @@ class SteeringTables:
         if not self._residual_counts:
             residual_TD = None
         is_read, is_steered = layer in self.probes.layers, layer in self._steered_layers
+        self.captures.store(hidden_TD, residual_TD, layer, before=True)
         if is_read:
             self.probes.read(hidden_TD, residual_TD, layer, after=False)
         if is_steered:
             self._steer(hidden_TD, residual_TD, layer)
         if is_read and is_steered and self.step.read.reads_after:
             self.probes.read(hidden_TD, residual_TD, layer, after=True)
-        if (captured := self.captures.find(layer)) is not None:
-            index_t, rows_t = captured
-            self.captures.sums_ND.index_add_(
-                0, rows_t, read_stream(hidden_TD, residual_TD, index_t)
-            )
+        self.captures.store(hidden_TD, residual_TD, layer, before=False)
 
     def _steer(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         if layer not in self._changes:

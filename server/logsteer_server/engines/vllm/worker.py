@@ -203,12 +203,12 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         found = {req_id: self.model_runner.steering.take_readings(req_id) for req_id in req_ids}
         return {req_id: readings for req_id, readings in found.items() if readings is not None}
 
-    def take_captures(self, rows: range) -> np.ndarray:
-        """Return the captured activations of some rows [N, D]; empty on later ranks."""
+    def take_captures(self, rows: Mapping[str, range]) -> dict[str, np.ndarray]:
+        """Return what was captured in the rows of requests: [N, D] each; nothing on later ranks."""
         if get_tensor_model_parallel_rank() != 0:
-            return np.zeros(0, np.float32)
-        captured: np.ndarray = self.model_runner.steering.tables.captures.take(rows)
-        return captured
+            return {}
+        captures = self.model_runner.steering.tables.captures
+        return {req_id: captures.take(own) for req_id, own in rows.items()}
 
 
 Rotate = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

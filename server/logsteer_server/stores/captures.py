@@ -1,0 +1,173 @@
+"""Data sets of activations in the store, each a few objects below its name.
+
+    captures/<name>/source-<sha256>.jsonl      the rows that are read
+    captures/<name>/shard-00000.safetensors    activations of consecutive documents
+    captures/<name>/sums-00000.safetensors     sums over all documents up to that shard's last
+    captures/<name>/index.json                 a `CaptureIndex`, written whole after each shard
+    keys/<key>/captures/…                      the same of a key's namespace
+
+What the index does not list does not count: a shard whose index was not written is written again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from pydantic import ValidationError
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas.captures import CaptureIndex
+from logsteer_server.stores.namespace import KEYS_DIRECTORY
+from logsteer_server.stores.objects import ObjectEntry, Objects
+from logsteer_server.stores.upkeep import SHARED_BYTES
+from logsteer_server.stores.upload import Upload, refuse_size
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = "captures"
+INDEX = "index.json"
+SOURCE = "source-"
+MAX_LINE = 2**24
+"""Bytes of a line: what follows is another one."""
+
+
+def name_shard(number: int) -> str:
+    """Return the name of a shard's file."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def name_sums(number: int) -> str:
+    """Return the name of the file of the sums after a shard."""
+    return f"sums-{number:05d}.safetensors"
+
+
+def read_lines(file: IO[bytes], first: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of each line that is not blank, from the number `first` on."""
+    number = 0
+    for line in iter(partial(file.readline, MAX_LINE), b""):
+        if line.strip():
+            if number >= first:
+                yield number, line
+            number += 1
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStore:
+    """The data sets of activations of one namespace, of at most `max_bytes`.
+
+    Methods block. Errors: APIError `not_found` for a name that nothing has, `internal` for a
+    damaged index, and those of `Objects`.
+    """
+
+    objects: Objects
+    prefix: str = ""
+    """What its places begin with: nothing, or `keys/<key>/`."""
+    max_bytes: int = SHARED_BYTES
+
+    def locate(self, name: str, file: str = "") -> str:
+        """Return the place of a file of a data set."""
+        return f"{self.prefix}{DIRECTORY}/{name}/{file}"
+
+    def find(self, name: str) -> CaptureIndex | None:
+        """Return the index of a name; None where nothing has it."""
+        try:
+            data = self.objects.read(self.locate(name, INDEX))
+        except FileNotFoundError:
+            return None
+        try:
+            return CaptureIndex.model_validate_json(data)
+        except ValidationError as error:
+            log.error("%s is damaged", self.locate(name, INDEX))
+            detail = f"The index of capture {name!r} is damaged: DELETE it, and capture again."
+            raise api_error("internal", detail) from error
+
+    def read(self, name: str) -> CaptureIndex:
+        """Return the index of a name."""
+        if (index := self.find(name)) is None:
+            raise api_error("not_found", f"No capture is named {name!r}; GET /captures lists all.")
+        return index
+
+    def list_all(self) -> list[CaptureIndex]:
+        """Return every index that can be read, by name."""
+        entries = self.objects.list(f"{self.prefix}{DIRECTORY}")
+        found = []
+        for entry in entries:
+            if entry.name == INDEX:
+                with suppress(APIError):
+                    found.append(self.find(entry.place.split("/")[-2]))
+        return [index for index in found if index is not None]
+
+    def write_index(self, index: CaptureIndex) -> None:
+        """Write an index whole."""
+        data = index.model_dump_json().encode()
+        self.objects.write(data, self.locate(index.name, INDEX), create=False)
+
+    def list_files(self, name: str) -> list[ObjectEntry]:
+        """Return all files of a name."""
+        return self.objects.list(self.locate(name).rstrip("/"))
+
+    def check_room(self, added: int) -> None:
+        """Make sure that a namespace has room. Errors: APIError `payload_too_large`."""
+        entries = self.objects.list(f"{self.prefix}{DIRECTORY}")
+        total = added + sum(entry.size for entry in entries)
+        if total > self.max_bytes:
+            raise refuse_size("capture", total, self.max_bytes)
+
+    def receive(self, _name: str, announced: int = 0) -> Upload:
+        """Open a file for the upload of a data set. Errors: APIError `payload_too_large`."""
+        self.check_room(announced)
+        return self.objects.open_upload()
+
+    def put_source(self, name: str, upload: Upload, sha256: str) -> None:
+        """Store a data set that was uploaded for a name, in place of another one."""
+        place = self.locate(name, f"{SOURCE}{sha256}.jsonl")
+        self.check_room(upload.size)
+        self.objects.write_file(upload, place, create=False)
+        self.remove(name, lambda file: file.startswith(SOURCE) and f"/{file}" not in place)
+
+    def find_source(self, name: str) -> str | None:
+        """Return the SHA-256 of the data set that was uploaded for a name; None without one."""
+        files = (entry.name for entry in self.list_files(name))
+        found = [file for file in files if file.startswith(SOURCE)]
+        return found[0].removeprefix(SOURCE).removesuffix(".jsonl") if found else None
+
+    @contextmanager
+    def open_source(self, name: str, sha256: str) -> Iterator[IO[bytes]]:
+        """Give a data set's file, fetched to this machine where it is in a bucket."""
+        place = self.locate(name, f"{SOURCE}{sha256}.jsonl")
+        fetched = None if self.objects.is_local else self.objects.open_upload()
+        try:
+            path = self.objects.root / place
+            if fetched is not None:
+                self.objects.download(place, fetched.write)
+                path = fetched.path
+            with Path(path).open("rb") as file:
+                yield file
+        except FileNotFoundError as error:
+            detail = f"The data set of capture {name!r} is gone: PUT it again."
+            raise api_error("not_found", detail) from error
+        finally:
+            if fetched is not None:
+                fetched.discard()
+
+    def remove(self, name: str, which: Callable[[str], bool] = lambda _: True) -> None:
+        """Remove the files of a name that `which` selects, the index first."""
+        for entry in sorted(self.list_files(name), key=lambda entry: entry.name != INDEX):
+            if which(entry.name):
+                with suppress(FileNotFoundError):
+                    self.objects.remove(entry.place)
+
+
+def name_prefix(namespace: str | None) -> str:
+    """Return what the places of a namespace begin with."""
+    return "" if namespace is None else f"{KEYS_DIRECTORY}/{namespace}/"
+
+
+def list_keys(objects: Objects) -> list[str | None]:
+    """Return the namespaces that may have data sets of activations: everybody's, and keys'."""
+    parts = [entry.place.split("/") for entry in objects.list(KEYS_DIRECTORY)]
+    return [None, *sorted({own[1] for own in parts if len(own) > 3 and own[2] == DIRECTORY})]

@@ -1,0 +1,276 @@
+"""`/captures`: the jobs of this server that write activations to the store.
+
+A job is one task of the server that was asked for it. Its index in the store says what it is to do:
+what is `running` there, by this server's name, resumes at its next start.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from hashlib import sha256
+from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
+from safetensors.numpy import load, save
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas.captures import (
+    CaptureIndex,
+    CaptureRequest,
+    CaptureSource,
+    CaptureState,
+    DeletedCapture,
+)
+from logsteer_server.keys.caller import Requester
+from logsteer_server.stores.captures import (
+    SOURCE,
+    CaptureStore,
+    list_keys,
+    name_prefix,
+    name_sums,
+    read_lines,
+)
+from logsteer_server.stores.store import digest_request, stamp
+from logsteer_server.stores.threads import FairTurns
+from logsteer_server.stores.upload import Upload
+from logsteer_server.tasks.capture_job import (
+    CaptureHost,
+    CaptureJobRun,
+    CapturePlan,
+    CaptureStoppedError,
+    retry,
+)
+from logsteer_server.tasks.reduction import finish_moments
+
+log = logging.getLogger(__name__)
+
+RUNNING = 2
+"""Jobs that run at once; others wait for their turn."""
+
+
+class CaptureJobs:
+    """The data sets of activations that this server computes. It is used from one event loop."""
+
+    def __init__(self, host: CaptureHost) -> None:
+        self._host = host
+        self._threads = host.threads
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = FairTurns(RUNNING)
+        self.find = host.find
+
+    def _lock(self, place: str) -> asyncio.Lock:
+        return self._locks.setdefault(place, asyncio.Lock())
+
+    def start(self) -> None:
+        """Resume what this server was computing when it ended."""
+        self._launch("", self._resume_all())
+
+    def _launch(self, place: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[place] = task = asyncio.create_task(work)
+
+        def forget(_: asyncio.Task[None]) -> None:
+            if self._tasks.get(place) is task:
+                del self._tasks[place]
+
+        task.add_done_callback(forget)
+
+    async def close(self) -> None:
+        """Stop all jobs where they are."""
+        for place in list(self._tasks):
+            await self._stop(place)
+
+    async def _stop(self, place: str) -> None:
+        if (task := self._tasks.get(place)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _resume_all(self) -> None:
+        try:
+            for namespace in await retry(lambda: self._threads.run(list_keys, self._host.objects)):
+                store = self._open(namespace)
+                for index in await retry(partial(self._threads.run, store.list_all)):
+                    place = store.locate(index.name)
+                    if self._host.is_own(index) and place not in self._tasks:
+                        log.info("capture %s resumes at document %d", index.name, index.documents)
+                        self._launch(place, self._run(namespace, index))
+        except APIError as error:
+            log.error("no capture resumes, the store refuses: %s", error.detail)
+
+    def _open(self, namespace: str | None) -> CaptureStore:
+        return CaptureStore(self._host.objects, name_prefix(namespace))
+
+    async def _run(self, namespace: str | None, index: CaptureIndex) -> None:
+        """Run a job to its end; what fails it is in its index."""
+        try:
+            async with self._turns.take(namespace or ""):
+                await CaptureJobRun(self._host, namespace, index).finish()
+            return
+        except CaptureStoppedError:
+            return
+        except APIError as failure:
+            reason = failure.detail
+        except Exception:
+            log.exception("capture %s failed", index.name)
+            reason = "A fault of the server; its log has it."
+        try:
+            await self._threads.run(self._fail, self._open(namespace), index.name, reason)
+        except APIError:
+            log.exception("the end of capture %s could not be stored", index.name)
+
+    def _fail(self, store: CaptureStore, name: str, reason: str) -> None:
+        if (index := store.find(name)) is not None and self._host.is_own(index):
+            store.write_index(index.model_copy(update={"state": "failed", "error": reason}))
+
+    # ------------------------------------------------------------------ requests
+
+    async def put_source(
+        self, name: str, upload: Upload, caller: Requester, *, overwrite: bool
+    ) -> CaptureSource:
+        """Store a data set; errors: APIError `exists` where something else was captured of one."""
+        store = self.find(caller)
+        place = store.locate(name)
+        async with self._lock(place):
+            digest = await self._threads.run(upload.finish)
+            there = await self._threads.run(store.find, name)
+            if there is not None and there.source != digest:
+                if not overwrite:
+                    raise _refuse_name(there)
+                await self._stop(place)
+                await self._threads.run(store.remove, name)
+            documents = await self._threads.run(_count_lines, upload)
+            if await self._threads.run(store.find_source, name) != digest:
+                await self._threads.run(store.put_source, name, upload, digest)
+        return CaptureSource(name=name, sha256=digest, documents=documents, bytes=upload.size)
+
+    async def begin(self, body: CaptureRequest, caller: Requester) -> CaptureIndex:
+        """Start a job, or return the one that the same request has started.
+
+        Errors: APIError that refuses it; `exists` where another request has the name.
+        """
+        store, stores = self.find(caller), await self._host.namespaces.find(caller)
+        model = self._host.models.find(body.model)
+        body = body.model_copy(update={"model": model.id})
+        plan = await self._host.capacity.call_long(CapturePlan.make, body, model, stores)
+        place = store.locate(body.name)
+        async with self._lock(place):
+            if body.overwrite:
+                await self._stop(place)
+            index, is_new = await self._threads.run(self._write_first, store, plan)
+            if is_new:
+                self._launch(place, self._run(caller.namespace, index))
+        return index
+
+    def _write_first(self, store: CaptureStore, plan: CapturePlan) -> tuple[CaptureIndex, bool]:
+        body, name = plan.body, plan.body.name
+        asked = body.model_dump(mode="json", exclude={"items", "overwrite"})
+        rows = [
+            item if isinstance(item, str) else item.model_dump(mode="json", exclude_none=True)
+            for item in body.items or ()
+        ]
+        data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
+        source = sha256(data).hexdigest() if rows else store.find_source(name)
+        if source is None:
+            detail = f"There is no data set: send items, or PUT it to /captures/{name}/source."
+            raise api_error("invalid_request", detail, param="items")
+        digest = digest_request("capture", source=source, **asked)
+        if (there := store.find(name)) is not None:
+            if there.digest == digest and not body.overwrite:
+                return there, False
+            if not body.overwrite:
+                raise _refuse_name(there)
+            store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
+        if rows:
+            upload = store.receive(name, len(data))
+            try:
+                upload.write(data)
+                store.put_source(name, upload, upload.finish())
+            finally:
+                upload.discard()
+        with store.open_source(name, source) as file:
+            total = sum(1 for _ in read_lines(file))
+        if not total:
+            raise api_error("invalid_request", "The data set has no rows.", param="items")
+        counts = ("documents", "problems", "truncated", "tokens", "rows", "num_shards", "bytes")
+        index = CaptureIndex(
+            name=name,
+            state="running",
+            model=str(body.model),
+            weights_digest=plan.info.weights_digest,
+            layers=list(plan.layers),
+            hook=body.hook,
+            read=body.read,
+            dtype=body.dtype,
+            width=plan.width,
+            documents_total=total,
+            non_finite=0,
+            seconds=0.0,
+            created=stamp(),
+            server=self._host.server,
+            shards=[],
+            failures=[],
+            request=asked,
+            source=source,
+            digest=digest,
+            changes=plan.changes,
+            **dict.fromkeys(counts, 0),
+        )
+        store.write_index(index)
+        return index, True
+
+    async def change(self, name: str, caller: Requester, state: CaptureState) -> CaptureIndex:
+        """Pause a job, or resume one here; one that is done stays so."""
+        store = self.find(caller)
+        place = store.locate(name)
+        async with self._lock(place):
+            index = await self._threads.run(store.read, name)
+            if state == "running":
+                self._host.models.find(index.model)
+                if self._host.is_own(index) and place in self._tasks:
+                    return index
+            await self._stop(place)
+            index = await self._threads.run(store.read, name)
+            if index.state != "done":
+                changed = {"state": state, "error": None, "server": self._host.server}
+                index = index.model_copy(update=changed)
+                await self._threads.run(store.write_index, index)
+                if state == "running":
+                    self._launch(place, self._run(caller.namespace, index))
+        return index
+
+    async def delete(self, name: str, caller: Requester) -> DeletedCapture:
+        """Stop a job, and remove all of its files, its data set too."""
+        store = self.find(caller)
+        place = store.locate(name)
+        async with self._lock(place):
+            source = await self._threads.run(store.find_source, name)
+            if source is None:
+                await self._threads.run(store.read, name)
+            await self._stop(place)
+            await self._threads.run(store.remove, name)
+        return DeletedCapture(name=name, sha256=source)
+
+    def read_moments(self, store: CaptureStore, name: str) -> bytes:
+        """Return means and covariances as a safetensors file; it blocks."""
+        index = store.read(name)
+        asked = CaptureRequest.model_validate(index.request).reduce
+        if asked is None or index.reduced is None or not index.reduced.rows:
+            detail = f"Capture {name!r} has no statistics yet, or was asked for none (reduce)."
+            raise api_error("not_found", detail)
+        sums = load(store.objects.read(store.locate(name, name_sums(len(index.shards) - 1))))
+        return bytes(save(finish_moments(asked, sums, index.reduced.rows)))
+
+
+def _refuse_name(there: CaptureIndex) -> APIError:
+    detail = (
+        f"The capture {there.name!r} exists, of another request: it was created at {there.created}"
+        ". Send overwrite=true to replace it, DELETE it, or choose another name."
+    )
+    return api_error("exists", detail, param="name")
+
+
+def _count_lines(upload: Upload) -> int:
+    with upload.path.open("rb") as file:
+        return sum(1 for _ in read_lines(file))

@@ -1,0 +1,145 @@
+"""Statistics of activations, as they come: moments and norms in float64, and highest readings.
+
+Axis letters: N rows, D width of an activation.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.schemas.captures import (
+    CaptureExample,
+    CaptureNorms,
+    CaptureReduce,
+    CaptureSums,
+    CaptureTop,
+)
+from logsteer.schemas.common import ByLayer
+from logsteer_server.interventions.probes import ResolvedProbe
+from logsteer_server.numerics.sae import Floats
+
+Doubles = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int32]
+
+ROWS_AT_ONCE = 4096
+"""Rows that are in float64 at once."""
+
+
+class Reduction:
+    """The requested sums over all rows added.
+
+    `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; and
+    `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. `counts` are the rows
+    counted, and the rows left out because one of their numbers is not finite.
+    """
+
+    def __init__(
+        self,
+        asked: CaptureReduce,
+        probes: Sequence[ResolvedProbe],
+        sums: Mapping[str, Doubles] | None = None,
+        before: CaptureSums | None = None,
+    ) -> None:
+        self._asked = asked
+        self._probes = probes
+        self.sums = dict(sums or {})
+        self._rows, self._non_finite = (before.rows, before.non_finite) if before else (0, 0)
+        known = before.top if before else None
+        self._top = [one.examples for one in known] if known else [[] for _ in probes]
+
+    def add(
+        self, layers: Mapping[int, Floats], rows_N3: Places, write: Callable[[int], str]
+    ) -> None:
+        """Add rows: by layer [N, D]; and document, position and token id of each.
+
+        `write` returns the text that shows a row.
+        """
+        is_finite_N = np.logical_and.reduce([np.isfinite(x).all(1) for x in layers.values()])
+        kept_N = np.flatnonzero(is_finite_N)
+        self._rows += len(kept_N)
+        self._non_finite += len(is_finite_N) - len(kept_N)
+        for start in range(0, len(kept_N), ROWS_AT_ONCE):
+            own_N = kept_N[start : start + ROWS_AT_ONCE]
+            for layer, x_ND in layers.items():
+                self._sum(layer, x_ND[own_N].astype(np.float64))
+        for found, one in zip(self._top, self._probes, strict=True):
+            x_ND = layers[one.probe.layer][kept_N]
+            norms_N = np.linalg.norm(x_ND, axis=1)
+            readings_N = one.convert(x_ND @ one.probe.direction, norms_N)
+            # NaN, a cosine of nothing, is the smallest.
+            for n in np.argsort(-np.nan_to_num(readings_N, nan=-np.inf))[: self._asked.k]:
+                row = int(kept_N[n])
+                document, position, token_id = map(int, rows_N3[row])
+                reading = float(readings_N[n])
+                if math.isfinite(reading):
+                    found.append(
+                        CaptureExample(
+                            reading=reading,
+                            document=document,
+                            position=position,
+                            token_id=token_id,
+                            text=write(row),
+                        )
+                    )
+            found.sort(key=lambda example: -(example.reading or 0.0))
+            del found[self._asked.k :]
+
+    def _sum(self, layer: int, x_ND: Doubles) -> None:
+        asked = self._asked
+        if asked.mean or asked.covariance:
+            self._count(f"sum.{layer}", x_ND.sum(0))
+        if asked.covariance:
+            self._count(f"outer.{layer}", x_ND.T @ x_ND)
+        if asked.norms:
+            norms_N = np.linalg.norm(x_ND, axis=1)
+            name, ends = f"norms.{layer}", [norms_N.min(), norms_N.max()]
+            if (known := self.sums.get(name)) is not None:
+                ends = [min(known[2], ends[0]), max(known[3], ends[1])]
+            self._count(name, np.array([norms_N.sum(), (norms_N**2).sum(), 0, 0]))
+            self.sums[name][2:] = ends
+
+    def _count(self, name: str, more: Doubles) -> None:
+        self.sums[name] = self.sums[name] + more if name in self.sums else more
+
+    def describe(self) -> CaptureSums:
+        """Return what a card says of it."""
+        norms = {
+            name.partition(".")[2]: self._describe_norms(sums)
+            for name, sums in self.sums.items()
+            if name.startswith("norms.")
+        }
+        top = [
+            CaptureTop(**one.describe(), examples=found)
+            for found, one in zip(self._top, self._probes, strict=True)
+        ]
+        return CaptureSums(
+            rows=self._rows,
+            non_finite=self._non_finite,
+            norms=ByLayer[CaptureNorms](norms) or None,
+            top=top or None,
+        )
+
+    def _describe_norms(self, sums: Doubles) -> CaptureNorms:
+        total, squares, smallest, largest = sums.tolist()
+        mean = total / self._rows
+        std = math.sqrt(max(0.0, squares / self._rows - mean**2))
+        return CaptureNorms(mean=mean, std=std, smallest=smallest, largest=largest)
+
+
+def finish_moments(
+    asked: CaptureReduce, sums: Mapping[str, Doubles], rows: int
+) -> dict[str, Doubles]:
+    """Return `mean.LAYER` [D] and `covariance.LAYER` [D, D] of so many rows, as asked for."""
+    found: dict[str, Doubles] = {}
+    for name, sum_D in sums.items():
+        kind, _, layer = name.partition(".")
+        if kind == "sum":
+            mean_D = sum_D / rows
+            if asked.mean:
+                found[f"mean.{layer}"] = mean_D
+            if asked.covariance:
+                outer_DD = sums[f"outer.{layer}"]
+                found[f"covariance.{layer}"] = outer_DD / rows - np.outer(mean_D, mean_D)
+    return found
