@@ -377,8 +377,8 @@ def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
 
 
 def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
-    """Return the columns of an output and the numbers of a row; None for an output without any, or
-    with activations.
+    """Return the columns of an output and how many numbers a row has; None of what has none, or
+    has activations too.
     """
     if not isinstance(result, ScoreOutput) or result.activations is not None:
         return None

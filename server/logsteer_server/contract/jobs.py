@@ -111,9 +111,9 @@ with an `Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJ
 class Job:
     """A piece of work for an engine. Its class says what to do with the T tokens.
 
-    `plan` steers and reads activations; `override` and `adapter` change parameters. Cached work of
-    a job is reused only within its `cache_namespace`. With `capture` the output has the activations
-    of tokens that the model reads.
+    With `plan` the activations are steered and read; with `override` or `adapter` the parameters
+    are others. What is kept of one job serves others of the same `cache_namespace` alone. With
+    `capture` the output has the activations of tokens that the model reads.
     """
 
     tokens: Ids
@@ -196,7 +196,7 @@ class Job:
 
 
 def find_features(job: Job) -> tuple[Feature, ...]:
-    """Return the features that a job needs for what it changes and captures of the model."""
+    """Return what a job needs for what it changes and captures of the model."""
     names: tuple[Feature, ...] = ("steering", "override", "adapter")
     asked = job.plan or job.capture, job.override, job.adapter
     return tuple(n for n, value in zip(names, asked, strict=True) if value is not None)
@@ -205,8 +205,8 @@ def find_features(job: Job) -> tuple[Feature, ...]:
 @dataclass(frozen=True, slots=True)
 class Output:
     """The output of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
-    so are `readings`, if the plan keeps any. `activations` are of its capture: the last output has
-    them.
+    so are `readings`, where the plan keeps any. `activations` are of its capture: the last output
+    has them.
     """
 
     failed: ClassVar[Literal[False]] = False
@@ -317,7 +317,7 @@ class ScoreJob(Job):
     @property
     def fingerprint(self) -> bytes | None:
         """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, a
-        capture, or readings that are kept. Lengths are hashed before what they measure.
+        capture, or readings that are kept. Lengths stand before what they measure.
         """
         options = self.write_options()
         if options is None:
@@ -506,7 +506,7 @@ class CheckAdapterOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob(Job):
-    """A sequence of tokens that is read only for its activations.
+    """A sequence of tokens that is read for its activations alone.
 
     For steering and positions the prompt is the first `num_prompt` tokens, or the whole sequence.
     """
@@ -522,7 +522,7 @@ class CaptureJob(Job):
 
     @property
     def num_rows(self) -> int:
-        """Activations per layer: one, or one for each token that is read."""
+        """Activations of a layer in the output: one, or one for each token that is read."""
         return len(self.places) if self.capture.read == "each" else 1
 
 

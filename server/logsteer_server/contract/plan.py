@@ -92,8 +92,9 @@ class Positions:
 
     `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
     last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
-    one of `slices`, each [start, end). Of all these, tokens at each of `within` and none of
-    `without`. What depends on a prompt's tokens, `find` returns as slices; `resolve` calls it.
+    one of `slices`, each [start, end); window: of one of them, counted from P. Of all these, tokens
+    at each of `within` and none of `without`. What depends on a prompt's tokens, `find` returns as
+    slices; `resolve` calls it.
     """
 
     kind: str = "all"
@@ -108,6 +109,9 @@ class Positions:
         if self.kind == "slices":
             starts, ends = [s for s, _ in self.slices], [e for _, e in self.slices]
             return min(starts, default=0), max(ends, default=0)
+        if self.kind == "window":
+            ((start, end),) = self.slices
+            return prompt_len + start, prompt_len + end
         return {
             "all": (0, None),
             "prompt": (0, prompt_len),
@@ -146,13 +150,6 @@ class Positions:
     def mask(self, begin: int, end: int, prompt_len: int) -> npt.NDArray[np.bool_]:
         """Return whether each token of [begin, end) is steered."""
         return self.contain(np.arange(begin, end), prompt_len)
-
-    def holds(self, position: int, prompt_len: int) -> bool:
-        """Return whether one token is steered."""
-        if self.is_range:
-            first, last = self.bounds(prompt_len)
-            return first <= position and (last is None or position < last)
-        return bool(self.contain(np.array([position]), prompt_len)[0])
 
     def count(self, num_tokens: int, prompt_len: int) -> int:
         """Count a sequence's steered tokens."""

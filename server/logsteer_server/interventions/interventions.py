@@ -3,7 +3,7 @@
 And the receipt that proves that steering was applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,6 +22,11 @@ from logsteer_server.contract.batches import change_all
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.plan import Kept, Readings, SteeringPlan
+from logsteer_server.interventions.captures import (
+    ResolvedCapture,
+    resolve_capture,
+    show_activations,
+)
 from logsteer_server.interventions.probes import (
     ResolvedProbe,
     check_room,
@@ -81,8 +86,9 @@ class Receipt:
         self._sites = {site.name: (0, 0.0) for site in steering.plan.all_sites}
         self._passed = [0] * len(steering.plan.conditions)
         kinds = {part.positions.kind for part in steering.plan.parts}
-        self._may_have_cached = not kinds <= {"completion", "predicting", "last_prompt", "every"}
-        self._may_end_before = bool(kinds & {"completion", "slices", "every"})
+        self._may_end_before = bool(kinds & {"completion", "slices", "every", "window"})
+        computed = {"completion", "predicting", "last_prompt", "every", "window"}
+        self._may_have_cached = not kinds <= computed
         self._had_cached = False
         self._had_output = False
 
@@ -135,7 +141,7 @@ class Receipt:
 
 J = TypeVar("J", bound=Job)
 
-INTERVENTIONS = ("steering", "override", "adapter", "probes")
+INTERVENTIONS = ("steering", "override", "adapter", "probes", "capture")
 """Fields of a request that change a model, or read inside it."""
 OPEN_NAMESPACES = 256
 """Those used lately stay open, and remember the cards that they have read."""
@@ -210,6 +216,7 @@ class Interventions:
     override: ResolvedOverride | None = None
     adapter: ResolvedAdapter | None = None
     probes: tuple[ResolvedProbe, ...] = ()
+    capture: ResolvedCapture | None = None
 
     @classmethod
     def resolve(
@@ -224,13 +231,14 @@ class Interventions:
             return UNCHANGED
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
-        probes = asked.probes if isinstance(asked, ActivationFields) else None
+        reads = asked if isinstance(asked, ActivationFields) else ActivationFields()
         decode = codec.decode
         found = cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info, decode),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
-            resolve_probes(probes, stores.vectors, info),
+            resolve_probes(reads.probes, stores.vectors, info),
+            resolve_capture(reads.capture, info, codec),
         )
         if found.plan is not None:
             check_room(len(found.plan.probes), info, "probes")
@@ -259,6 +267,14 @@ class Interventions:
         """Return what an answer shows of readings: as `probes.show_readings`."""
         is_steered = is_steered and self.steering is not None
         return show_readings(self.probes, readings, first, is_steered)
+
+    def show_activations(self, output: Output) -> dict[str, Any]:
+        """Return what an answer shows of an output's activations."""
+        return show_activations(self.capture, output.activations)
+
+    def count_captured(self, jobs: Iterable[Job]) -> int:
+        """Count the numbers of activations that an answer may show of jobs."""
+        return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
         """Count the numbers that an answer shows of tokens, and of the tokens before them."""
@@ -291,21 +307,30 @@ class Interventions:
         if self is UNCHANGED:
             return jobs
         changed: Sequence[J]
-        if self.plan is None or not self.plan.knows_tokens:
+        if not self._knows_tokens:
             changed = change_all(jobs, self.change)
         else:
             changed = list(map(self.change, jobs))
         self.check_reach(changed)
         return changed
 
+    @property
+    def _knows_tokens(self) -> bool:
+        """Whether positions depend on a prompt's tokens."""
+        captured = self.capture and self.capture.capture.positions.knows_tokens
+        return bool(captured or (self.plan and self.plan.knows_tokens))
+
     def change(self, job: J) -> J:
         """Return the job on the changed model."""
-        plan = self.plan
-        if plan is not None and plan.knows_tokens:
-            plan = plan.resolve(job.tokens[: job.prompt_len])
+        plan, capture = self.plan, self.capture.capture if self.capture else job.capture
+        if self._knows_tokens:
+            prompt = job.tokens[: job.prompt_len]
+            plan = plan and plan.resolve(prompt)
+            capture = capture and capture.resolve(prompt)
         return replace(
             job,
             plan=plan,
+            capture=capture,
             override=self.override.override if self.override else None,
             adapter=self.adapter.adapter if self.adapter else None,
         )

@@ -96,6 +96,8 @@ def place_positions(
         return Positions("last", number=given.last)
     if given.every is not None:
         return Positions("every", number=given.every)
+    if given.completion is not None:
+        return Positions("window", (given.completion,))
     if given.token_ids is not None:
         return Positions("slices", find=FindIds(tuple(given.token_ids)))
     assert given.after is not None

@@ -92,12 +92,12 @@ RETRY_S = 5.0
 
 
 class CaptureStoppedError(Exception):
-    """The index says that this job must stop here."""
+    """The index says that this job does not continue here."""
 
 
 @dataclass(slots=True)
 class Document:
-    """A document of the data set: its planned capture, then its output, or its problem."""
+    """A document of the data set: its job, and its output or problem."""
 
     number: int
     planned: PlannedCapture | None = None

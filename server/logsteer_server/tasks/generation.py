@@ -124,9 +124,9 @@ class Continuation:
         return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
 
     @property
-    def finish_reason(self) -> str | None:
-        """Why it has ended; None while it has not."""
-        return next((p.finish_reason for p in self.pieces if p.finish_reason is not None), None)
+    def last(self) -> GenerateOutput:
+        """The piece that it has ended with; the latest one, if it has not."""
+        return next((p for p in self.pieces if p.finish_reason is not None), self.pieces[-1])
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -149,11 +149,12 @@ class Continuation:
             "logprobs": logprobs,
             "logprob": total if math.isfinite(total) else None,
             "num_tokens": len(ids),
-            "finish_reason": self.finish_reason,
+            "finish_reason": self.last.finish_reason,
             "seed": self.job.seed,
             **interventions.show_readings(
                 self.readings, len(self.job.tokens), is_steered=self.is_steered
             ),
+            **interventions.show_activations(self.last),
             **show_columns(columns, self.job.columns),
             **aggregates,
         }
@@ -205,6 +206,7 @@ def make_end(last: GenerateOutput, output: ScoreOutput) -> GenerateOutput:
         readings=Readings(first + len(values_TGR) - 1, values_TGR[-1:]),
         cached_tokens=0,
         trace=None,
+        activations=None,
     )
 
 
@@ -242,6 +244,7 @@ class Continuations:
             **interventions.show_readings(
                 piece.readings, len(entry.job.tokens), is_steered=entry.is_steered
             ),
+            **interventions.show_activations(piece),
             **show_columns(_read_columns(piece), entry.job.columns),
         }
 
@@ -321,6 +324,7 @@ class GenerationTask(BodyTask[P]):
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
+        planner.expect_arrays(self.interventions.count_captured(self._continuations.jobs))
         yield Batch(self._continuations.jobs, take_each(self._take))
         if self.interventions.probes:
             ends = self._continuations.read_ends()

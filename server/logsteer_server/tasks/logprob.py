@@ -26,6 +26,7 @@ from logsteer_server.contract.jobs import (
     TOP_LOGPROBS,
     TOP_TAIL,
     ScoreJob,
+    ScoreOutput,
     Scores,
 )
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
@@ -62,8 +63,9 @@ class FiniteDocuments(list[dict[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The parts of each target that an answer shows: its tokens, these columns, the interventions'
-    probes, aggregates over `window`. `dtype`: of listed log-probabilities.
+    """What an answer shows of each target: its tokens, these columns, what probes of the
+    interventions have read, aggregates over `window`. `dtype`: of listed log-probabilities.
+    `captured`: outputs that have activations, by job.
     """
 
     columns: Sequence[str]
@@ -73,6 +75,7 @@ class Shown:
     space: SpacePolicy = "as_given"
     detokenize: bool = True
     dtype: str = "float32"
+    captured: Sequence[ScoreOutput] = ()
 
 
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
@@ -103,6 +106,8 @@ def assemble_targets(
             first = plan.jobs[target.job].prompt_len
             readings = outputs.readings[target.job] if outputs.readings else None
             score |= shown.interventions.show_readings(readings, first)
+        if shown.captured:
+            score |= shown.interventions.show_activations(shown.captured[target.job])
         scores.append(score)
     results = [_score_item(item, scores, shown.space) for item in plan.items]
     return results if shown.interventions.probes else FiniteDocuments(results)
@@ -277,6 +282,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
         if self.interventions.probes:
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
+        if self.interventions.capture:
+            captured = (jobs[target.job] for target in plan.planned)
+            planner.expect_arrays(self.interventions.count_captured(captured))
         collector = Collector()
         if body.vocabulary or self.compares:
             batches = self._exchange_rows(planner, plan, jobs, collector)
@@ -294,6 +302,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
             body.space,
             body.detokenize,
             body.dtype if planner.packs_arrays else "float32",
+            collector.outputs if self.interventions.capture else (),
         )
         self.results = await planner.run(
             assemble_targets, plan, collector.scores, self.codec, shown
@@ -346,16 +355,22 @@ class LogprobTask(BodyTask[LogprobRequest]):
         for target in targets:
             own = {"vocabulary_logprobs": target.pop("vocabulary_logprobs", None)}
             own |= _pop_listed(target)
+            own |= _pop_captured(target, self.interventions)
             for name, rows in own.items():
                 if rows is not None:
                     tensors.setdefault(name, []).append(rows)
         if not tensors:
             detail = (
-                "A file has arrays: ask for top, alternatives or vocabulary: true, or for JSON."
+                "A file has arrays: ask for top, alternatives, capture or vocabulary: true, or for "
+                "JSON."
             )
             raise api_error("invalid_request", detail, param="vocabulary")
-        starts = find_starts([target["num_tokens"] for target in targets]).astype(np.int32)
-        return TensorLayout(tensors | {"row_starts": [starts]}, {"answer": document})
+        sizes = {"row_starts": [target["num_tokens"] for target in targets]}
+        if capture := self.interventions.capture:
+            first = f"{capture.capture.hook}.{capture.capture.layers[0]}"
+            sizes["activation_starts"] = list(map(len, tensors[first]))
+        starts = {name: [find_starts(n).astype(np.int32)] for name, n in sizes.items()}
+        return TensorLayout(tensors | starts, {"answer": document})
 
 
 def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
@@ -365,6 +380,17 @@ def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
     found = {name: top[shown] for name, shown in names.items() if shown in top}
     names = {ALTERNATIVES: "logprobs", ALTERNATIVES_TAIL: "tail"}
     return found | {name: others[shown] for name, shown in names.items() if shown in others}
+
+
+def _pop_captured(target: dict[str, Any], interventions: Interventions) -> dict[str, Column]:
+    """Take the arrays of activations out of a target, as a file names them."""
+    if interventions.capture is None:
+        return {}
+    capture, shown = interventions.capture.capture, target["activations"]
+    found = {f"{capture.hook}.{layer}": rows for layer, rows in shown.pop("layers").items()}
+    if capture.read == "mean":
+        return found
+    return found | {"activation_positions": shown.pop("positions")}
 
 
 class DiagnosticsTask(LogprobTask):

@@ -198,6 +198,7 @@ class OpenAITask(BodyTask[S]):
         contexts = sum(job.prompt_len for job in drawn)
         tokens = sum(job.max_tokens for job in drawn)
         planner.expect_readings(self.interventions, len(drawn), tokens, contexts)
+        planner.expect_arrays(self.interventions.count_captured(jobs))
 
     @property
     @abstractmethod
@@ -248,11 +249,12 @@ class OpenAITask(BodyTask[S]):
         return self._show(index, make_end(self._latest, output))
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
-        """Return the readings of probes in (a piece of) the completion of that number."""
+        """Return what was read and captured of (a piece of) the completion of that number."""
+        shown = self.interventions.show_activations(output)
         if not self.interventions.probes:
-            return {}
+            return shown
         prompt = self._prompts[index // self._body.n]
-        return self.interventions.show_readings(output.readings, len(prompt.ids))
+        return shown | self.interventions.show_readings(output.readings, len(prompt.ids))
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; with its last output, also the interventions applied to it."""

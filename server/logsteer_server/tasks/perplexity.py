@@ -344,6 +344,7 @@ class WindowTask(Task):
         """Add a scored window; return its event if the answer is a stream of them."""
         score = self._scores[window.text]
         entry = score.add(window, output, tokens)
+        entry |= self.interventions.show_activations(output)
         if windows:
             score.windows.append(entry)
         self._windows_done += 1
@@ -413,6 +414,7 @@ class PerplexityTask(WindowTask):
             return
         plain = [window.job for window in windows]
         jobs = await planner.run(self.interventions.apply, plain)
+        planner.expect_arrays(self.interventions.count_captured(jobs))
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return

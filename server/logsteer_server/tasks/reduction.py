@@ -28,11 +28,11 @@ ROWS_AT_ONCE = 4096
 
 
 class Reduction:
-    """The requested sums over all rows added.
+    """Sums over all added rows, for the requested statistics.
 
     `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; and
-    `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. `counts` are the rows
-    counted, and the rows left out because one of their numbers is not finite.
+    `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. Rows with a number that
+    is not finite are left out, and counted.
     """
 
     def __init__(
