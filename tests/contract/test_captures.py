@@ -20,7 +20,7 @@ PROMPT = "Once upon a time"
 CAPTURE: dict[str, Any] = {"layers": LAYERS}
 STEERING = {"vectors": [{"data": {str(LAYER): VECTOR.tolist()}, "scale": 1.5}]}
 DRAW = {"max_tokens": 9, "seed": 4, "ignore_eos": True}
-REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "tlens")]
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "compiled", "tlens")]
 
 
 @pytest.fixture(params=REAL)

@@ -58,12 +58,8 @@ def resolve_capture(
     return ResolvedCapture(capture, info.hook_widths.get(asked.hook, info.hidden_size), asked.dtype)
 
 
-def show_activations(
-    resolved: ResolvedCapture | None, found: CapturedActivations | None
-) -> dict[str, Any]:
+def show_activations(resolved: ResolvedCapture, found: CapturedActivations) -> dict[str, Any]:
     """Return what an answer shows of a job's activations, as `TokenActivations`, under its name."""
-    if resolved is None or found is None:
-        return {}
     layers = map(str, resolved.capture.layers)
     shown = {
         "positions": found.places.astype(np.int32),

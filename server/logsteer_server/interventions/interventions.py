@@ -270,7 +270,8 @@ class Interventions:
 
     def show_activations(self, output: Output) -> dict[str, Any]:
         """Return what an answer shows of an output's activations."""
-        return show_activations(self.capture, output.activations)
+        found = output.activations
+        return show_activations(self.capture, found) if self.capture and found else {}
 
     def count_captured(self, jobs: Iterable[Job]) -> int:
         """Count the numbers of activations that an answer may show of jobs."""
