@@ -39,7 +39,7 @@ def average_changes(tokens: int, total: float, first: float) -> float:
 def finish_capture(
     capture: Capture, places: Places, activations_LTD: Floats
 ) -> CapturedActivations:
-    """Return the capture of the activations of the tokens at these positions.
+    """Return what a capture gives of the activations of the tokens at these positions.
 
     A mean, summed in float64, leaves out sinks; without tokens there is no mean.
     """
