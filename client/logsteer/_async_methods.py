@@ -34,6 +34,7 @@ from logsteer.schemas import (
     CaptureCard,
     CaptureIndex,
     CaptureList,
+    CaptureOptions,
     CaptureReduce,
     CaptureSource,
     Column,
@@ -245,6 +246,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -283,6 +285,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -334,6 +338,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -366,6 +371,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -404,6 +410,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -456,6 +464,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -490,6 +499,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -529,6 +539,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -587,6 +599,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -620,6 +633,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -657,6 +671,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -699,6 +715,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -730,6 +747,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -769,6 +787,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -811,6 +831,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -909,6 +930,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -961,6 +983,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1025,6 +1049,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1069,6 +1094,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1123,6 +1149,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1187,6 +1215,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1231,6 +1260,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1282,6 +1312,8 @@ class AsyncClientMethods(AsyncCaller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1344,6 +1376,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1387,6 +1420,7 @@ class AsyncClientMethods(AsyncCaller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1440,6 +1474,8 @@ class AsyncClientMethods(AsyncCaller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1502,6 +1538,7 @@ class AsyncClientMethods(AsyncCaller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1962,6 +1999,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
@@ -1989,6 +2027,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             top: Most probable tokens listed per row, under the policy. Default 0.
@@ -2033,6 +2073,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             top=top,
             tail=tail,
@@ -2062,6 +2103,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -2090,6 +2132,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             detokenize: False leaves out the texts of tokens and their offsets. Default True.
@@ -2127,6 +2171,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             detokenize=detokenize,
             precision=precision,
@@ -2161,6 +2206,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -2223,6 +2269,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -2290,6 +2338,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -2331,6 +2380,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -2352,6 +2402,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             precision: Precision in which softmax and columns are computed from the model's
@@ -2375,6 +2427,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             precision=precision,
             model=model,

@@ -34,6 +34,7 @@ from logsteer.schemas import (
     CaptureCard,
     CaptureIndex,
     CaptureList,
+    CaptureOptions,
     CaptureReduce,
     CaptureSource,
     Column,
@@ -241,6 +242,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -279,6 +281,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -330,6 +334,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -362,6 +367,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -400,6 +406,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -452,6 +460,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -486,6 +495,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -525,6 +535,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -583,6 +595,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             top=top,
@@ -616,6 +629,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -653,6 +667,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -695,6 +711,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -726,6 +743,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -765,6 +783,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             on_error: `fail`: the first bad item refuses the request, and `param` names it.
@@ -807,6 +827,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             on_error=on_error,
             precision=precision,
@@ -905,6 +926,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -957,6 +979,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1021,6 +1045,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1065,6 +1090,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1119,6 +1145,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1183,6 +1211,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1227,6 +1256,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1278,6 +1308,8 @@ class ClientMethods(Caller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1340,6 +1372,7 @@ class ClientMethods(Caller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1383,6 +1416,7 @@ class ClientMethods(Caller):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -1436,6 +1470,8 @@ class ClientMethods(Caller):
             tools: Functions that the template describes.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -1498,6 +1534,7 @@ class ClientMethods(Caller):
             tools=tools,
             override=override,
             adapter=adapter,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -1958,6 +1995,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
@@ -1985,6 +2023,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             top: Most probable tokens listed per row, under the policy. Default 0.
@@ -2029,6 +2069,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             top=top,
             tail=tail,
@@ -2058,6 +2099,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         detokenize: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
@@ -2086,6 +2128,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             detokenize: False leaves out the texts of tokens and their offsets. Default True.
@@ -2123,6 +2167,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             detokenize=detokenize,
             precision=precision,
@@ -2157,6 +2202,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
         top_p: float | NotGiven = NOT_GIVEN,
@@ -2219,6 +2265,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
             temperature: 0, or anything below 0.00001: greedy. Default 1.0.
@@ -2286,6 +2334,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             probes=probes,
             temperature=temperature,
             top_p=top_p,
@@ -2327,6 +2376,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: SteeringLike | NotGiven | None = NOT_GIVEN,
+        capture: CaptureOptions | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         tail: bool | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
@@ -2348,6 +2398,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens before the first scored one are the prompt.
+            capture: Activations to give with each result, which is then never taken from the
+                result cache; prompt tokens that are captured never come from the prefix cache.
             tail: Also give the mass of all tokens that are not listed, added up in float64.
                 Default False.
             precision: Precision in which softmax and columns are computed from the model's
@@ -2371,6 +2423,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            capture=capture,
             tail=tail,
             precision=precision,
             model=model,

@@ -1,8 +1,8 @@
 """Writes the pictures of README and documentation: `.venv/bin/python -m tests.browser.screenshots`
 
 It starts the demo model as `make serve` does, trains the example vector as a visitor would, and
-saves a PNG for each view; `--dark` has dark colours, `--film steer.gif` writes one that moves. A
-picture larger than MAX_BYTES ends it with an error.
+saves a PNG for each view; `--film steer.gif` writes one that moves instead. A picture larger than
+MAX_BYTES ends it with an error.
 """
 
 import argparse
@@ -22,20 +22,8 @@ from tests.servers import Server
 
 MAX_BYTES = 150_000
 
-ADDRESSES = {
-    "text": "text",
-    "choices": "choices",
-    "steer": "steer",
-    "sweep": "sweep",
-    "inside": "inside",
-    "vectors": "vectors?opened=mood",
-    "models": "models",
-}
-SHOWN = ("text", "steer", "sweep", "inside")
-"""Views whose pictures the documentation has."""
-
-HEIGHTS = {"text": 1080, "choices": 1360, "steer": 1290, "sweep": 1640, "inside": 700,
-           "vectors": 1640, "models": 1080}  # fmt: skip
+HEIGHTS = {"text": 1080, "steer": 1290, "sweep": 1640, "inside": 700}
+"""Views whose pictures the documentation has, and how high each is."""
 
 FILMED = (0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, -0.1, -0.2, -0.3, -0.4, -0.3, -0.2, -0.1)
 """Where the slider of a moving picture stands, of its whole reach."""
@@ -44,34 +32,22 @@ FILMED = (0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, -0.1, -0.2, -0.3, -0.4, -0.3,
 def main() -> int:
     """Write them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs" / "images")
-    parser.add_argument("--url", help="of a server that runs; else one is started")
-    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(SHOWN))
-    parser.add_argument("--dark", action="store_true", help="in dark colours")
     parser.add_argument("--film", type=Path, help="write a moving picture of steering here, alone")
     arguments = parser.parse_args()
     path = find_chromium()
     if path is None:
         sys.exit("no Chromium is on PATH: apt-get install chromium")
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    server = None
-    with tempfile.TemporaryDirectory() as directory:
-        if arguments.url is None:
-            server = start_demo(Path(directory))
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        server = start_demo(Path(directory))
         try:
-            with sync_playwright() as playwright:
-                chromium = launch(playwright, path)
-                if arguments.film is not None:
-                    film(Visit.start(chromium, arguments.url or server.url), arguments.film)
-                    return 0
-                visit = Visit.start(chromium, arguments.url or server.url, dark=arguments.dark)
-                for view in arguments.views:
-                    save(visit, view, arguments.directory)
-                visit.close()
-                chromium.close()
+            visit = Visit.start(launch(playwright, path), server.url)
+            if arguments.film is not None:
+                film(visit, arguments.film)
+                return 0
+            for view in HEIGHTS:
+                save(visit, view)
         finally:
-            if server is not None:
-                server.stop()
+            server.stop()
     return 0
 
 
@@ -84,24 +60,20 @@ def start_demo(directory: Path) -> Server:
     return server
 
 
-def save(visit: Visit, view: str, directory: Path) -> None:
+def save(visit: Visit, view: str) -> None:
     """Save the picture of a view, once it shows an answer. Errors: SystemExit for a large one."""
     page = visit.page
     page.set_viewport_size({"width": 1280, "height": HEIGHTS[view]})
     page.mouse.move(0, 0)
-    visit.open(ADDRESSES[view])
-    if view in ("steer", "sweep", "vectors"):
+    visit.open(view)
+    if view in ("steer", "sweep"):
         train_example(visit, view)
-    if view == "models":
-        visit.button("Run the self-test").click()
-        page.get_by_role("status").filter(has_text="Passed").wait_for()
     visit.see(view)
     if view == "text":
         page.locator("#view-text .token", has_text="Oslo").hover()
         page.get_by_role("tooltip").get_by_role("list").wait_for()
     page.wait_for_timeout(500)  # bars grow to their length, charts take the width they have
-    is_dark = page.evaluate("document.documentElement.dataset.theme") == "dark"
-    path = directory / f"playground-{view}-{'dark' if is_dark else 'light'}.png"
+    path = ROOT / "docs" / "images" / f"playground-{view}-light.png"
     # 256 colours are enough for a page, and a third of the bytes.
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture = picture.convert("RGB").quantize(

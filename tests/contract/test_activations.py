@@ -1,6 +1,5 @@
 """`/activations` on every engine, against hooks in transformers; and what is refused."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -78,38 +77,6 @@ def test_each_token_the_last_and_the_mean(
         receipt = found["each", True].answer.steering
         assert receipt.tokens_steered == sum(map(len, ITEMS))
         assert receipt.layers[str(LAYER)].tokens == sum(map(len, ITEMS))
-
-
-@pytest.mark.engine
-@REAL
-def test_captures_beside_other_work_change_nothing(client: Client, prompt: np.ndarray) -> None:
-    """Captures, steered and plain scores and samples, in one batch: each as it is alone."""
-
-    def capture(**options: Any) -> list[float]:
-        layers = ask(client, ITEMS[2:5], **options).layers
-        return [float(x) for array in layers.values() for x in array.ravel()]
-
-    def score(**options: Any) -> list[float]:
-        items = [{"context_ids": prompt.tolist(), "target_ids": [ITEMS[3].tolist()]}]
-        answer = client.logprob(items, **options)
-        return [float(x or 0) for x in answer.results[0].targets[0].logprobs or []]
-
-    def sample(**options: Any) -> list[float]:
-        answer = client.generate(prompt_ids=[prompt.tolist()], prompts=None, max_tokens=20,
-                                 seed=1, **options)  # fmt: skip
-        return [float(x or 0) for x in answer.results[0].completions[0].logprobs or []]
-
-    works: list[Any] = [
-        work
-        for kind in (capture, score, sample)
-        for work in (kind, lambda kind=kind: kind(steering=STEERING))
-    ]
-    alone = [work() for work in works]
-    with ThreadPoolExecutor(len(works)) as pool:
-        together = [future.result() for future in [pool.submit(work) for work in works]]
-    for one, other in zip(alone, together, strict=True):
-        assert other == pytest.approx(one, abs=WITHIN)
-    assert np.abs(np.array(alone[0]) - np.array(alone[1])).max() > 0.1
 
 
 def test_texts_ids_and_messages(client: Client) -> None:

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, VOCAB_SIZE
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
-    "special_tokens", "steering", "override", "adapter", "probes",
+    "special_tokens", "steering", "override", "adapter", "probes", "capture",
 )  # fmt: skip
 """Those that API.md lists as common."""
 
@@ -81,6 +81,7 @@ VALUES: dict[str, Any] = {
     "override": {"name": "nothing", "eta": 0.5},
     "adapter": "nothing",
     "probes": [{"data": {"1": [1.0] + [0.0] * 15}, "layers": [1, 2]}],
+    "capture": {"layers": [2, 1]},
 }
 
 OPENAI = dict.fromkeys(
@@ -96,6 +97,7 @@ REFUSALS: dict[str, dict[str, str]] = {
         "columns": "keeps no tokens; send the text to /perplexity",
         "policy": "keeps no columns; send the text to /perplexity",
         "probes": "keeps no tokens; send the text to /perplexity",
+        "capture": "keeps no tokens; send the text to /perplexity",
         "on_overflow": "cut into windows that fit",
         "on_error": "a stream is one text",
     },
@@ -106,20 +108,23 @@ REFUSALS: dict[str, dict[str, str]] = {
         "policy": "gives sums, no columns",
         "on_error": "of the same items",
         "probes": "gives sums, no tokens",
+        "capture": "gives sums, no tokens",
     },
     "/patch": {
         "columns": "gives one number a place",
         "policy": "gives one number a place",
         "on_error": "of the same pairs",
         "probes": "gives one number a place",
+        "capture": "gives one number a place",
         "steering": "changes activations itself",
     },
-    "/lens": {"probes": "/logprob gives readings"},
+    "/lens": {"probes": "/logprob gives readings", "capture": "/logprob gives activations"},
     "/gradient": {
         "columns": "/logprob gives columns",
         "policy": "/logprob gives columns",
         "precision": "computed in the model's dtype",
         "probes": "/logprob gives readings",
+        "capture": "/logprob gives activations",
     },
     "/activations": {
         "columns": "/logprob gives columns",
@@ -127,11 +132,16 @@ REFUSALS: dict[str, dict[str, str]] = {
         "precision": "given in float32",
         "on_error": "the arrays are of all items",
         "probes": "/logprob gives readings",
+        "capture": "say what is given",
         "cache": "computed each time",
     },
     "/v1/completions": OPENAI,
     "/v1/chat/completions": OPENAI,
-    "/v1/score": OPENAI | {"probes": "/logprob gives readings"},
+    "/v1/score": OPENAI
+    | {
+        "probes": "/logprob gives readings",
+        "capture": "/logprob gives activations",
+    },
 }
 """What an endpoint does not take, and the reason that it gives."""
 DRAWN_EACH_TIME = ("/steer", "/generate")
@@ -433,6 +443,26 @@ def check_probes(http: httpx.Client, path: str) -> None:
         assert read.get("after") == moved
 
 
+def check_capture(http: httpx.Client, path: str) -> None:
+    """A window of `/perplexity` has them, elsewhere a target or a completion; none are kept."""
+    body = BODIES[path] | {"capture": VALUES["capture"]}
+    if path == "/perplexity":
+        assert error_of(post(http, path, body))[0] == "invalid_request"
+        body |= {"windows": True}
+    for _ in range(2):
+        document = document_of(post(http, path, body))
+        if path.startswith("/v1/"):
+            rows = document["choices"][0]
+        else:
+            assert document["usage"]["cached_results"] == 0
+            result = document["results"][0]
+            rows = result["windows"][0] if "windows" in result else score_rows(path, document)
+        shown = rows["activations"]
+        assert list(shown["layers"]) == ["1", "2"]
+        assert {len(row) for rows in shown["layers"].values() for row in rows} == {16}
+        assert {len(rows) for rows in shown["layers"].values()} == {len(shown["positions"])}
+
+
 def check_lacking(field: str) -> Callable[[httpx.Client, str], None]:
     def check(http: httpx.Client, path: str) -> None:
         check_unsupported(post(http, path, BODIES[path] | {field: VALUES[field]}), field)
@@ -454,6 +484,7 @@ EFFECTS: dict[str, Callable[[httpx.Client, str], None]] = {
     "override": check_lacking("override"),
     "adapter": check_lacking("adapter"),
     "probes": check_probes,
+    "capture": check_capture,
 }
 
 

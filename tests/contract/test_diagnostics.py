@@ -42,6 +42,8 @@ def test_every_column_is_its_definition(
                 "rank": [float(rank) for rank in completion.ranks],
             }
             assert columns.keys() == set(ALL_COLUMNS)
+            digits = max(len(repr(logprob)) for logprob in completion.logprobs)
+            assert (digits > 15) == (precision == "float64")
             ids = torch.tensor([*context, *completion.token_ids])
             with torch.no_grad():
                 logits_RV = hooked.model(ids[None]).logits[0, len(context) - 1 : -1]

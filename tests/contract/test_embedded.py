@@ -133,7 +133,6 @@ def test_parts_keep_little_for_the_backward_pass(model: LocalModel) -> None:
         with saved_tensors_hooks(count, lambda tensor: tensor):
             model.columns(CONTEXTS, TARGETS, batch_tokens=batch_tokens)
         sizes.append(sum(kept))
-    print("\nbytes kept for the backward pass, whole and in parts:", sizes)
     assert sizes[1] < sizes[0] / 100
 
 

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,9 +11,7 @@ import pytest
 from logsteer import Client
 from logsteer.cli import main
 from logsteer.schemas import LogprobAnswer, SelftestAnswer, SelftestCheck
-from logsteer.schemas.perplexity import StreamStart
-from logsteer_server.serving import parse_arguments
-from tests.conftest import Server, fake_model
+from tests.conftest import Server
 from tests.contract.conftest import REAL
 
 SOON_S = 300.0
@@ -103,40 +100,6 @@ def test_half_precision_has_its_own_tolerance(parity_server: Server) -> None:
     assert checks["batched"].noise_floor == pytest.approx(checks["batched"].tolerance / 12)
 
 
-@pytest.fixture(scope="module")
-def tested_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that tests its fake models at their start; their samples score otherwise."""
-    models = [fake_model("required"), fake_model("other") | {"required": False}]
-    config = {"models": models, "selftest": True}
-    server = Server.start(config, tmp_path_factory.mktemp("server"))
-    deadline = time.monotonic() + SOON_S
-    with Client(server.url, max_retries=0) as client:
-        while {card.state for card in client.models().models} != {"failed"}:
-            assert time.monotonic() < deadline, server.output
-            time.sleep(0.1)
-    yield server
-    server.stop()
-
-
-def test_a_model_that_fails_at_its_start_says_so_and_does_not_answer(tested_fake: Server) -> None:
-    with Client(tested_fake.url, model="required", max_retries=0) as client:
-        assert httpx.get(f"{tested_fake.url}/readyz").status_code == 503
-        assert client.ready().models == {"required": "failed", "other": "failed"}
-        detail = client.model("required").detail
-        assert detail.startswith("it failed its self-test: sampled (value ")
-        with pytest.raises(Exception, match="failed its self-test: sampled"):
-            client.tokenize(["a"])
-        answer = client.selftest("required")
-        assert answer.verdict == "failed"
-        assert by_name(answer)["sampled"].verdict == "failed"
-        start, *checks, last = client.selftest_events("required", token_ids=[[5, 6, 7]])
-        assert isinstance(start, StreamStart)
-        assert [check.name for check in checks] == list(by_name(answer))
-        assert isinstance(last, SelftestAnswer)
-        assert last.checks == checks
-    assert "failed: it failed its self-test" in tested_fake.output
-
-
 def test_the_command_tests_from_anywhere_and_fails_with_the_table(
     fake_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,15 +107,3 @@ def test_the_command_tests_from_anywhere_and_fails_with_the_table(
     out, err = capsys.readouterr()
     assert "not run" in out and "zero_scale" in out
     assert err.startswith("error: fake failed its self-test: sampled")
-
-
-def test_an_unknown_model(fake_server: Server) -> None:
-    for body, words in (({}, "No model 'no'"), ({"model": "fake"}, "model")):
-        found = httpx.post(f"{fake_server.url}/models/no/selftest", json=body)
-        assert found.status_code in (404, 422)
-        assert words in found.json()["detail"]
-
-
-def test_the_flag_is_a_setting() -> None:
-    assert parse_arguments(["--selftest"]).selftest is True
-    assert parse_arguments([]).selftest is None

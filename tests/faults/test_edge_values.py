@@ -311,6 +311,10 @@ KILLERS: list[tuple[str, dict[str, Any]]] = [
         "model": "demo", "items": [ITEM],
         "steering": {"vectors": [ONES], "positions": {"slices": [[0, 2**63]]}},
     }),
+    ("/generate", {
+        "model": "demo", "prompts": ["a"],
+        "capture": {"layers": [1], "positions": {"completion": [0, 2**63]}},
+    }),
     ("/steer", {
         "model": "demo", "prompts": ["a"],
         "steering": {"vectors": [ONES | {"op": "clamp", "params": {"min": 1e308}}]},

@@ -133,12 +133,12 @@ def test_a_disk_without_room_is_found_before_an_engine_writes(
 
 def test_requests_share_one_budget_of_scratch_space() -> None:
     space = ScratchSpace(100)
-    with space.take(60):
-        with refused("overloaded"), space.take(50):
+    with space.reserve(60):
+        with refused("overloaded"), space.reserve(50):
             pass
-        with space.take(40):
+        with space.reserve(40):
             assert space.taken_bytes == 100
-    with space.take(500):  # one alone may be larger
+    with space.reserve(500):  # one alone may be larger
         pass
     assert space.taken_bytes == 0
 

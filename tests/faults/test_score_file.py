@@ -1,13 +1,9 @@
-"""`logsteer score-file` over servers of which one is killed or comes back: each row once."""
+"""score_file over two servers of which one is killed: each row once."""
 
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,48 +81,4 @@ def test_a_server_dies_and_the_other_does_the_rest(
     assert one.process is not None and one.process.poll() is not None
     assert scores.retries > 0
     assert (scores.rows, scores.failed) == (ROWS, 0)
-    assert target.read_bytes() == whole.read_bytes()
-
-
-def test_a_server_that_comes_back_is_waited_for(
-    servers: list[Server], corpus: Path, tmp_path: Path
-) -> None:
-    one, other = servers
-    whole = tmp_path / "whole.jsonl"
-    logsteer.score_file(corpus, whole, base_url=other.url)
-    for number in range(5):
-        target = tmp_path / f"out{number}.jsonl"
-        command = subprocess.Popen(
-            [sys.executable, "-m", "logsteer.cli", "score-file", str(corpus), str(target), "--url",
-             one.url, "--batch-size", "50", "--json"],
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
-        part = tmp_path / f"{target.name}.part"
-        wait_for(
-            lambda: command.poll() is not None or measure(part) >= measure(whole) / 4,  # noqa: B023
-        )
-        if command.poll() is None:
-            break
-        command.communicate()  # it was done before this process, on a busy machine, looked again
-    kill(one)
-    port = one.url.rpartition(":")[2]
-    held = socket.socket()  # so that nobody else gets the port
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", int(port)))
-    time.sleep(1)
-    assert command.poll() is None
-    again = subprocess.Popen(
-        [sys.executable, "-m", "logsteer_server", "--port", port, "--config", str(one.config_path)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=one.directory,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, _ = command.communicate(timeout=300)
-    finally:
-        os.killpg(again.pid, signal.SIGKILL)
-        again.wait()
-        held.close()
-    found = json.loads(out)
-    assert (command.returncode, found["rows"], found["failed"]) == (0, ROWS, 0)
-    assert found["retries"] > 0
     assert target.read_bytes() == whole.read_bytes()

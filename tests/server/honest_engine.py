@@ -89,8 +89,9 @@ class HonestEngine(ScriptedHandle):
 
     def _advance(self, job: Job, x_D: np.ndarray, position: int, token: int) -> np.ndarray:
         x_D = 0.7 * np.tanh(self._step_DD @ x_D + self._embedding_VD[token])
-        if job.plan is not None and job.plan.positions.holds(position, job.prompt_len):
-            for site in job.plan.sites:
+        plan, own = job.plan, (position, position + 1, job.prompt_len)
+        if plan is not None and plan.positions.mask(*own).any():
+            for site in plan.sites:
                 x_D = self._steer(job, site, x_D)
         return x_D
 

@@ -181,6 +181,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "steer, events": ("/steer", {**PROMPT, "steering": ABLATE, **STREAM}),
     "generate": ("/generate", PROMPT),
     "generate, columns": ("/generate", {**PROMPT, "columns": ["entropy"]}),
+    "generate, captures": ("/generate", {**PROMPT, "capture": {"layers": [1]}}),
     "generate, events": ("/generate", {**PROMPT, **STREAM}),
     "sweep": ("/sweep", {**ITEMS, "steering": ABLATE, "scales": [1.0]}),
     "patch": ("/patch", {"pairs": [{"clean": ITEMS["items"][0], "corrupted": ITEMS["items"][0]}]}),

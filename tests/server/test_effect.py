@@ -116,7 +116,7 @@ def advise(one: EffectSearch) -> Recommendation | str:
     ids = np.array([8, 9], np.int32)
     none = np.zeros(0, np.float32)
     outputs = [GenerateOutput(ids, "", none, ids, none, "length") for _ in samples]
-    one.take_samples(samples, outputs)
+    one.record_samples(samples, outputs)
     for stage in (one.plan_coarse, one.plan_fine):
         settings = stage()
         jobs = one.plan_jobs(settings)

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -307,25 +308,22 @@ def kill(vmstat: Path, counts: int | None, number: signal.Signals = signal.SIGKI
         process.kill()
 
 
-def test_one_that_the_kernel_killed_for_memory_says_so_and_what_to_do(vmstat: Path) -> None:
-    found = kill(vmstat, 4)
-    assert not found.from_outside
-    assert found.detail.startswith("its process was ended by SIGKILL, by the kernel")
-    assert "ran out of memory" in found.detail
-    assert "fewer models" in found.detail
-
-
-def test_one_that_somebody_killed_says_that_nobody_here_has(vmstat: Path) -> None:
-    found = kill(vmstat, 3)
-    assert found.from_outside
-    assert "not by this server, nor by the kernel" in found.detail
-
-
-@pytest.mark.parametrize(("counts", "number"), [(None, signal.SIGKILL), (4, signal.SIGABRT)])
-def test_where_nothing_is_known_nothing_is_said(
-    vmstat: Path, counts: int | None, number: signal.Signals
+@pytest.mark.parametrize(
+    ("counts", "number", "told", "from_outside"),
+    [
+        (4, signal.SIGKILL, ", by the kernel.*ran out of memory.*fewer models.*", False),
+        (3, signal.SIGKILL, ", not by this server, nor by the kernel.*", True),
+        (None, signal.SIGKILL, "", False),
+        (4, signal.SIGABRT, "", False),
+    ],
+    ids=["the kernel, for memory", "somebody", "nobody counts", "another signal"],
+)
+def test_the_end_of_an_engine_says_who_killed_it_where_that_is_known(
+    vmstat: Path, counts: int | None, number: signal.Signals, told: str, from_outside: bool
 ) -> None:
-    assert kill(vmstat, counts, number) == Ended(f"its process was ended by {number.name}")
+    found = kill(vmstat, counts, number)
+    assert re.fullmatch(f"its process was ended by {number.name}{told}", found.detail)
+    assert found.from_outside == from_outside
 
 
 def test_kills_of_long_ago_are_no_reason(vmstat: Path) -> None:

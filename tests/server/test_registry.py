@@ -15,6 +15,7 @@ import pytest
 
 from logsteer.errors import APIError
 from logsteer_server.contract.batches import ResultPart, ScoreOutputs
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import Job, JobResult, Policy, Routing, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import (
     Adapter,
@@ -276,7 +277,7 @@ VARIED_JOBS = {
     "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
     "cache_namespace": replace(JOB, cache_namespace="ann"),
 }
-UNCACHED = {"export": "file", "reference": "file"}
+UNCACHED = {"export": "file", "reference": "file", "capture": Capture((1,))}
 
 
 def test_the_key_knows_every_field_of_a_job() -> None:

@@ -32,7 +32,6 @@ from logsteer_server.settings import (
     load_settings,
     name_models,
 )
-from tests.conftest import ROOT
 
 MINIMAL = "models:\n  - {id: a, path: here}\n"
 
@@ -261,7 +260,3 @@ def test_a_page_that_is_stale_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "errors.md").write_text("old")
     assert write_reference([str(tmp_path), "--check"]) == 1
     assert "errors.md" in capsys.readouterr().err
-
-
-def test_the_pages_in_the_repository_are_those_of_the_code() -> None:
-    assert write_reference([str(ROOT / "docs"), "--check"]) == 0

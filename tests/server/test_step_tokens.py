@@ -234,6 +234,7 @@ KINDS = st.sampled_from(
         Positions("last_prompt"),
         Positions("slices", ((2, 4), (7, 9))),
         Positions("slices", ((3, 5),)),
+        Positions("window", ((1, 3),)),
         Positions("last", number=2),
         Positions("every", number=3),
         Positions("all", within=(Positions("every", number=2),)),
@@ -304,12 +305,6 @@ def test_chunks_steer_what_the_whole_would(
     steered, layers = rank.read("a")
     assert steered == len(wanted)
     assert layers == ({1: (len(new), 0.5 * len(new))} if new else {})
-
-
-@given(positions=KINDS, prompt_len=st.integers(1, 9))
-def test_one_token_is_steered_where_its_sequence_is(positions: Positions, prompt_len: int) -> None:
-    one_by_one = [positions.holds(position, prompt_len) for position in range(12)]
-    assert one_by_one == positions.mask(0, 12, prompt_len).tolist()
 
 
 def test_tokens_that_are_read_again_count_once() -> None:

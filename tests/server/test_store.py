@@ -390,11 +390,6 @@ def test_checking_the_settings_makes_nothing(
     for name in ("text", "text/below"):
         with pytest.raises(ConfigurationError, match=r"store_directory: \S*text is not a dir"):
             check_store_directory(settings_of(tmp_path, store_directory=Path(name)))
-    old = tmp_path / "old" / "keys" / "ann" / "vectors"
-    old.mkdir(parents=True)
-    (old / "lock").write_text("")
-    with pytest.raises(ConfigurationError, match="written by an earlier version"):
-        check_store_directory(settings_of(tmp_path, store_directory=Path("old")))
 
 
 # ------------------------------------------------------------------ contents as files

@@ -89,14 +89,6 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
 
 
-def test_mean_difference_is_that() -> None:
-    positive, negative = draw()
-    trained = train(positive, negative, "mean_difference")
-    for place, layer in enumerate(LAYERS):
-        expected = (positive[:, place].astype(float) - negative[:, place]).mean(0)
-        assert np.allclose(trained.vectors.layers[layer], expected, atol=1e-6)
-
-
 def test_pca_is_the_component_of_the_centred_pairs() -> None:
     """repeng's pca_center: each pair less its middle, in one PCA of scikit-learn's."""
     positive, negative = draw()

@@ -49,14 +49,17 @@ from logsteer.schemas.common import (
     SamplingPolicy,
     SpecialTokens,
     Timing,
+    TokenActivations,
     Usage,
 )
 from logsteer.schemas.interventions import (
     ActivationFields,
+    ActivationRead,
     AdapterCard,
     AdapterList,
     AppliedInterventions,
     AppliedParameters,
+    CaptureOptions,
     DeletedAdapter,
     DeletedOverride,
     DeletedVariant,
@@ -126,7 +129,6 @@ from logsteer.schemas.perplexity import (
 )
 from logsteer.schemas.readings import (
     ActivationItem,
-    ActivationRead,
     ActivationsAnswer,
     ActivationsHeader,
     ActivationsRequest,
@@ -234,6 +236,7 @@ __all__ = [
     "CaptureDtype",
     "CaptureIndex",
     "CaptureList",
+    "CaptureOptions",
     "CaptureReduce",
     "CaptureRequest",
     "CaptureSource",
@@ -360,6 +363,7 @@ __all__ = [
     "TextResult",
     "TextScore",
     "Timing",
+    "TokenActivations",
     "TokenScores",
     "TokenizeAnswer",
     "TokenizeRequest",

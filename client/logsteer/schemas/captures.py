@@ -17,8 +17,8 @@ from logsteer.schemas.common import (
     SequenceOptions,
     Tabled,
 )
-from logsteer.schemas.interventions import InterventionFields
-from logsteer.schemas.readings import ActivationItem, ActivationRead, AllPositions
+from logsteer.schemas.interventions import ActivationRead, InterventionFields
+from logsteer.schemas.readings import ActivationItem, AllPositions
 from logsteer.schemas.steering import HOOK, HookName, ProbeRequest, SlicePositions, Steering
 from logsteer.schemas.vectors import Query
 

@@ -354,6 +354,22 @@ class ProbeReadings(Reply):
     flags: list[str] = Field(default_factory=list)
 
 
+class TokenActivations(Reply):
+    """Activations of tokens that the model read, by a request's `capture`."""
+
+    positions: list[int] = Field(
+        description="Of these tokens, in the sequence that the model read, BOS included; for "
+        "a mean, of the tokens it was taken over."
+    )
+    layers: ByLayer[list[list[Float]]] = Field(
+        description="By layer: a row for each position, or one row; a number a dimension."
+    )
+    sinks: ByLayer[list[int]] = Field(
+        default_factory=ByLayer[list[int]],
+        description="By layer the positions that a mean leaves out: attention sinks.",
+    )
+
+
 class RowColumns(Reply):
     """What was read from the scored rows of a sequence of T tokens: an entry for each token."""
 
@@ -367,6 +383,9 @@ class RowColumns(Reply):
     )
     probes: list[ProbeReadings] | None = Field(
         default=None, description="One entry for each layer of each probe, in their order."
+    )
+    activations: TokenActivations | None = Field(
+        default=None, description="What was captured; of a stream the last piece has it."
     )
 
 

@@ -7,8 +7,25 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from logsteer.schemas.common import OVERWRITE, DeletedName, NamedContent, Reply, Request, Tabled
-from logsteer.schemas.steering import Finite, ProbeRequest, Steering, SteeringReceipt, VectorName
+from logsteer.schemas.common import (
+    OVERWRITE,
+    DeletedName,
+    Layers,
+    NamedContent,
+    Reply,
+    Request,
+    Tabled,
+)
+from logsteer.schemas.steering import (
+    HOOK,
+    Finite,
+    HookName,
+    ProbeRequest,
+    SteeredPositions,
+    Steering,
+    SteeringReceipt,
+    VectorName,
+)
 
 
 class UsedAdapter(NamedContent):
@@ -191,8 +208,43 @@ class DeletedVariant(DeletedName):
     """The name that is gone, and the digest of what it stood for."""
 
 
+ActivationRead = Literal["each", "last", "mean"]
+
+
+class CaptureOptions(Request):
+    """Activations to give with an answer, of the very pass that it came from.
+
+    The last token generated is never read by the model, so it has none.
+    """
+
+    layers: Layers = Field(description="Layers to read, 0-based.")
+    hook: HookName = Field(default="resid_post", description=HOOK)
+    positions: SteeredPositions = Field(
+        default="all",
+        description='Tokens to read, as in steering. Such as {"completion": [0, 100]}: of a '
+        "continuation room is taken for all that it may come to.",
+    )
+    read: ActivationRead = Field(
+        default="each",
+        description="Each of those tokens' activation, the last one's, or their mean, which leaves "
+        "out BOS where positions is all, and attention sinks.",
+    )
+    dtype: Literal["float32", "float16"] = Field(
+        default="float32", description="Of the arrays in the answer."
+    )
+    point: Literal["after", "before"] = Field(
+        default="after", description="After or before the steering at that hook."
+    )
+
+
 class ActivationFields(InterventionFields):
     """Other parameters and activations, and what is read of the activations."""
+
+    capture: CaptureOptions | None = Field(
+        default=None,
+        description="Activations to give with each result, which is then never taken from the "
+        "result cache; prompt tokens that are captured never come from the prefix cache.",
+    )
 
     probes: list[ProbeRequest] | None = Field(
         default=None,

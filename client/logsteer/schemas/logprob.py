@@ -318,11 +318,13 @@ class ItemScore(ItemResult, Tabled):
 class LogprobAnswer(Answer, AppliedInterventions, Tabled):
     """One result per item, in the order given.
 
-    As a file (`Accept: application/vnd.safetensors`, with `vocabulary`, `top` or `alternatives`):
-    the tensors `vocabulary_logprobs` [rows, vocabulary], `top_ids`, `top_logprobs` [rows, top],
-    `top_tail` [rows], `alternatives` [rows, K] and `alternatives_tail` [rows], as requested, with
-    the rows of all targets in order, and `row_starts` [targets + 1]. All else of the answer is JSON
-    under `answer` in its metadata.
+    As a file (`Accept: application/vnd.safetensors`, with `vocabulary`, `top`, `alternatives` or
+    `capture`): the tensors `vocabulary_logprobs` [rows, vocabulary], `top_ids`, `top_logprobs`
+    [rows, top], `top_tail` [rows], `alternatives` [rows, K] and `alternatives_tail` [rows], as
+    requested, with the rows of all targets in order, and `row_starts` [targets + 1]; of a capture
+    `HOOK.LAYER` [tokens, width] for each layer, `activation_positions` [tokens], except for means,
+    and `activation_starts` [targets + 1]. All else of the answer is JSON under `answer` in its
+    metadata.
     """
 
     results: list[ItemScore]

@@ -24,6 +24,7 @@ from logsteer.schemas.common import (
     Reply,
     Request,
     SpecialTokens,
+    TokenActivations,
     TokenId,
     name_refusal,
 )
@@ -307,9 +308,10 @@ class CompletionRequest(SamplingRequest):
         if self.echo and self.logprob_token_ids:
             reason = "they are of generated tokens; leave out echo, or send /logprob"
             raise name_refusal({"logprob_token_ids": reason})
-        if self.echo and self.probes is not None:
-            reason = "they are read where tokens are generated; leave out echo, or send /logprob"
-            raise name_refusal({"probes": reason})
+        for name in ("probes", "capture"):
+            if self.echo and getattr(self, name) is not None:
+                reason = "it reads where tokens are generated; leave out echo, or send /logprob"
+                raise name_refusal({name: reason})
         return self
 
 
@@ -417,6 +419,7 @@ class CompletionChoice(Reply):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     probes: list[ProbeReadings] | None = None
+    activations: TokenActivations | None = None
 
 
 class OpenAIUsage(Reply):
@@ -448,6 +451,7 @@ class ChatChoice(Reply):
     finish_reason: ChatFinishReason | None
     token_ids: list[int] | None = None
     probes: list[ProbeReadings] | None = None
+    activations: TokenActivations | None = None
 
 
 class ChatCompletionAnswer(AppliedInterventions):
@@ -470,7 +474,8 @@ class ScoreRequest(CompatibleRequest):
     """
 
     refused: ClassVar[dict[str, str]] = CompatibleRequest.refused | {
-        "probes": "an answer has labels' probabilities alone; /logprob gives readings"
+        "probes": "an answer has labels' probabilities alone; /logprob gives readings",
+        "capture": "an answer has labels' probabilities alone; /logprob gives activations",
     }
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "temperature": Unsupported("labels are weighed as they are; leave it out", (1,)),

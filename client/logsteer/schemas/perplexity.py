@@ -24,6 +24,7 @@ from logsteer.schemas.common import (
     RequestOptions,
     RowColumns,
     RowOptions,
+    TokenActivations,
     TokenId,
     Usage,
     name_refusal,
@@ -112,6 +113,10 @@ class PerplexityRequest(
             raise ValueError("columns are listed with each token; send tokens: true as well")
         if self.probes is not None and not self.tokens:
             raise ValueError("probes are listed with each token; send tokens: true as well")
+        if self.capture is not None and not (self.windows or self.stream):
+            raise ValueError("activations are listed with each window; send windows: true as well")
+        if self.capture is not None and self.reference is not None:
+            raise ValueError("capture goes without a reference")
         if self.protocol == "exl3" and len(self.texts or ()) > 1:
             reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
             raise name_refusal({"texts": reason + "newlines, or send them one by one"})
@@ -136,6 +141,7 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
         "on_error": "a stream is one text; leave it out",
         "reference": "a stream is scored while it arrives; send the text to /perplexity",
         "probes": "a stream of any length keeps no tokens; send the text to /perplexity",
+        "capture": "a stream of any length keeps no tokens; send the text to /perplexity",
     }
 
     steering: Annotated[Json[Steering], BeforeValidator(_quote)] | None = Field(
@@ -228,6 +234,9 @@ class WindowScore(Reply):
     num_scored: int
     sum_logprob: Float
     sum_squared_logprob: Float
+    activations: TokenActivations | None = Field(
+        default=None, description="What was captured; positions count from the window's first."
+    )
 
 
 class TokenScores(RowColumns):

@@ -28,6 +28,7 @@ from logsteer.schemas.common import (
     TokenId,
 )
 from logsteer.schemas.interventions import (
+    ActivationRead,
     AppliedInterventions,
     AppliedParameters,
     InterventionFields,
@@ -96,6 +97,7 @@ class GradientRequest(
         "policy": "a gradient comes with log-probabilities alone; /logprob gives columns",
         "precision": "gradients are computed in the model's dtype; serve it with dtype float64",
         "probes": "a gradient comes with log-probabilities alone; /logprob gives readings",
+        "capture": "a gradient comes with log-probabilities alone; /logprob gives activations",
     }
 
     items: list[LogprobItem] = Field(
@@ -179,7 +181,6 @@ class GradientAnswer(Answer, AppliedInterventions, Tabled):
     along: UsedOverride | None = None
 
 
-ActivationRead = Literal["each", "last", "mean"]
 AllPositions = Literal["all"]
 MAX_TOP = 1024
 
@@ -206,6 +207,7 @@ class ActivationsRequest(SequenceOptions, InterventionFields, ChatFields, NamedR
         "cache": "activations are computed each time, and none are kept; leave it out",
         "on_error": "the arrays are of all items; leave out the bad ones",
         "probes": "the activations themselves are given: project them; /logprob gives readings",
+        "capture": "layers, hook, positions and read say what is given; leave it out",
         "precision": "activations are given in float32; serve the model in the dtype to compute in",
     }
 
@@ -318,7 +320,8 @@ class LensRequest(
     """
 
     refused: ClassVar[dict[str, str]] = {
-        "probes": "a lens reads the streams with the model's own head; /logprob gives readings"
+        "probes": "a lens reads the streams with the model's own head; /logprob gives readings",
+        "capture": "a lens reads the streams with the model's own head; /logprob gives activations",
     }
 
     items: list[str | LogprobItem] = Field(
@@ -395,6 +398,7 @@ class PatchRequest(RequestOptions, PrecisionOption, ParameterFields, ChatFields,
         "policy": "a patch gives one number a place; /logprob gives columns",
         "on_error": "every patch is of the same pairs; leave out the bad ones",
         "probes": "a patch gives one number a place; /logprob gives readings",
+        "capture": "a patch gives one number a place; /logprob gives activations",
         "steering": "a patch changes activations itself; /sweep compares settings of steering",
     }
 

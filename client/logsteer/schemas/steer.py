@@ -208,6 +208,7 @@ class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, ChatFields,
         "on_error": "every point of a sweep is of the same items; leave out the bad ones",
         "policy": "a sweep gives sums, no columns; /logprob with steering gives them",
         "probes": "a sweep gives sums, no tokens; /logprob with steering gives readings",
+        "capture": "a sweep gives sums, no tokens; /logprob with steering gives activations",
     }
 
     items: list[LogprobItem] = Field(

@@ -262,16 +262,19 @@ class PositionRule(OneForm):
     """Tokens by place or by content, as exactly one of these says, with P the prompt's length.
 
     `slices`: input tokens by position; of the prompt `token_ids`: the tokens of these ids, `after`:
-    the rest behind this text's first place, `last`: as many at its end; `every`: of the
-    completion the first token and every n-th after it.
+    the rest behind this text's first place, `last`: as many at its end; of the completion
+    `completion`: tokens [start, end), `every`: the first token and every n-th after it.
     """
 
-    forms: ClassVar[tuple[str, ...]] = ("slices", "token_ids", "after", "last", "every")
+    forms: ClassVar[tuple[str, ...]] = (
+        "slices", "token_ids", "after", "last", "completion", "every"
+    )  # fmt: skip
 
     slices: list[Slice] | None = Field(default=None, min_length=1, max_length=64)
     token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=1024)
     after: str | None = Field(default=None, min_length=1)
     last: Count | None = None
+    completion: Slice | None = None
     every: Count | None = None
 
     @property

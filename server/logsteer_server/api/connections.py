@@ -102,7 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes; send fewer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count trailers behind a body in, which are headers, too."""
+        """Count trailers after a body, which are headers, too."""
         if not self._in_headers:
             self._header_bytes += len(name) + len(value)
         super().on_header(name, value)
@@ -121,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_body)
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body; that of a request that was answered is dropped, to a bound."""
+        """Pass a piece of the body on; after the answer it is dropped, up to a bound."""
         self._wait_for_body()
         if self.cycle.response_complete:
             self._discarded_bytes += len(body)
@@ -130,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop waiting: the whole request is there."""
+        """Stop waiting: the whole request has arrived."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -193,7 +193,9 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Answer what is no request yet, and close; in the middle of another answer, cut that."""
+        """Answer bytes that are not a request yet, and close; in the middle of another answer, cut
+        that.
+        """
         if self._is_answering:
             self.cut()
             return

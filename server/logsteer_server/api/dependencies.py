@@ -1,4 +1,4 @@
-"""What routes depend on: models and their variants, the caller's stores."""
+"""Dependencies of routes: models and their variants, the caller's stores."""
 
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
@@ -25,7 +25,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def of_state(name: str) -> Any:
-    """Return what gives a route what the application's state has under this name."""
+    """Return a dependency that reads this name of the application's state."""
 
     async def find(request: Request) -> Any:
         return getattr(request.app.state, name)
@@ -34,7 +34,7 @@ def of_state(name: str) -> Any:
 
 
 async def get_stores(request: Request) -> Stores:
-    """Return the stores where the names in a request are looked up: those that its caller sees."""
+    """Return the stores in which the names of a request are looked up: all that its caller sees."""
     namespaces: NamespaceRegistry = request.app.state.namespaces
     return await namespaces.find(request.state.caller)
 
@@ -52,7 +52,7 @@ StoresDep = Annotated[Stores, Depends(get_stores)]
 
 
 async def find_asked(request: Request, name: str | None) -> VariantFields | None:
-    """Return the variant of a name; None for a resident model's, and one that nobody knows."""
+    """Return the variant of a name; None for the name of a resident model, and an unknown one."""
     state = request.app.state
     if name is None or name in state.models.by_id:
         return None
@@ -62,7 +62,7 @@ async def find_asked(request: Request, name: str | None) -> VariantFields | None
 
 
 async def find_base(request: Request, name: str | None) -> str | None:
-    """Return the name of the model that a name means, which is its own unless it is a variant's."""
+    """Return the name of the model that a name refers to: its own, or that of a variant's model."""
     variant = await find_asked(request, name)
     return name if variant is None else variant.model
 

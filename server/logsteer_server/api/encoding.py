@@ -144,6 +144,6 @@ def choose_encoding(accept: str, *, has_file: bool = False) -> str:
 
 
 ENCODERS: Mapping[str, Callable[[Any], bytes]] = {JSON: encode_json, MSGPACK: encode_msgpack}
-"""What encodes a document in each media type of `choose_encoding`, but for a file of tensors."""
+"""The encoder of each media type of `choose_encoding`, except files of tensors."""
 DONE = b"data: [DONE]\n\n"
-"""What ends a stream of OpenAI's shape."""
+"""The end of a stream of OpenAI's shape."""

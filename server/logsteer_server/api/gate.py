@@ -1,8 +1,9 @@
-"""What every request passes through: it gets an id and room in memory, or is refused at once.
+"""The gate of every request: it gets an id and room in memory, or is refused at once.
 
 A page of another site can have a browser send requests to a server on the same machine, and, once
 it has its own name point to that machine, read the answers. A request for a name that is not this
-server's is such a page's; so is one that computes or changes something and comes from its origin.
+server's comes from such a page; so does one that computes or changes something and has the page's
+origin.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ ANY = "*"
 class AllowedHosts:
     """The names and origins of a server.
 
-    An address is always allowed: what a browser asks for by its address has no name that could be
-    made to point elsewhere. Where a key is needed, or on a Unix domain socket, pages get nowhere,
-    and every name is allowed unless `allowed_hosts` says which.
+    An address is always allowed: what a browser requests from an address has no name that could be
+    made to point elsewhere. Where a key is needed, or on a Unix domain socket, pages have no
+    access, and every name is allowed unless `allowed_hosts` lists names.
     """
 
     def __init__(self, settings: Settings, *, needs_key: bool) -> None:
@@ -79,10 +80,10 @@ def _is_address(name: str) -> bool:
 
 
 class Drain:
-    """How far the server's end has come, and how many requests still run.
+    """The progress of the server's shutdown, and the number of running requests.
 
     begun   readiness is withdrawn; new requests get a 503 and lose their connection
-    ended   the engines' handles answer whoever waits for them; uvicorn cancels all others
+    ended   the engines' handles answer all waiting callers; uvicorn cancels all others
     """
 
     def __init__(self) -> None:
@@ -92,9 +93,10 @@ class Drain:
 
 
 class RequestGate:
-    """ASGI middleware for a request's id, its host and origin, the server's end, and its memory.
+    """ASGI middleware for a request's id, its host and origin, the server's shutdown, and its
+    memory.
 
-    The id is the caller's own where it sent one. Once the server's end has begun, new requests are
+    The id is the caller's own if it sent one. Once the shutdown has begun, new requests are
     refused. `memory` of a request's state is released once the answer has been read; so answers are
     sent in pieces.
     """

@@ -32,16 +32,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 4 * 2**20
-"""Events of a stream that wait for their reader: seconds of any model's tokens, and little enough
-for all streams that there may be. Text that waits for its work, likewise."""
+"""Bytes of a stream's events that wait for their reader, and of a text that waits for its work:
+seconds of any model's tokens, and little enough for all possible streams."""
 LONG_ANSWER = 2**20
-"""Bytes of an answer, as far as they were expected, from which on a thread writes it."""
+"""Expected bytes of an answer from which on a thread writes it."""
 
 
 def encode_event(event: Event, *, openai: bool) -> bytes:
     """Encode a server-sent event: named, or as a chunk of OpenAI's shape, which has no name.
 
-    Of the latter nothing but chunks is shown.
+    In that shape only chunks are sent.
     """
     if openai and event.name != "chunk":
         return b""
@@ -110,8 +110,8 @@ def _lay_out(task: Task, document: dict[str, Any]) -> memoryview:
 class ByteBuffer:
     """Pieces that were written and not read yet, at most `max_bytes` or one.
 
-    So work ends, and gives its room back, before a slow reader has read what came of it; and a text
-    is read before slow work needs it.
+    So work ends, and releases its room, before a slow reader has read its output; and a text is
+    read before slow work needs it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -148,9 +148,9 @@ class ByteBuffer:
 
 
 class EventStream(StreamingResponse):
-    """A run's events as server-sent events, kept from being buffered or cached on their way.
+    """A run's events as server-sent events, protected from buffering and caching by proxies.
 
-    The run goes on while its reader is slow, as far as the buffer reaches; it ends with the
+    While its reader is slow the run continues, up to the size of the buffer; it ends with the
     response, however that ends.
     """
 

@@ -1,5 +1,5 @@
-"""Routes: who may call an endpoint is looked at before anything of the request is read; then its
-JSON body, within its bound, checked against its schema from the bytes.
+"""Routes: whether the caller may use an endpoint is checked before the request is read; then its
+JSON body, within its bound, is checked against its schema from the bytes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ BODY_MEMORY = 8
 LARGE_BODY = 2**20
 """Bytes of a body from which on it has to wait for its turn."""
 LARGE_BODY_PAUSE = 3
-"""Times as long as a large body took to parse before the next one is."""
+"""Pause after parsing a large body, as a multiple of the time that it took."""
 MAX_BRACKETS = 2**18
 """Opening brackets of a body, its texts' own included: an empty list is 2 bytes, and 56 parsed. All
 items and targets that a request may have come to fewer."""
@@ -39,7 +39,7 @@ but an object may have unknown fields by the hundred thousand."""
 SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
     (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
 }
-"""Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
+"""Method and path of every endpoint -> the scope that a key needs; None: no key is needed."""
 
 
 TESTER = "selftest_caller"
@@ -108,8 +108,8 @@ class BodyTurns:
 def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
     """Parse a body as a schema.
 
-    Errors: RequestValidationError, for what is no JSON, too; APIError `payload_too_large` for more
-    brackets, or more faults, than are looked at.
+    Errors: RequestValidationError, also for invalid JSON; APIError `payload_too_large` for more
+    brackets, or more faults, than are checked.
     """
     count = body.count(b"{") + body.count(b"[")
     if count > MAX_BRACKETS:
@@ -143,7 +143,7 @@ def _refuse(*faults: Mapping[str, Any]) -> RequestValidationError:
 
 
 class StoredNameConvertor(Convertor[str]):
-    """A name in a path, or `shared/NAME`: never what else stands behind a slash."""
+    """A name in a path, or `shared/NAME`: no other slash is allowed."""
 
     regex = "shared/[^/]+|(?!shared/)[^/]+"
 
@@ -160,10 +160,10 @@ register_url_convertor("stored", StoredNameConvertor())
 
 
 class KeyedRoute(APIRoute):
-    """A route that lets a caller in, and counts its request, before it reads the request.
+    """A route that admits a caller, and counts its request, before it reads the request.
 
-    `request.state.caller` is who calls. The endpoint has to stand in `ENDPOINTS`, with its scope.
-    Its JSON body, if any, is read by a `LimitedRequest`.
+    `request.state.caller` is the caller. The endpoint must be in `ENDPOINTS`, with its scope. Its
+    JSON body, if any, is read by a `LimitedRequest`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """The self-test of a resident model: the client's, which sends its requests to this application.
 
-They are answered as any other caller's are, on the way that those take, without a network. They
-have the routing and limits of tokens of whoever asked for the self-test, and every scope.
+They are answered as any other caller's, along the same path, without a network. They have the
+routing and token limits of the caller who requested the self-test, and every scope.
 """
 
 import asyncio

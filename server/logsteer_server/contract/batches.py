@@ -1,15 +1,15 @@
-"""Score jobs of one call, and what came of them, as a few arrays: no object a job on their way.
+"""Score jobs of one call and their outputs, packed into a few arrays: no object per job.
 
-Jobs that differ in their tokens alone lie behind one another, and so do their outputs:
+Jobs that differ only in their tokens are concatenated, and so are their outputs:
 
     tokens         5 6 7 | 5 6 | 9 3 8       three jobs
     token_starts   0       3     5       8
 
-Both are sequences, so whoever works on single jobs takes them by their index.
+Both are sequences, so code that works on single jobs gets them by index.
 
-A model that was changed for a job (steered, with other parameters) may leave what its dtype holds.
-Then its result is NaN, which says nothing: the job fails. A model as it is may do so, too, over a
-text that it does not hold; its scores are given as they are, NaN, and become null with a flag.
+A model that was changed for a job (steered, with other parameters) may exceed the range of its
+dtype. Its result is then NaN, which says nothing: the job fails. An unchanged model may do so, too,
+over a text that it cannot represent; its scores stay NaN, and become null with a flag.
 """
 
 from abc import abstractmethod
@@ -36,19 +36,19 @@ from logsteer_server.contract.plan import Readings, SteeringTrace
 T = TypeVar("T")
 
 Starts = npt.NDArray[np.int64]
-"""[N + 1]: where each of N entries begins, and behind the last one the end."""
+"""[N + 1]: where each of N entries begins, and after the last one the end."""
 Indices = npt.NDArray[np.int64]
 
 
 def find_starts(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Starts:
-    """Return where entries of these lengths begin that lie behind one another."""
+    """Return where concatenated entries of these lengths begin."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def gather(values: npt.NDArray[Any], starts: Starts, indices: Indices) -> npt.NDArray[Any]:
-    """Return the entries at `indices`, behind one another, of those that lie in `values`."""
+    """Return the entries at `indices` of concatenated `values`, concatenated again."""
     lengths = (starts[1:] - starts[:-1])[indices]
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -58,7 +58,7 @@ def gather(values: npt.NDArray[Any], starts: Starts, indices: Indices) -> npt.ND
 
 
 class _Entries(Sequence[T]):
-    """Entries that lie in arrays, and are made when they are asked for."""
+    """Entries packed into arrays, and built on access."""
 
     __slots__ = ()
 
@@ -90,10 +90,10 @@ class _Entries(Sequence[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreJobs(_Entries[ScoreJob]):
-    """N score jobs that are like one another but for their tokens and targets.
+    """N score jobs that differ only in their tokens and targets.
 
     `shares_row` [N] is each job's own; the tokens, targets, alternatives and `shares_row` of `like`
-    are nobody's. `alternatives` [targets, K] are those of all targets.
+    are unused. `alternatives` [targets, K] are those of all targets.
     """
 
     like: ScoreJob
@@ -106,7 +106,7 @@ class ScoreJobs(_Entries[ScoreJob]):
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob]) -> "ScoreJobs":
-        """Return jobs, one at least, that are like the first but for tokens and targets."""
+        """Pack jobs, one at least, that differ from the first only in tokens and targets."""
         others = [job.alternatives for job in jobs if job.alternatives is not None]
         return cls(
             jobs[0],
@@ -201,7 +201,7 @@ class ScoreJobs(_Entries[ScoreJob]):
 
 
 def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
-    """Return jobs as arrays where all are score jobs that are like one another."""
+    """Pack jobs into arrays if all are score jobs that differ only in tokens and targets."""
     if isinstance(jobs, ScoreJobs) or not jobs:
         return jobs
     scored = [job for job in jobs if type(job) is ScoreJob]
@@ -230,19 +230,19 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
 
 
 def change_all(jobs: Sequence[Job], change: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return jobs with a change that is the same for all and leaves their tokens as they are."""
+    """Return jobs with the same change for all, which leaves their tokens as they are."""
     if isinstance(jobs, ScoreJobs):
         return replace(jobs, like=change(jobs.like))
     return [change(job) for job in jobs]
 
 
 def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
-    """Return jobs that have all that `change_all` changes: one, where that is the same for all."""
+    """Return jobs to read what `change_all` changes from: one, where it is the same for all."""
     return [jobs.like] if isinstance(jobs, ScoreJobs) else jobs
 
 
 def name_contents(jobs: Sequence[Job]) -> bool:
-    """Return whether any of the jobs names a stored file, of an override or an adapter."""
+    """Return whether any job names a stored file, of an override or an adapter."""
     if isinstance(jobs, ScoreJobs):
         return bool(jobs.like.override or jobs.like.adapter)
     return any(job.override or job.adapter for job in jobs)
@@ -279,9 +279,9 @@ def sum_expected(jobs: Sequence[Job]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOutputs(_Entries[ScoreOutput]):
-    """Outputs of N score jobs that have the same columns.
+    """Outputs of N score jobs with the same columns.
 
-    `columns` have the rows of all, behind one another. `traces` and `readings` are None where no
+    `columns` have the rows of all jobs, concatenated. `traces` and `readings` are None where no
     output has any.
     """
 
@@ -353,7 +353,7 @@ class ScoreOutputs(_Entries[ScoreOutput]):
 
 
 def add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.NDArray[Any]:
-    """Return the sum of the values from each of `begins` to its end, which lies behind it."""
+    """Return the sum of the values in each [begin, end); every end is past its begin."""
     ended = np.append(values, values.dtype.type(0))  # an end is a place in it, the last one, too
     sums: npt.NDArray[Any] = np.add.reduceat(ended, np.stack([begins, ends], -1).ravel())[::2]
     return sums
@@ -362,14 +362,14 @@ def add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.N
 def _join_optional(
     parts: Sequence[tuple[int, Sequence[T | None] | None]],
 ) -> list[T | None] | None:
-    """Return the entries of all parts, so many each; None where no part has any."""
+    """Concatenate the entries of all parts, so many each; None where no part has any."""
     if all(entries is None for _, entries in parts):
         return None
     return [entry for count, entries in parts for entry in entries or [None] * count]
 
 
 def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
-    """Return results of one call's jobs, as arrays where all have the same columns."""
+    """Pack results of one call's jobs into arrays if all have the same columns."""
     shapes = {_describe_shape(result) for result in results}
     if len(shapes) > 1 or None in shapes:
         return results
@@ -377,8 +377,8 @@ def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
 
 
 def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
-    """Return the columns of an output and how many numbers a row has; None of what has none, or
-    has activations too.
+    """Return the columns of an output and the numbers of a row; None for an output without any, or
+    with activations.
     """
     if not isinstance(result, ScoreOutput) or result.activations is not None:
         return None
@@ -386,8 +386,8 @@ def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
 
 
 class ResultPart(NamedTuple):
-    """Results of some jobs of a call: the jobs' numbers, what came of each, and when the engine
-    took them (monotonic seconds, of a clock that all processes share).
+    """Results of some jobs of a call: the jobs' numbers, the result of each, and when the engine
+    dequeued them (monotonic seconds, of a clock that all processes share).
     """
 
     numbers: Sequence[int]
@@ -396,8 +396,8 @@ class ResultPart(NamedTuple):
 
 
 class OutputPart(NamedTuple):
-    """Outputs of some jobs of a call, the jobs' indices in it, and when the engine took them; None
-    for what it did not compute.
+    """Outputs of some jobs of a call, the jobs' indices in it, and when the engine dequeued them;
+    None if it did not compute them.
     """
 
     indices: Sequence[int]
@@ -406,7 +406,7 @@ class OutputPart(NamedTuple):
 
 
 class WorkCounts(NamedTuple):
-    """What outputs come to; the jobs' own tokens are counted with their last ones."""
+    """Token counts of outputs; a job's own tokens count with its last output."""
 
     prompt_tokens: int
     scored_tokens: int
@@ -450,7 +450,7 @@ def find_last(part: ResultPart) -> Sequence[int]:
 
 
 def find_first_failure(results: Sequence[JobResult]) -> JobFailure | None:
-    """Return the first failure among results; None where there is none."""
+    """Return the first failure among results, if any."""
     if isinstance(results, ScoreOutputs):
         return None
     return next((result for result in results if isinstance(result, JobFailure)), None)
@@ -498,7 +498,7 @@ def _find_finite_rows(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np
 
 
 def find_failure(job: Job, output: Output) -> JobFailure | None:
-    """Return why a changed model's output is not to be given; None where it is finite."""
+    """Return why a changed model's output must be withheld; None where it is finite."""
     traced = output.trace is None or output.trace.is_finite
     if not job.is_changed or (is_finite(output) and traced):
         return None
@@ -506,7 +506,7 @@ def find_failure(job: Job, output: Output) -> JobFailure | None:
 
 
 def describe_non_finite(job: Job, found: str) -> JobFailure:
-    """Return the failure of a job of which that was found, with what to do about it."""
+    """Return the failure of a job with such a result, with what to do about it."""
     if job.plan is not None and job.plan.sites:
         hint = "steer with a smaller scale or narrower bounds"
     elif job.override is not None:

@@ -3,7 +3,7 @@
 Axis letters: L layers, T tokens, D width of an activation.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -29,6 +29,10 @@ class Capture:
     read: CaptureRead = "last"
     positions: Positions = field(default_factory=Positions)
     before: bool = False
+
+    def resolve(self, prompt: npt.NDArray[np.int32]) -> "Capture":
+        """Return the capture for a sequence with this prompt, as `Positions.resolve`."""
+        return replace(self, positions=self.positions.resolve(prompt))
 
     def find_places(self, num_read: int, prompt_len: int, num_certain: int) -> Places:
         """Return the positions of the tokens that are captured of the first `num_read`.

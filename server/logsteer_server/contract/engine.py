@@ -1,7 +1,7 @@
-"""The engine contract: what an engine is given, what it says of itself, what it does.
+"""The engine contract: its specification, the facts that it reports, its methods.
 
 An engine lives in a process of its own. Its process gives it jobs, calls `step` as long as it has
-work, and sends what `step` returns back in batches.
+work, and sends the results of `step` back in batches.
 """
 
 from bisect import bisect_left
@@ -57,9 +57,9 @@ class EngineSpec:
         return self.tensor_parallel * self.pipeline_parallel
 
     def split(self) -> "list[EngineSpec]":
-        """Return what each replica gets: of listed devices those that it needs, in their order.
+        """Return the specification of each replica, with its share of listed devices, in order.
 
-        devices 0 1 2 3, tensor_parallel 2, replicas 2     0 1 | 2 3
+        Devices 0, 1, 2, 3 with `tensor_parallel` 2 are 0, 1 and 2, 3 for two replicas.
         """
         if self.replicas == 1:
             return [self]
@@ -77,22 +77,23 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine takes in before it answers."""
+    """How much work an engine accepts ahead of its answers."""
 
     ahead_tokens: int = 65_536
     """Tokens of jobs that have not begun: enough that a step never lacks work, and no more, since
-    whoever comes later waits for them."""
+    later jobs wait for them."""
     cache_tokens: int | None = None
-    """Tokens whose keys and values it holds. Generation is then let in by what it holds now, as
-    `Engine.take_load` says; None: by all that it may come to, which counts among `ahead_tokens`."""
+    """Tokens whose keys and values it holds. Generation is then admitted by what it holds now, as
+    `Engine.take_load` says; None: by the largest size that it may reach, which counts among
+    `ahead_tokens`."""
     sequences: int | None = None
-    """Jobs that generate at once."""
+    """Jobs that generate at the same time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What generation takes of an engine: jobs whose prompts it has read since it last said so, and
-    how many tokens have their keys and values in the cache, or had them when they were preempted.
+    """The load of generation on an engine: jobs whose prompts it has read since the last report,
+    and the tokens whose keys and values are in the cache, or were there when preempted.
     """
 
     started: Sequence[int]
@@ -111,12 +112,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What an engine is at, for whoever watches it; None where it has nothing of the kind.
+    """An engine's status, for monitoring; None where the engine has no such thing.
 
     Sequences are jobs that the engine has: `running` in its batch, `waiting` for a place in it.
     Blocks are those of the key-value cache that running sequences hold; a sequence that has to give
     its own back, to be computed again, is preempted, and counts each time. Slots hold different
-    steering plans and adapters, of which those in use have a job.
+    steering plans and adapters; a slot is used while a job needs it.
     """
 
     running: int = 0
@@ -144,9 +145,9 @@ TIME_BOUNDS_S = (
 
 @dataclass(slots=True)
 class StepCounts:
-    """How long an engine's steps took so far: a histogram of TIME_BOUNDS_S, and all seconds.
+    """Durations of an engine's steps so far: a histogram of TIME_BOUNDS_S, and all seconds.
 
-    The last count is of steps beyond the last bound. Plain numbers: they go with each heartbeat.
+    The last count is of steps beyond the last bound. Plain numbers, sent with each heartbeat.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS_S) + 1))
@@ -160,7 +161,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, once its model is loaded."""
+    """Facts about an engine, known once its model is loaded."""
 
     engine: str
     engine_version: str
@@ -182,15 +183,15 @@ class EngineInfo:
     hooks: tuple[str, ...]
     """Activations of a layer that can be steered and captured; empty where none can."""
     hook_widths: Mapping[str, int] = field(default_factory=dict)
-    """Numbers a token of those that have not `hidden_size`."""
+    """Numbers per token of hooks whose width is not `hidden_size`."""
     missing_hooks: Mapping[str, str] = field(default_factory=dict)
-    """For those of HOOKS that it has not: why, or what adds them, as an error's detail."""
+    """For each of HOOKS that it lacks: why, or what adds it, as an error's detail."""
     max_probes: int | None = None
     """Probes that one job may have; None: any number."""
     capture_rows: int | None = None
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """For each feature that it does not have: what to do instead, as an error's detail."""
+    """For each feature that it lacks: what to do instead, as an error's detail."""
     dequantised_from: str | None = None
     """Of a GGUF file: the type of most of its weights, such as Q4_1."""
     rounding: float | None = None
@@ -199,15 +200,15 @@ class EngineInfo:
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
-    """What else its numbers may change with: versions of libraries, and the device."""
+    """What else its numbers depend on: versions of libraries, and the device."""
     device: str = "cpu"
-    """The name of what it computes on."""
+    """The name of its device."""
     room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
     """None where the model has no INT8 layers, and on GPUs."""
 
     def explain_hook(self, hook: str) -> str:
-        """Return why it has no such activation, and what it has, as an error's detail."""
+        """Return why it lacks this activation, and which ones it has, as an error's detail."""
         if not self.hooks:
             return self.lacks.get("steering", "this engine gives no activations")
         detail = f"this engine reads and steers {', '.join(self.hooks)}, not {hook}"
@@ -241,7 +242,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """The facts about this engine."""
         ...
 
     @property
@@ -250,7 +251,7 @@ class Engine(Protocol):
         ...
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Take jobs in; a job that cannot run comes back from `step` as a JobFailure."""
+        """Accept jobs; one that cannot run is returned from `step` as a JobFailure."""
         ...
 
     def cancel(self, job_ids: Sequence[int]) -> None:
@@ -258,15 +259,15 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Advance the work by one batch and return the results that came of it."""
+        """Advance the work by one batch and return its results."""
         ...
 
     def take_load(self) -> EngineLoad | None:
-        """Return what changed of it with the last step; None where nothing worth a message did."""
+        """Return the change of load in the last step; None where it is not worth a message."""
         ...
 
     def read(self) -> EngineReading:
-        """Return what the engine is at; asked about once a second, between two steps."""
+        """Return the engine's status; called once a second, between two steps."""
         ...
 
     def close(self) -> None:

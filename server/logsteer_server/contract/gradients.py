@@ -12,7 +12,7 @@ from logsteer_server.contract.plan import Direction, Positions
 @dataclass(frozen=True, slots=True)
 class InputPoint:
     """A point on the line between a baseline and the input: each token's embedding e is replaced by
-    e' + alpha (e - e'), where e' is that of the token `baseline`, and 0 without one.
+    e' + alpha (e - e'), where e' is the embedding of the token `baseline`, and 0 without one.
     """
 
     alpha: float
@@ -21,14 +21,13 @@ class InputPoint:
 
 @dataclass(frozen=True, slots=True)
 class GradientJob(Job):
-    """One sequence, laid out as in `ScoreJob`, whose summed target log-probability is
-    differentiated.
+    """One sequence, laid out as in `ScoreJob`; its summed target log-probability is differentiated.
 
     With respect to the activations at `sites`, (layer, hook) each, after the tokens at `positions`;
-    or, with `along`, along that direction of the parameters. Both where the model is steered by
-    `plan` and has the parameters of `override` and `adapter`; an activation is what leaves its
-    site, steering included. Activations of more than `max_width` numbers are refused. Or, with
-    `input_point`, with respect to the input embeddings there.
+    or, with `along`, along that direction of the parameters. Both apply `plan`, `override` and
+    `adapter`; an activation is the output of its site, steering included. Activations of more than
+    `max_width` numbers are refused. Or, with `input_point`, with respect to the input embeddings
+    there.
     """
 
     targets: Ids
@@ -40,7 +39,7 @@ class GradientJob(Job):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in front of the scored ones."""
+        """Tokens before the scored ones."""
         return len(self.tokens) - (len(self.targets) - 1)
 
     @property
@@ -50,7 +49,7 @@ class GradientJob(Job):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine."""
+        """The engine features that the job needs."""
         return ("gradient", *find_features(self))
 
 

@@ -1,8 +1,8 @@
-"""Jobs and their outputs: what the HTTP process asks of an engine, and what comes back.
+"""Jobs and their outputs: what the HTTP process requests of an engine, and what comes back.
 
-A job says by itself how long it is, what it needs of an engine and what it is known by, so that
-queues, caches and counters treat all kinds alike. Axis letters: T tokens, R scored rows, V
-vocabulary, L layers, D width of an activation.
+A job states its own length, the engine features it needs and its fingerprint, so that queues,
+caches and counters treat all kinds alike. Axis letters: T tokens, R scored rows, V vocabulary, L
+layers, D width of an activation.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ Scores = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """What is done to logits before a policy draws; the defaults do nothing.
+    """Changes of logits before a policy draws; the defaults change nothing.
 
-    `bias`: ids, and what is added to their logits. `allowed`: the ids that may come; None: all.
-    `bad_words`: sequences of ids that may not come after the prompt. The `end_ids` may not come
-    before `min_tokens` others have.
+    `bias`: ids, and the number added to the logit of each. `allowed`: the only ids that may be
+    drawn; None: all. `bad_words`: sequences of ids that may not appear after the prompt. The
+    `end_ids` may not be drawn before `min_tokens` others.
     """
 
     repetition: float = 1.0
@@ -66,7 +66,7 @@ class Policy:
 
 
 NEUTRAL = Policy()
-"""The policy that draws from the model as it is."""
+"""The policy that draws from the unchanged distribution."""
 ReplyForm = tuple[Literal["json", "regex"], str]
 """A JSON Schema or a regular expression, and its text."""
 EXPECTED_TOKENS = 1024
@@ -79,21 +79,20 @@ MAX_DRAWN_SEED = 2**31
 
 
 def draw_seed() -> int:
-    """Return a seed for what was given none, in [0, MAX_DRAWN_SEED)."""
+    """Draw a seed for a request without one, in [0, MAX_DRAWN_SEED)."""
     return secrets.randbelow(MAX_DRAWN_SEED)
 
 
 Priority = Literal["interactive", "batch"]
-"""What waits for an answer, and what may take the time that is left."""
+"""`interactive`: a caller waits for the answer; `batch`: the work may use idle time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the calls of one caller are queued, whose cached work they may see, and where they run.
+    """How the calls of one caller are queued, whose cached work they share, and where they run.
 
-    Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
-    ones pass. Results and prefixes are shared within a `cache_namespace` alone. `request_id` is
-    what the log calls the request.
+    Tenants take turns, and `batch` calls let `interactive` ones pass. Results and prefixes are
+    shared only within a `cache_namespace`. `request_id` identifies the request in the log.
     """
 
     tenant: str = ""
@@ -110,11 +109,11 @@ with an `Adapter` or `CheckAdapterJob`; a `GenerateJob` with a `form`; a `ScoreJ
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A piece of work for an engine. Its class says what is to be done with the T tokens.
+    """A piece of work for an engine. Its class says what to do with the T tokens.
 
-    With `plan` the activations are steered and read; with `override` or `adapter` the parameters
-    are others. What is kept of one job serves others of the same `cache_namespace` alone. With
-    `capture` the output has the activations of tokens that the model reads.
+    `plan` steers and reads activations; `override` and `adapter` change parameters. Cached work of
+    a job is reused only within its `cache_namespace`. With `capture` the output has the activations
+    of tokens that the model reads.
     """
 
     tokens: Ids
@@ -127,7 +126,7 @@ class Job:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in front of those that are scored or generated."""
+        """Tokens before the scored or generated ones."""
         return len(self.tokens)
 
     @property
@@ -137,12 +136,12 @@ class Job:
 
     @property
     def num_positions(self) -> int:
-        """Positions of the context that the job may come to use."""
+        """Positions of the context that the job may use at most."""
         return len(self.tokens)
 
     @property
     def num_expected(self) -> int:
-        """Positions that budgets count before anything is known of what the job generates."""
+        """Positions that budgets count before the length of a generation is known."""
         return len(self.tokens)
 
     @property
@@ -164,25 +163,26 @@ class Job:
 
     @property
     def delta(self) -> ParameterDelta:
-        """What is added to the model's parameters."""
+        """The change of the model's parameters."""
         return ParameterDelta(self.override, self.adapter)
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine beside reading tokens."""
+        """The engine features that the job needs beyond reading tokens."""
         return find_features(self)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the model is another for this job than it is as it was loaded."""
+        """Whether the job changes the model."""
         return bool(self.delta or (self.plan and self.plan.sites))
 
     @property
     def plan_namespace(self) -> tuple[int, str] | None:
-        """The first position whose keys and values the plan changes, and what names the change.
+        """The first position whose keys and values the plan changes, and an identifier of the
+        change.
 
-        Keys and values of earlier tokens are those of the model as it was loaded: a token's depend
-        on itself and on those before it. None without a change.
+        Keys and values of earlier tokens are unchanged, because a token's depend only on itself and
+        earlier ones. None without a change.
         """
         if self.plan is None or not self.plan.sites:
             return None
@@ -196,7 +196,7 @@ class Job:
 
 
 def find_features(job: Job) -> tuple[Feature, ...]:
-    """Return what a job needs for what it changes and captures of the model."""
+    """Return the features that a job needs for what it changes and captures of the model."""
     names: tuple[Feature, ...] = ("steering", "override", "adapter")
     asked = job.plan or job.capture, job.override, job.adapter
     return tuple(n for n, value in zip(names, asked, strict=True) if value is not None)
@@ -204,9 +204,9 @@ def find_features(job: Job) -> tuple[Feature, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
-    so are `readings`, where the plan keeps any. `activations` are of its capture: the last output
-    has them.
+    """The output of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
+    so are `readings`, if the plan keeps any. `activations` are of its capture: the last output has
+    them.
     """
 
     failed: ClassVar[Literal[False]] = False
@@ -223,7 +223,7 @@ class Output:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that it brings."""
+        """Generated tokens in this output."""
         return 0
 
 
@@ -237,7 +237,7 @@ class JobFailure:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows: always."""
+        """Whether nothing follows: always true."""
         return True
 
 
@@ -254,7 +254,7 @@ class ScoreJob(Job):
         tokens    The  cat  sat        T = 3
         targets        sat  down       R = 2: rows 1 and 2 (of "cat" and "sat") are scored
 
-    With `shares_row` the targets are no sequence: each of the R follows the last token, and all
+    With `shares_row` the targets are not a sequence: each of the R follows the last token, and all
     of them are read from its one row.
 
     With `export`, each row's log-probabilities over the vocabulary are written to that file as
@@ -262,11 +262,12 @@ class ScoreJob(Job):
     it: `jsd` gives this model the weight `beta`. Jobs of one head exchange `hidden` states [R, D].
 
     For each row the `top` most probable tokens are listed, and the ids `alternatives` [R, K]; with
-    `tail`, the mass of all others. `policy` is what these and the policy columns refer to. With
-    `double` all is computed in float64. For steering, the prompt ends where scored tokens begin.
+    `tail`, the mass of all others. `policy` applies to these and to the policy columns. With
+    `double` everything is computed in float64. For steering, the prompt ends where scored tokens
+    begin.
 
-    With `reads_end` the model reads the text's last token, too, so that probes do. The last entry
-    of `targets` then stands for no token, and its row is nobody's.
+    With `reads_end` the model also reads the text's last token, so that probes do. The last entry
+    of `targets` is then a placeholder, and its row is unused.
 
     With `step_tokens` a step of the engine reads at most so many of the job's tokens.
     """
@@ -288,13 +289,13 @@ class ScoreJob(Job):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine."""
+        """The engine features that the job needs."""
         needed = find_features(self)
         return needed if self.step_tokens is None else (*needed, "step_tokens")
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in front of the scored ones."""
+        """Tokens before the scored ones."""
         return len(self.tokens) - (0 if self.shares_row else len(self.targets) - 1)
 
     @property
@@ -316,7 +317,7 @@ class ScoreJob(Job):
     @property
     def fingerprint(self) -> bytes | None:
         """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, a
-        capture, or readings that are kept. Lengths stand before what they measure.
+        capture, or readings that are kept. Lengths are hashed before what they measure.
         """
         options = self.write_options()
         if options is None:
@@ -328,7 +329,7 @@ class ScoreJob(Job):
         )
 
     def write_options(self) -> bytes | None:
-        """Return all that scores depend on beside tokens and plan; None without a fingerprint."""
+        """Return all that scores depend on except tokens and plan; None without a fingerprint."""
         keeps = self.plan is not None and self.plan.kept != "none"
         if (
             keeps
@@ -365,10 +366,10 @@ ALTERNATIVES, ALTERNATIVES_TAIL = "alternatives", "alternatives_tail"
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput(Output):
-    """The columns of a job's R rows, each [R], and of each row the tokens that the job lists.
+    """The columns of a job's R rows, each [R], and the tokens listed for each row.
 
     These are `top_ids` and `top_logprobs` [R, top], most probable first, and `alternatives` [R, K];
-    the mass beside them is `top_tail` and `alternatives_tail` [R].
+    the mass of all other tokens is `top_tail` and `alternatives_tail` [R].
     """
 
     columns: dict[str, npt.NDArray[Any]]
@@ -376,20 +377,19 @@ class ScoreOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob(Job):
-    """One prompt of T tokens to continue by at most `max_tokens` ones that `policy` draws.
+    """One prompt of T tokens to continue by at most `max_tokens` tokens, drawn by `policy`.
 
     The same seed gives the same tokens whatever else is in the batch; a job without one has a seed
     drawn. Generation ends at a token that ends the sequence, unless `ignore_eos`, at one of
     `stop_ids`, or where the text contains a string of `stop`, which is left out unless
-    `include_stop`; at none of these before the policy's `min_tokens`. With `skip_special` special
-    tokens are left out of the text. With `stream` the output comes in pieces. Without `logprobs`
+    `include_stop`; at none of these before the policy's `min_tokens`. With `skip_special` the text
+    leaves out special tokens. With `stream` the output is sent in pieces. Without `logprobs`
     neither columns nor alternatives are read: the `top` most probable tokens, or those of `listed`.
 
-    `columns` are read beside the log-probability from the logits that each token is drawn from; the
+    `columns` are read with the log-probability from the logits that each token is drawn from; the
     policy columns are of the distribution that draws it. With `double` all of this, the draw
-    included, is computed in float64.
-    With `form` the whole continuation has it: each token is drawn from those alone that may follow,
-    and the policy columns are of these.
+    included, is computed in float64. With `form` the whole continuation matches it: each token is
+    drawn from the tokens that may follow, and the policy columns are of these.
     """
 
     max_tokens: int
@@ -410,7 +410,7 @@ class GenerateJob(Job):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine."""
+        """The engine features that the job needs."""
         needed = find_features(self)
         return needed if self.form is None else (*needed, "structure")
 
@@ -426,12 +426,12 @@ class GenerateJob(Job):
 
     @property
     def num_positions(self) -> int:
-        """Positions of the context that the job may come to use."""
+        """Positions of the context that the job may use at most."""
         return len(self.tokens) + self.max_tokens
 
     @property
     def num_expected(self) -> int:
-        """Positions that budgets count before anything is known of what the job generates."""
+        """Positions that budgets count before the length of the generation is known."""
         return len(self.tokens) + min(self.max_tokens, EXPECTED_TOKENS)
 
 
@@ -471,20 +471,20 @@ def _no_tokens() -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class CheckOverrideJob(Job):
-    """The shape of each tensor of a direction, to be compared with the model's parameters."""
+    """The shape of each tensor of a direction, to compare with the model's parameters."""
 
     tokens: Ids = field(default_factory=_no_tokens, init=False)
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine."""
+        """The engine features that the job needs."""
         return ("override",)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOverrideOutput(Output):
-    """The direction fits: it moves so many of the model's so many numbers."""
+    """The direction fits: it moves `moved` of the model's `total` numbers."""
 
     moved: int
     total: int
@@ -492,7 +492,7 @@ class CheckOverrideOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class CheckAdapterJob(Job):
-    """An adapter that is to be loaded, to see whether it fits the model."""
+    """An adapter to load, to check that it fits the model."""
 
     tokens: Ids = field(default_factory=_no_tokens, init=False)
 
@@ -506,7 +506,7 @@ class CheckAdapterOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob(Job):
-    """A sequence of tokens that is read for its activations alone.
+    """A sequence of tokens that is read only for its activations.
 
     For steering and positions the prompt is the first `num_prompt` tokens, or the whole sequence.
     """
@@ -522,7 +522,7 @@ class CaptureJob(Job):
 
     @property
     def num_rows(self) -> int:
-        """Activations of a layer that come of it: one, or one for each token that is read."""
+        """Activations per layer: one, or one for each token that is read."""
         return len(self.places) if self.capture.read == "each" else 1
 
 
@@ -538,7 +538,7 @@ class CaptureOutput(Output):
 
     @property
     def activations_LD(self) -> Scores:
-        """The first of each layer: all there is, where the job does not read each token."""
+        """The first of each layer: the only one, unless the job reads each token."""
         return self.activations_LTD[:, 0]
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Cast = Literal["float32"]
-"""What a model of half precision may be computed in for one job."""
+"""The precision in which a job may compute a model of half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Override:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What it does, wherever its file lies: equal ones give equal results."""
+        """Its effect, wherever its file is: equal ones give equal results."""
         return (self.direction.sha256, self.eta, *((self.cast,) if self.cast else ()))
 
 
@@ -63,7 +63,7 @@ CONFIG_KEY = "adapter_config"
 
 @dataclass(frozen=True, slots=True)
 class ParameterDelta:
-    """What is added to the model's parameters: an adapter's product first, then an override."""
+    """A change of the model's parameters: an adapter's product first, then an override."""
 
     override: Override | None = None
     adapter: Adapter | None = None
@@ -73,13 +73,13 @@ class ParameterDelta:
 
     @property
     def files(self) -> tuple[Adapter | Direction, ...]:
-        """The stored files that it is made of."""
+        """The stored files that it consists of."""
         adapter = () if self.adapter is None else (self.adapter,)
         return adapter if self.override is None else (*adapter, self.override.direction)
 
     @property
     def cast(self) -> Cast | None:
-        """What the model is computed in; None for its own dtype."""
+        """The precision that the model is computed in; None for its own dtype."""
         return self.override.cast if self.override else None
 
 
@@ -92,8 +92,9 @@ class Positions:
 
     `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
     last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
-    one of `slices`, each [start, end). Of all these, tokens at each of `within` and none of
-    `without`. What depends on a prompt's tokens, `find` returns as slices; `resolve` calls it.
+    one of `slices`, each [start, end); window: of one of them, counted from P. Of all these, tokens
+    at each of `within` and none of `without`. What depends on a prompt's tokens, `find` returns as
+    slices; `resolve` calls it.
     """
 
     kind: str = "all"
@@ -104,10 +105,13 @@ class Positions:
     find: Callable[[npt.NDArray[np.int32]], tuple[tuple[int, int], ...]] | None = None
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
-        """Return [first, end) around all steered tokens; end None: as far as the sequence goes."""
+        """Return [first, end) around all steered tokens; end None: to the end of the sequence."""
         if self.kind == "slices":
             starts, ends = [s for s, _ in self.slices], [e for _, e in self.slices]
             return min(starts, default=0), max(ends, default=0)
+        if self.kind == "window":
+            ((start, end),) = self.slices
+            return prompt_len + start, prompt_len + end
         return {
             "all": (0, None),
             "prompt": (0, prompt_len),
@@ -147,13 +151,6 @@ class Positions:
         """Return whether each token of [begin, end) is steered."""
         return self.contain(np.arange(begin, end), prompt_len)
 
-    def holds(self, position: int, prompt_len: int) -> bool:
-        """Return whether one token is steered."""
-        if self.is_range:
-            first, last = self.bounds(prompt_len)
-            return first <= position and (last is None or position < last)
-        return bool(self.contain(np.array([position]), prompt_len)[0])
-
     def count(self, num_tokens: int, prompt_len: int) -> int:
         """Count a sequence's steered tokens."""
         return int(self.mask(0, num_tokens, prompt_len).sum())
@@ -166,7 +163,7 @@ class Positions:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that it is used after `resolve` alone."""
+        """Whether it depends on a prompt's tokens, so that it must be resolved before use."""
         joint = (*self.within, *self.without)
         return self.find is not None or any(one.knows_tokens for one in joint)
 
@@ -230,7 +227,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What is read of an activation x: c = x . u, u = `direction` of norm 1, and |x|."""
+    """The reading of an activation x: c = x . u, u = `direction` of norm 1, and |x|."""
 
     layer: int
     hook: str
@@ -244,16 +241,16 @@ class Probe:
 
 
 MAX_CONDITIONS = 31
-"""Of a plan: engines keep what was decided of them as bits of one integer of 32."""
+"""Of a plan: engines keep the decisions as bits of one 32-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """Where a token's activations are changed: where above < reading < below.
 
-    The reading is what probe number `probe` of the plan reads before its activation is changed: c,
-    or c / |x| where `relative`. Of `token`: the token's own. Of `prompt`: that of the prompt's last
-    token, for that one and all behind it; tokens before it are not changed.
+    The reading is that of the plan's probe number `probe` before its activation is changed: c, or c
+    / |x| where `relative`. Of `token`: the token's own. Of `prompt`: that of the prompt's last
+    token, for that one and all later ones; tokens before it are not changed.
     """
 
     probe: int
@@ -269,17 +266,17 @@ class Condition:
 
 
 Kept = Literal["none", "scored", "all"]
-"""Tokens whose readings a job gives: none; from the one on from which the first scored or generated
-token is predicted; all."""
+"""Tokens whose readings a job returns: none; from the token that predicts the first scored or
+generated one; all."""
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringPlan:
-    """What one job changes and reads: the changes of a steering object, each site another
-    activation; probes, those of the operations' conditions included.
+    """The changes and readings of one job: the changes of a steering object, each site another
+    activation; probes, including the ones of the operations' conditions.
 
-    `more` are plans with the same probes and conditions for other tokens: no token is at the
-    positions of two of these plans. Two plans with the same `digest` do the same to a sequence.
+    `more` are plans with the same probes and conditions for other tokens: the positions of these
+    plans are disjoint. Two plans with the same `digest` have the same effect on a sequence.
     """
 
     sites: tuple[Site, ...]
@@ -291,7 +288,7 @@ class SteeringPlan:
 
     @property
     def parts(self) -> tuple["SteeringPlan", ...]:
-        """The plan as those that it consists of, each for tokens of its own."""
+        """The plans that it consists of, each for tokens of its own."""
         return (replace(self, more=()), *self.more) if self.more else (self,)
 
     @property
@@ -319,7 +316,7 @@ class SteeringPlan:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that it is used after `resolve` alone."""
+        """Whether it depends on a prompt's tokens, so that it must be resolved before use."""
         return any(part.positions.knows_tokens for part in self.parts)
 
     def first_changed(self, prompt_len: int) -> int:
@@ -332,7 +329,7 @@ class SteeringPlan:
 
     @cached_property
     def content_digest(self) -> bytes:
-        """SHA-256 of what happens at the sites and what is read, wherever in a sequence that is."""
+        """SHA-256 of the changes and readings, wherever in a sequence they apply."""
         hasher = hashlib.sha256(self.sites_digest)
         for probe in self.probes:
             probe.feed(hasher)
@@ -341,7 +338,7 @@ class SteeringPlan:
 
     @cached_property
     def sites_digest(self) -> bytes:
-        """SHA-256 of what happens at the sites, wherever in a sequence that is."""
+        """SHA-256 of the changes, wherever in a sequence they apply."""
         hasher = hashlib.sha256()
         for site in self.sites:
             name = site.hook.encode()
@@ -357,7 +354,7 @@ class SteeringPlan:
         return hasher.digest()
 
     def digest(self, prompt_len: int) -> bytes:
-        """SHA-256 of all that makes a sequence with this prompt length different."""
+        """SHA-256 of the effect on a sequence with this prompt length."""
         asks_prompt = any(condition.of == "prompt" for condition in self.conditions)
         prompt = prompt_len if self.positions.knows_prompt or asks_prompt else 0
         others = b"".join(part.digest(prompt_len) for part in self.more)

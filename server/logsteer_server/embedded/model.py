@@ -351,7 +351,7 @@ class LocalModel:
             batch = RunningBatch(self._model, rows, detached, self._find_hooks(changes))
             found: dict[int, np.ndarray] = {}
             while batch.has_work:
-                for index, output in batch.step():
+                for index, output in batch.run(batch.rows):
                     if not isinstance(output, GenerateOutput):
                         raise ValueError(f"sample {index}: {output}")
                     found[index] = output.token_ids

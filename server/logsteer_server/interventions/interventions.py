@@ -3,7 +3,7 @@
 And the receipt that proves that steering was applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,6 +22,11 @@ from logsteer_server.contract.batches import change_all
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.plan import Kept, Readings, SteeringPlan
+from logsteer_server.interventions.captures import (
+    ResolvedCapture,
+    resolve_capture,
+    show_activations,
+)
 from logsteer_server.interventions.probes import (
     ResolvedProbe,
     check_room,
@@ -72,7 +77,7 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
 
 
 class Receipt:
-    """What was measured while a request's jobs ran, summed up."""
+    """Measurements from a request's jobs, summed up."""
 
     def __init__(self, steering: ResolvedSteering) -> None:
         self._steering = steering
@@ -81,13 +86,14 @@ class Receipt:
         self._sites = {site.name: (0, 0.0) for site in steering.plan.all_sites}
         self._passed = [0] * len(steering.plan.conditions)
         kinds = {part.positions.kind for part in steering.plan.parts}
-        self._may_have_cached = not kinds <= {"completion", "predicting", "last_prompt", "every"}
-        self._may_end_before = bool(kinds & {"completion", "slices", "every"})
+        self._may_end_before = bool(kinds & {"completion", "slices", "every", "window"})
+        computed = {"completion", "predicting", "last_prompt", "every", "window"}
+        self._may_have_cached = not kinds <= computed
         self._had_cached = False
         self._had_output = False
 
     def add(self, output: Output) -> None:
-        """Count the (last) output of a job in."""
+        """Add the (last) output of a job."""
         self._had_output = True
         # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
         if self._may_have_cached:
@@ -135,7 +141,7 @@ class Receipt:
 
 J = TypeVar("J", bound=Job)
 
-INTERVENTIONS = ("steering", "override", "adapter", "probes")
+INTERVENTIONS = ("steering", "override", "adapter", "probes", "capture")
 """Fields of a request that change a model, or read inside it."""
 OPEN_NAMESPACES = 256
 """Those used lately stay open, and remember the cards that they have read."""
@@ -204,18 +210,19 @@ class NamespaceRegistry:
 
 @dataclass(frozen=True)
 class Interventions:
-    """What a request changes and reads of a model for itself; none of it: the model as it is."""
+    """The changes and readings that a request has a model make for it; by default none."""
 
     steering: ResolvedSteering | None = None
     override: ResolvedOverride | None = None
     adapter: ResolvedAdapter | None = None
     probes: tuple[ResolvedProbe, ...] = ()
+    capture: ResolvedCapture | None = None
 
     @classmethod
     def resolve(
         cls, asked: ParameterFields, stores: Stores, info: EngineInfo, codec: TextCodec
     ) -> "Interventions":
-        """Find what the fields of a request mean for a model; it blocks.
+        """Resolve the fields of a request for a model; it blocks.
 
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
         `unknown_adapter`, `unsupported_by_engine`.
@@ -224,13 +231,14 @@ class Interventions:
             return UNCHANGED
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
-        probes = asked.probes if isinstance(asked, ActivationFields) else None
+        reads = asked if isinstance(asked, ActivationFields) else ActivationFields()
         decode = codec.decode
         found = cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info, decode),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
-            resolve_probes(probes, stores.vectors, info),
+            resolve_probes(reads.probes, stores.vectors, info),
+            resolve_capture(reads.capture, info, codec),
         )
         if found.plan is not None:
             check_room(len(found.plan.probes), info, "probes")
@@ -238,7 +246,7 @@ class Interventions:
 
     @cached_property
     def plan(self) -> SteeringPlan | None:
-        """What jobs change and read of activations: the request's probes, then its conditions'."""
+        """The plan of the jobs: the request's probes, then its conditions', and the steering."""
         plan = None if self.steering is None else self.steering.plan
         if not self.probes:
             return plan
@@ -260,8 +268,17 @@ class Interventions:
         is_steered = is_steered and self.steering is not None
         return show_readings(self.probes, readings, first, is_steered)
 
+    def show_activations(self, output: Output) -> dict[str, Any]:
+        """Return what an answer shows of an output's activations."""
+        found = output.activations
+        return show_activations(self.capture, found) if self.capture and found else {}
+
+    def count_captured(self, jobs: Iterable[Job]) -> int:
+        """Count the numbers of activations that an answer may show of jobs."""
+        return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
+
     def count_readings(self, tokens: int, context_tokens: int) -> int:
-        """Count the numbers that an answer shows of tokens, and of those in front of them."""
+        """Count the numbers that an answer shows of tokens, and of the tokens before them."""
         shown = tokens * len(self.probes)
         shown += context_tokens * sum(probe.context for probe in self.probes)
         return shown * (1 if self.steering is None else 2)
@@ -291,21 +308,30 @@ class Interventions:
         if self is UNCHANGED:
             return jobs
         changed: Sequence[J]
-        if self.plan is None or not self.plan.knows_tokens:
+        if not self._knows_tokens:
             changed = change_all(jobs, self.change)
         else:
             changed = list(map(self.change, jobs))
         self.check_reach(changed)
         return changed
 
+    @property
+    def _knows_tokens(self) -> bool:
+        """Whether positions depend on a prompt's tokens."""
+        captured = self.capture and self.capture.capture.positions.knows_tokens
+        return bool(captured or (self.plan and self.plan.knows_tokens))
+
     def change(self, job: J) -> J:
         """Return the job on the changed model."""
-        plan = self.plan
-        if plan is not None and plan.knows_tokens:
-            plan = plan.resolve(job.tokens[: job.prompt_len])
+        plan, capture = self.plan, self.capture.capture if self.capture else job.capture
+        if self._knows_tokens:
+            prompt = job.tokens[: job.prompt_len]
+            plan = plan and plan.resolve(prompt)
+            capture = capture and capture.resolve(prompt)
         return replace(
             job,
             plan=plan,
+            capture=capture,
             override=self.override.override if self.override else None,
             adapter=self.adapter.adapter if self.adapter else None,
         )
@@ -316,7 +342,7 @@ UNCHANGED = Interventions()
 
 
 class AppliedReport:
-    """What an answer says of the interventions that it was computed under."""
+    """The report of an answer on its interventions."""
 
     def __init__(self, interventions: Interventions) -> None:
         self._interventions = interventions
@@ -324,7 +350,7 @@ class AppliedReport:
         self._receipt = Receipt(steering) if steering else None
 
     def add(self, output: Output) -> None:
-        """Count the (last) output of a job in."""
+        """Add the (last) output of a job."""
         if self._receipt is not None:
             self._receipt.add(output)
 

@@ -34,7 +34,7 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedProbe:
-    """A direction at one layer, how it is read, and what an answer says of it."""
+    """A direction at one layer, how it is read, and its description in an answer."""
 
     probe: Probe
     read: ProbeRead
@@ -54,7 +54,7 @@ class ResolvedProbe:
         }
 
     def convert(self, components_T: Numbers, norms_T: Numbers) -> Numbers:
-        """Return the readings asked for, of c = x . u and |x|; NaN where there is none."""
+        """Return the readings requested, from c = x . u and |x|; NaN without a reading."""
         with np.errstate(all="ignore"):
             if self.read == "projection":
                 return components_T
@@ -71,7 +71,7 @@ class ResolvedProbe:
 def resolve_probes(
     asked: Sequence[ProbeRequest] | None, source: VectorSource, info: EngineInfo
 ) -> tuple[ResolvedProbe, ...]:
-    """Return what a request's probes mean for a model, each of their layers in turn.
+    """Resolve a request's probes for a model, each of their layers in turn.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
     """
@@ -201,10 +201,10 @@ def _out_of_reach(reason: str) -> Exception:
 def show_readings(
     probes: Sequence[ResolvedProbe], readings: Readings | None, first: int, is_steered: bool
 ) -> dict[str, Any]:
-    """Return what an answer shows of readings as the field `probes`; nothing without probes.
+    """Return readings as the field `probes` of an answer; nothing without probes.
 
-    `first`: the position of the first token shown; the context's are those in front of it. A
-    reading that is no number is flagged.
+    `first`: the position of the first token shown; the context's tokens precede it. A NaN reading
+    is flagged.
     """
     if not probes:
         return {}

@@ -1,6 +1,6 @@
-"""What a request refers to: vectors and where they go, an override, an adapter.
+"""References of a request: vectors and their places, an override, an adapter.
 
-A vector is referred to by name, by SHA-256 or by its numbers.
+A vector is referred to with its name, its SHA-256 or its numbers.
 """
 
 import base64
@@ -23,7 +23,7 @@ from logsteer_server.stores.vectors import StoredVectors
 
 
 def check_feature(feature: Feature, info: EngineInfo, param: str | None) -> None:
-    """Make sure that the model's engine has a feature.
+    """Check that the model's engine has a feature.
 
     Errors: APIError `unsupported_by_engine`, with what to do instead.
     """
@@ -42,7 +42,7 @@ class ResolvedOverride:
 def resolve_override(
     given: ParameterOverride | None, store: Namespace[OverrideCard], info: EngineInfo
 ) -> ResolvedOverride | None:
-    """Return what a request's override means for a model; None for a request without one.
+    """Resolve a request's override for a model; None for a request without one.
 
     Errors: APIError `unknown_override`, `unsupported_by_engine`.
     """
@@ -75,7 +75,7 @@ class ResolvedAdapter:
 def resolve_adapter(
     name: str | None, store: Namespace[AdapterCard], info: EngineInfo
 ) -> ResolvedAdapter | None:
-    """Return what a request's adapter means for a model; None for a request without one.
+    """Resolve a request's adapter for a model; None for a request without one.
 
     Errors: APIError `unknown_adapter`, `unsupported_by_engine`.
     """
@@ -88,7 +88,7 @@ def resolve_adapter(
 
 
 class VectorSource(Protocol):
-    """What finds vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
+    """A store of vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
 
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
@@ -159,7 +159,7 @@ def place_vectors(
 def _choose_layers(
     given: VectorReference, stored: StoredVectors, info: EngineInfo, param: str
 ) -> dict[int, int]:
-    """Return, for each layer of the model that is asked for, the vector's own."""
+    """Return, for each layer of the model requested, the vector's own."""
     own = list(stored.vectors.layers)
     if given.from_layer is not None:
         if given.from_layer not in own:
@@ -195,11 +195,11 @@ def find_fitting(cards: Iterable[VectorCard], info: EngineInfo) -> list[VectorCa
 
 
 def _has_other_name(hook: str, layer: int, info: EngineInfo) -> bool:
-    """Return whether an engine has an activation by its name in the layer in front."""
+    """Return whether an engine has an activation under its name in the previous layer."""
     return hook == "resid_pre" and layer > 0 and RESID_POST in info.hooks
 
 
 def refuse_vector(stored: StoredVectors, detail: str, param: str) -> APIError:
-    """Return the error for an unusable vector; `detail` goes on after its name."""
+    """Return the error for an unusable vector; `detail` continues its name."""
     name = repr(stored.name) if stored.name else f"with SHA-256 {stored.sha256[:12]}"
     return api_error("invalid_vector", f"The vector {name} {detail}.", param=param)

@@ -63,13 +63,13 @@ class FindIds:
 
 @dataclass(frozen=True, slots=True)
 class FindAfter:
-    """Finds the tokens of a prompt after the first place where a text stands in it."""
+    """Finds the tokens of a prompt after the first occurrence of a text."""
 
     text: str
     decode: Decode = field(compare=False)
 
     def __call__(self, prompt: npt.NDArray[np.int32]) -> Slices:
-        """Return the rest of the prompt, as a slice; none where the text is not there."""
+        """Return the rest of the prompt, as a slice; none without an occurrence."""
         ids = prompt.tolist()
         if self.text not in self.decode(ids):
             return ()
@@ -96,6 +96,8 @@ def place_positions(
         return Positions("last", number=given.last)
     if given.every is not None:
         return Positions("every", number=given.every)
+    if given.completion is not None:
+        return Positions("window", (given.completion,))
     if given.token_ids is not None:
         return Positions("slices", find=FindIds(tuple(given.token_ids)))
     assert given.after is not None
@@ -154,9 +156,9 @@ DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 """The largest number of each dtype that holds less than float32."""
 
 SMALLEST = {"float16": 6e-8}
-"""Likewise the smallest; else TINY."""
+"""The smallest number of these dtypes; else TINY."""
 TINY = 1e-30
-"""What is smaller is nothing beside any activation, and its share of one may be 0."""
+"""Smaller numbers are nothing beside any activation, and their share of one may be 0."""
 
 MAX_NORM = FLOAT32_MAX**0.5
 """The largest norm, and factor: engines and models square activations in float32."""
@@ -190,8 +192,8 @@ class ResolvedSteering:
 def resolve_steering(
     steering: Steering, source: VectorSource, info: EngineInfo, decode: Decode | None = None
 ) -> ResolvedSteering:
-    """Resolve what a steering object means for a model; `decode` gives the text of tokens, which
-    positions after a text need.
+    """Resolve a steering object for a model; `decode` returns the text of tokens, which positions
+    after a text need.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`; `invalid_request`
     for a condition that cannot be met.
@@ -225,7 +227,7 @@ def resolve_steering(
                 place = (layer - 1, RESID_POST)
             for part in own:
                 draft = drafts[part].setdefault(place, _SiteDraft())
-                draft.take(use, scale, vector_D, layer, number)
+                draft.append(use, scale, vector_D, layer, number)
     parts = [
         SteeringPlan(
             tuple(draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())),
@@ -239,9 +241,9 @@ def resolve_steering(
 
 
 def _check_order(probe: Probe, layer: int, hook: str) -> None:
-    """Make sure that what a condition reads is there when a layer is steered.
+    """Check that the activation of a condition is available when a layer is steered.
 
-    Of the activations of one layer, the engine knows which come first.
+    The engine knows the order of the activations of one layer.
     """
     reads_behind = probe.hook == RESID_POST and hook == "resid_pre" and probe.layer == layer
     if probe.layer > layer or reads_behind:
@@ -253,13 +255,13 @@ def _check_order(probe: Probe, layer: int, hook: str) -> None:
 
 
 class _SiteDraft:
-    """What the vectors of a steering object do at one place, in their order."""
+    """The operations of a steering object's vectors at one place, in their order."""
 
     def __init__(self) -> None:
         self._offset: np.ndarray | None = None
         self._ops: list[ResidualOp] = []
 
-    def take(
+    def append(
         self,
         use: SteeringVector,
         scale: float,
@@ -267,7 +269,7 @@ class _SiteDraft:
         layer: int,
         condition: int | None,
     ) -> None:
-        """Put one vector behind the others. Plain additions in front cost nothing each."""
+        """Append one vector. Plain additions at the beginning are merged and cost nothing each."""
         norm = float(np.linalg.norm(vector_D.astype(np.float64)))
         is_plain = use.op in ("add", "replace") and use.unit == "raw" and condition is None
         if not norm and not is_plain:
@@ -291,7 +293,7 @@ class _SiteDraft:
         self._ops.append(op)
 
     def finish(self, layer: int, hook: str, dtype: str) -> Site:
-        """Make the site. Errors: APIError where the model cannot hold the sum of its vectors."""
+        """Build the site. Errors: APIError if the model cannot hold the sum of its vectors."""
         if self._offset is None:
             return Site(layer, hook, None, tuple(self._ops))
         largest, norm = np.abs(self._offset).max(), np.linalg.norm(self._offset)

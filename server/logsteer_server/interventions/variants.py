@@ -1,4 +1,4 @@
-"""What a request to a variant of a model stands for."""
+"""The requests that a request to a variant of a model stands for."""
 
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ from logsteer_server.stores.variants import FIELDS, VariantStore, list_names
 B = TypeVar("B", bound=BaseModel)
 
 STORED_NAME = TypeAdapter(VectorName)
-"""What may be a variant's name: nothing else is looked up below the store's places."""
+"""A valid name of a variant: nothing else is looked up in the store."""
 
 
 def find_variant(name: str, store: VariantStore) -> VariantFields | None:
-    """Return what a name stands for that is not a resident model's; None for one that nobody knows.
+    """Look up a name that is not a resident model's; None for an unknown one.
 
     `MODEL+mood:1@12` is a model steered by that vector, without being stored; several follow one
     another, each after a `+`. Blocks. Errors: APIError `invalid_request`; those of `Store.look_up`.
@@ -45,7 +45,7 @@ def find_variant(name: str, store: VariantStore) -> VariantFields | None:
 
 
 def check_unused(noun: str, name: str, stores: Stores) -> None:
-    """Make sure that no variant that a caller sees names a content. Blocks.
+    """Check that no variant that a caller sees names a content. Blocks.
 
     Errors: APIError `in_use`.
     """

@@ -56,8 +56,8 @@ class ScratchSpace:
     The files hold one model's log-probabilities for another.
 
         space = ScratchSpace(100)
-        with space.take(60):        60 of 100
-            with space.take(50):    raises `overloaded`
+        with space.reserve(60):        60 of 100
+            with space.reserve(50):    raises `overloaded`
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -65,7 +65,7 @@ class ScratchSpace:
         self.taken_bytes = 0
 
     @contextmanager
-    def take(self, num_bytes: int) -> Iterator[None]:
+    def reserve(self, num_bytes: int) -> Iterator[None]:
         """Reserve room while the block runs. Errors: APIError `overloaded` if others use it."""
         if self.taken_bytes and self.taken_bytes + num_bytes > self.max_bytes:
             detail = (

@@ -17,10 +17,10 @@ from logsteer_server.contract.jobs import Adjustments
 
 @dataclass(slots=True)
 class TokenHistory:
-    """The tokens of one sequence on a device: its prompt's, each id once, and those that follow it.
+    """The tokens of one sequence on a device: the prompt's, each id once, and the tokens after it.
 
-    `following_N` has room for all tokens that may follow; how many of them stand before a row is
-    known where the row is.
+    `following_N` has room for all tokens that may follow; each row knows how many of them precede
+    it.
     """
 
     prompt_N: Tensor

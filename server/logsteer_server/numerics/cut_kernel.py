@@ -3,7 +3,7 @@
 
 A cut keeps the tokens above some probability, and of those at it the first. The bits of a float32
 that is not negative, read as an integer, have its order; so a threshold is an integer of at most
-0x3F800000, the bits of 1. A pass over the row adds up what is at or above each of 8 thresholds,
+0x3F800000, the bits of 1. A pass over the row adds up what reaches each of 8 thresholds,
 which leaves a ninth of the interval. Ten passes leave one value, as 9^10 is more than 2^30; fewer
 do where a single token is left. Masses are integers of 2^-61, so their sums are exact.
 
@@ -52,7 +52,7 @@ def _find_cut(
     """Return the threshold, how many are kept of those at it and whether others are not, the total.
 
     `whole` is the total from `low` on, `kept` the part of it that is kept, which reaches the limit.
-    A token is kept where the total in front of it does not.
+    A token is kept where the total before it does not.
     """
     beyond = tl.full([], 0, tl.int64)
     each = _to_units(low.to(tl.float32, bitcast=True)) if BY_MASS else tl.full([], 1, tl.int64)

@@ -1,9 +1,9 @@
 """The draw: uniform numbers that follow from seeds, the tokens that they draw, their columns.
 
 A token is a function of its row's logits, policy and seed and of its place in the continuation, so
-it is the same on every engine and device, in every batch, and when it is drawn once more. What is
-told of it is read from the very logits, and of the very distribution, that it is drawn from. Axis
-letters: R rows, V vocabulary, W values of a row; lower case r: rows of which the same is read.
+it is the same on every engine and device, in every batch, and when it is drawn once more. Its
+columns are read from the very logits, and of the very distribution, that it is drawn from. Axis
+letters: R rows, V vocabulary, W values of a row; lower case r: rows with the same columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def find_best(logits_RV: Tensor) -> Tensor:
 
 
 def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
-    """Return what is read with each token of a job: nothing where it wants no log-probabilities."""
+    """Return the columns read with each token of a job: none without log-probabilities."""
     if not job.logprobs:
         return RowSpec((), 0, job.policy, eos_ids, job.double)
     columns = tuple(dict.fromkeys(["logprob", *job.columns]))
@@ -89,9 +89,9 @@ def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The tokens of R rows, whether their logits are finite, and what was read with each [R, W].
+    """The tokens of R rows, whether their logits are finite, and the values read with each [R, W].
 
-    A row's values come first, as `read_rows` has them; what stands behind them is 0.
+    A row's values come first, as `read_rows` orders them; the rest are 0.
     """
 
     ids_R: Tensor
@@ -101,10 +101,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _DrawnRows:
-    """Rows that are drawn at once, of which the same is read.
+    """Rows that are drawn at once and have the same columns.
 
-    `policies` is None where the most probable tokens are taken, and no policy column is asked for.
-    `adjustments` and `histories` are of all of them, or of none; `listed_K` are their alternatives.
+    `policies` is None if the most probable tokens are drawn, without policy columns. `adjustments`
+    and `histories` are of all of them, or of none; `listed_K` are their alternatives.
     """
 
     places: np.ndarray
@@ -118,11 +118,11 @@ class _DrawnRows:
 
 
 class RowSampler:
-    """Draw the next tokens of R rows, each by its own policy and seed, for as many steps as wanted.
+    """Draw the next tokens of R rows, each with its own policy and seed, for any number of steps.
 
     Args:
-        specs: what is read with each row's token, and the policy that draws it; None for a row that
-            no token is wanted of, which has 0.
+        specs: the columns of each row's token, and the policy that draws it; None for a row
+            without a draw, whose token is 0.
         seeds: of the rows; any integers, which count modulo 2^64.
         argmax: does what `find_best` does, where an engine has a faster one.
         histories: of the rows whose policy has adjustments; drawn tokens are added to them.
@@ -150,10 +150,10 @@ class RowSampler:
     def draw(
         self, logits_RV: Tensor, index_R: np.ndarray, allowed_RV: Tensor | None = None
     ) -> Drawn:
-        """Draw the token of each row; `index_R` counts those that it had before.
+        """Draw the token of each row; `index_R` counts its tokens so far.
 
-        Where `allowed_RV` is given, from the tokens that it has True for; of these are the policy
-        columns, and all others of the logits as they are. The logits of all steps have one
+        Where `allowed_RV` is given, only tokens that it marks True are drawn; the policy columns
+        are of these, and all others of the unchanged logits. The logits of all steps have one
         vocabulary and are on one device.
         """
         if self._parts is None:

@@ -79,7 +79,7 @@ def multiply_wide(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = 
 
 
 GPU_ROWS = 128
-"""Rows of a tile of a GPU's product: a chunk that is no multiple of it computes some for nothing.
+"""Rows of a tile of a GPU's product: other chunks than multiples of it compute some for nothing.
 """
 
 
@@ -99,7 +99,8 @@ def split_chunks(count: int, step: int, tile: int = 1) -> Iterator[slice]:
 
 
 def join_equal(index_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places [R] without those equal to the one in front, and which each target had [T].
+    """Return the places [R] without those equal to the previous one, and the index of each target
+    [T].
 
     [7, 7, 7, 3, 4] is [7, 3, 4], and the targets have the rows 0, 0, 0, 1 and 2.
     """
@@ -130,7 +131,7 @@ class HiddenRows:
         before: Sequence[tuple[TokenHistory, int]] = (),
         alternatives: Sequence[np.ndarray] = (),
     ) -> "HiddenRows":
-        """Take the hidden states at the targets' places, once where targets share one.
+        """Gather the hidden states at the targets' places, once where targets share one.
 
         `alternatives` are those of the targets in parts, [T, K] in all, or none.
         """
@@ -156,7 +157,7 @@ class HiddenRows:
         return slice(int(first), int(last))
 
     def pick(self, logits_rV: Tensor, first: int, targets: slice) -> Tensor:
-        """Return the logits [t, V] in front of some targets, from those of rows `first` onward."""
+        """Return the logits [t, V] before some targets, from those of rows `first` onward."""
         row_t = self.row_T[targets] - first
         begin, end = int(row_t[0]), int(row_t[-1]) + 1
         if end - begin == len(row_t):

@@ -23,7 +23,7 @@ UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0, -1.0)
 def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
     """Return directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
 
-    Places behind the last operation change nothing. Errors: ValueError for more than `depth`.
+    The remaining places change nothing. Errors: ValueError for more than `depth`.
     """
     if len(ops) > depth:
         raise ValueError(f"{len(ops)} operations do not fit into {depth} places")
@@ -37,10 +37,10 @@ def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class OpForm:
-    """Which terms of the formula count for one of the operations of a step's tokens.
+    """Which terms of the formula are needed for one of the operations of a step's tokens.
 
-    Those that do not are 0, or keep what is there, of every token: to leave them out changes a
-    finite number by no more than one rounding.
+    The other terms are 0, or keep what is there, of every token: to leave them out changes a finite
+    number by no more than one rounding.
     """
 
     uses_norm: bool = True
@@ -53,7 +53,7 @@ ALL_TERMS = OpForm()
 
 
 def find_forms(numbers_TKP: Tensor) -> tuple[OpForm, ...]:
-    """Return which terms count for each of the K operations of tokens, by their numbers."""
+    """Return which terms are needed for each of the K operations of tokens, from their numbers."""
     _, per_norm_TK, _, low_TK, high_TK, keep_TK, degrees_TK, _ = numbers_TKP.unbind(-1)
     counts = (per_norm_TK != 0, (low_TK > -inf) | (high_TK < inf), keep_TK != 1, degrees_TK != 0)
     return tuple(OpForm(*terms) for terms in torch.stack([c.any(0) for c in counts], 1).tolist())
@@ -72,7 +72,7 @@ def change_stream(
         stream_TD: activations, float32.
         directions_TKD: unit vectors, or zeros for a place without an operation; [1, K, D] where
             all tokens have the same.
-        numbers_TKP: `ResidualOp.numbers` of each operation; [1, K, P] likewise.
+        numbers_TKP: `ResidualOp.numbers` of each operation; [1, K, P] alike.
         open_TK: whether each operation acts; None: all of them do.
         forms: what `find_forms` finds, to leave the other terms out; None: all are computed.
 
@@ -177,7 +177,7 @@ def hold(
 ) -> Numbers:
     """Return where above < reading < below, of c or, where `relative`, of c / |x|.
 
-    All of one shape, float32. A reading that is no number passes nowhere.
+    All of one shape, float32. A NaN reading is false.
     """
     scale = relative * norms + (1 - relative)
     return (components > above * scale) & (components < below * scale)  # type: ignore[return-value]

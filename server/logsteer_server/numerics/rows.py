@@ -191,7 +191,7 @@ class Rows:
 
     @property
     def reference_RV(self) -> Tensor:
-        """The other model's log-probabilities. Errors: ValueError where there are none."""
+        """The other model's log-probabilities. Errors: ValueError without a reference."""
         if self._reference_RV is None:
             raise ValueError("this column compares with another model's log-probabilities")
         return self._reference_RV
@@ -399,9 +399,9 @@ FUSED_COLUMNS = frozenset(("logprob", "rank", "entropy"))
 BYTES_PER_LOGIT = 16
 """Peak bytes per logit while columns are read: logits in float32 and up to three temporaries."""
 BYTES_PER_SHAPED_LOGIT = 72
-"""Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
+"""The same with a policy, which may sort: values, places, sums in float64."""
 BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
-"""Likewise where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
+"""The same where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
 """What a policy's adjustments add: how often each token came, factors, adjusted logits."""
 BYTES_PER_COMPARED_LOGIT = 16

@@ -18,7 +18,7 @@ BLOCK_BYTES = 2**25
 """Of weights, and of tokens x features, that are in memory at once."""
 LAYER_NORM_EPS = 1e-5
 NO_FEATURE = -1
-"""Stands where no further feature of a token is active."""
+"""The id after the last active feature of a token."""
 
 
 class ReadTensor(Protocol):
@@ -54,9 +54,9 @@ class SaeEncoder:
 
     def encode(self, x_TD: Floats, top: int) -> tuple[Ids, Floats]:
         """Return the strongest features of each token, ids and activations [T, K] in descending
-        order: K is at most `top`, and `NO_FEATURE` and 0 stand behind the last active one.
+        order: K never exceeds `top`, and the last active one is followed by `NO_FEATURE` and 0.
 
-        Beside that, no more than a block of features is in memory.
+        Beside that, at most one block of features is in memory.
         """
         count = min(top, self.size, self.k or self.size)
         inputs_TD = self._prepare(x_TD)
@@ -101,7 +101,7 @@ class _FeatureBlock:
         self._threshold_F = np.maximum(read("threshold", own), 0) if jumps else np.float32(0)
 
     def activate(self, inputs_TD: Floats) -> Floats:
-        """Return the activations [T, F]; 0 where one is no number."""
+        """Return the activations [T, F]; 0 for a NaN."""
         with np.errstate(all="ignore"):
             product_TF = inputs_TD @ self._weights_DF
             z_TF = product_TF * self._growth_F + self._bias_F

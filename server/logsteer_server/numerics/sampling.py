@@ -1,7 +1,7 @@
 """Sampling policies: the distribution that a policy draws from.
 
-The engine that samples and whoever wants to know what it sampled from use the same functions;
-`drawing` has the draw. Axis letters: R rows, V vocabulary, N most probable tokens.
+The engine that samples and code that reports what it sampled from use the same functions; `drawing`
+has the draw. Axis letters: R rows, V vocabulary, N most probable tokens.
 """
 
 from collections.abc import Sequence
@@ -157,7 +157,7 @@ class Cuts:
     def of(
         cls, policies: Sequence[Policy], size: int, dtype: torch.dtype, device: torch.device
     ) -> "Cuts":
-        """Return the cuts of policies; those that cut nothing are out of reach."""
+        """Return the cuts of policies; a cut that removes nothing is out of reach."""
         top_k = [min(p.top_k or size, size) for p in policies]
         # One more than are drawn from: whether it is as probable as the last of them.
         head = max(top_k) + 1 if policies and all(p.top_k for p in policies) else HEAD
@@ -239,7 +239,7 @@ class Cuts:
         The two most probable tokens can be drawn, and the mass is 0.7 / 0.9 = 0.78.
 
         `whole_R1` is the mass of all tokens, in float64: the total where neither `min_p` nor
-        `top_k` cuts among the N or right behind them. That they cut nothing further beyond is for
+        `top_k` cuts among the N or right after. That they cut nothing further beyond is for
         the caller to see.
         """
         support_RN = sorted_RN >= self.min_p_R1 * sorted_RN[:, :1]

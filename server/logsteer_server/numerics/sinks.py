@@ -39,9 +39,9 @@ def average_changes(tokens: int, total: float, first: float) -> float:
 def finish_capture(
     capture: Capture, places: Places, activations_LTD: Floats
 ) -> CapturedActivations:
-    """Return what a capture gives of the activations of the tokens at these positions.
+    """Return the capture of the activations of the tokens at these positions.
 
-    A mean, summed in float64, is over those that are no sinks; of no token there is none.
+    A mean, summed in float64, leaves out sinks; without tokens there is no mean.
     """
     if capture.read != "mean" or not len(places):
         return CapturedActivations(activations_LTD, places)

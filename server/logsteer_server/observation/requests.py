@@ -71,7 +71,7 @@ class RequestRecord:
                 self.stored = str(card.get("name") or self.stored)
                 self.sha256 = str(card.get("sha256") or self.sha256)
 
-    def note_phase(self, name: str, began: float, ended: float) -> None:
+    def record_phase(self, name: str, began: float, ended: float) -> None:
         """Record a phase of the request, from and to monotonic seconds."""
         if self.phases is not None:
             self.phases.append(Phase(name, began, ended))

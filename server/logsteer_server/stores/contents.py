@@ -33,7 +33,7 @@ CHECKED_FILES = 4096
 MAX_FETCHED = 256
 """Each takes a descriptor."""
 STRIPES = 64
-"""Contents that may be fetched at once; those that have the same stripe wait for one another."""
+"""Contents that may be fetched at once; contents of the same stripe wait for one another."""
 RETRY_AFTER_S = 5.0
 
 Content = Adapter | Direction
@@ -56,7 +56,7 @@ class _FetchedFile:
 class ContentFiles:
     """Whole files of the contents of some objects; threads may share them.
 
-    Of a bucket's, at most `max_bytes` are kept, those that are being fetched included.
+    Of a bucket's, at most `max_bytes` are kept, including files being fetched.
     """
 
     def __init__(self, objects: Objects, max_bytes: int) -> None:
@@ -64,7 +64,7 @@ class ContentFiles:
         self._max_bytes = max_bytes
         self._checked: LRUCache[str, tuple[int, int, int]] = LRUCache(CHECKED_FILES)
         self._fetched: OrderedDict[str, _FetchedFile] = OrderedDict()
-        """The one unused for longest first."""
+        """The longest unused first."""
         self._lock = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
 
@@ -96,7 +96,7 @@ class ContentFiles:
             return self._fetch(sha256, source)
 
     def release(self, sha256: str) -> None:
-        """Need a content no more that was held."""
+        """Release a content that was held."""
         with self._lock:
             if (file := self._fetched.get(sha256)) is not None:
                 file.users -= 1
@@ -166,7 +166,7 @@ class ContentFiles:
 
 
 class JobContents:
-    """Has the contents that jobs name, as whole files of this machine, while the jobs run.
+    """Provides the contents that jobs name, as whole files of this machine, while the jobs run.
 
     It is used from one event loop.
     """

@@ -158,7 +158,7 @@ class LayerVectors:
 
 
 def invalid_vector(detail: str) -> APIError:
-    """Return the error for unusable vectors; `detail` goes on after "The vector is invalid"."""
+    """Return the error for unusable vectors; `detail` continues "The vector is invalid"."""
     return api_error("invalid_vector", f"The vector is invalid: {detail}")
 
 
@@ -251,7 +251,8 @@ def parse_content(content: bytes) -> LayerVectors:
 
 
 def read_layer(content: Path, layer: int, hook: str) -> Vector:
-    """Return one layer of the file of `LayerVectors.content`. Errors: ValueError where it is none.
+    """Return one layer of the file of `LayerVectors.content`. Errors: ValueError for any other
+    file.
 
     The rest of the file is not read.
     """

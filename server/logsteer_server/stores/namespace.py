@@ -13,11 +13,11 @@ KEYS_DIRECTORY = "keys"
 
 
 class Namespace(Generic[C]):
-    """Names as one caller writes them: `happy` in its own store, `shared/happy` in that of all.
+    """Names as one caller writes them: `happy` in its own store, `shared/happy` in the common one.
 
-    Without keys both are one store, and `shared/happy` is `happy`. Methods are those of `Store`,
-    and raise what those raise. Those that write raise APIError `forbidden`, too, where a shared
-    name is given and `may_share` is false.
+    Without keys both are one store, and `shared/happy` is `happy`. Methods and errors are those of
+    `Store`. Methods that write also raise APIError `forbidden` for a shared name where `may_share`
+    is false.
     """
 
     def __init__(self, own: Store[C], shared: Store[C] | None = None, *, may_share: bool = True):

@@ -276,22 +276,9 @@ def make_directory(directory: Path) -> None:
 def check_store_directory(settings: Settings) -> None:
     """Make sure that the stores can be used, without making them. Errors: ConfigurationError."""
     objects = Objects.open(settings)
-    if objects.is_local:
-        refuse_old_layout(objects.root)
     for directory in (objects.uploads, objects.root / "vectors"):
         there = next(path for path in (directory, *directory.parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)):
             raise ConfigurationError(
                 f"store_directory: {there} is not a directory that can be written to; name another"
-            )
-
-
-def refuse_old_layout(root: Path) -> None:
-    """Refuse a directory of the layout before this one. Errors: ConfigurationError."""
-    for pattern in ("*/lock", "keys/*/*/lock"):
-        if old := next(root.glob(pattern), None):
-            raise ConfigurationError(
-                f"store_directory: {old.parent} was written by an earlier version, whose layout is "
-                "not read. Name another directory, and PUT the files again: they are in "
-                f"{old.parent / 'contents'}, and {old.parent / 'names'} says which is which"
             )

@@ -1,13 +1,13 @@
-"""A store of uploaded contents: a name points to a content, which is addressed by its SHA-256.
+"""A store of uploaded contents: a name points to a content, whose address is its SHA-256.
 
-    vectors/names/<name>.json                        a record: the card, and its content's place
+    vectors/names/<name>.json                        a record: a card, and the place of its content
     vectors/contents/<sha256>-<time>.safetensors     a content, written once
     keys/<key>/vectors/…                             the same of a key's namespace
 
 A record is one small object, written whole: a name has its old content or its new one, whatever
 happens, and where two servers write it at once the last one has it. The content is there before.
 
-What no name points to is swept. That takes no lock, because an old content never gains a name:
+Contents without a name are swept. No lock is needed, because an old content never gains a name:
 `<time>` is the begin of the period of `grace_s` in which it was written (seconds since 1970), names
 are given to contents of the current period alone, and what is swept is two periods old. For a grace
 of an hour, with a put at 12:59 and one of the same bytes at 13:01:
@@ -50,7 +50,7 @@ SHOWN_NAMES = 20
 READERS = 16
 """Records that are read at once where a listing has new ones."""
 SLACK = 2
-"""Times `max_bytes` that all contents of a store may come to, those that wait to be swept too."""
+"""Times `max_bytes` that all contents of a store may take, including contents to be swept."""
 RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
@@ -66,7 +66,7 @@ class Kind(Generic[C]):
     card: type[C]
     unknown: ProblemCode
     how: str
-    """How one gets there."""
+    """How to create one."""
 
     @property
     def plural(self) -> str:
@@ -134,7 +134,7 @@ class StoreIndex(Generic[C]):
 
 
 def digest_request(kind: str, **parts: Any) -> str:
-    """Return the digest of a request that stores something: of all that decides what it makes."""
+    """Return the digest of a request that stores something: of all that determines the result."""
     return new_sha256(json.dumps([kind, parts], sort_keys=True).encode()).hexdigest()
 
 
@@ -168,8 +168,7 @@ class Store(Generic[C]):
     def receive(self, name: str, announced: int = 0) -> Upload:
         """Open a file for the upload of a name of at least `announced` bytes.
 
-        It reserves its room. Errors: APIError `payload_too_large` and `overloaded` where there is
-        none.
+        It reserves its room. Errors: APIError `payload_too_large` and `overloaded` without room.
         """
         index = self._read_index()
         self._check_count(index.records, name)
@@ -189,10 +188,10 @@ class Store(Generic[C]):
         return upload
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool = False) -> C | None:
-        """Return the card that the same request has made; None where there is none to return.
+        """Return the card that the same request has made, if any.
 
-        That is where the name is free or damaged, or `overwrite` is asked for. Errors: APIError
-        `exists` where another request made what stands there.
+        None if the name is free or damaged, or to be overwritten. Errors: APIError `exists` if
+        another request made the current one.
         """
         try:
             record = None if overwrite else self._read_record(name)
@@ -216,10 +215,10 @@ class Store(Generic[C]):
         raise api_error("exists", detail, param="name")
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
-        """Point the card's name to a finished upload; return the card that the name has then.
+        """Point the card's name to a finished upload; return the name's card afterwards.
 
-        Without `overwrite` that is the card of an equal request where one was quicker. Errors:
-        APIError `payload_too_large` where the store is full; as `find_repeat`.
+        Without `overwrite` that is the card of an equal request that was quicker. Errors: APIError
+        `payload_too_large` if the store is full; as `find_repeat`.
         """
         index = self._read_index()
         self._check_count(index.records, card.name)
@@ -370,7 +369,7 @@ class Store(Generic[C]):
         return StoreIndex(records, {entry.name: entry.size for entry in self._list_contents()})
 
     def _read_records(self) -> dict[str, NameRecord[C] | None]:
-        """Return all records by name; those that a listing has as before are not read again."""
+        """Return all records by name; records that a listing shows unchanged are not read again."""
         known = self._parsed
         entries = {entry.name.removesuffix(".json"): entry for entry in self._list_names()}
         new = {name: entry for name, entry in entries.items() if entry not in known}

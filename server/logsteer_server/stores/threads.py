@@ -1,4 +1,4 @@
-"""Threads of their own for what the stores do, and turns at what takes long in them."""
+"""Threads for the stores' blocking calls, and turns for the slow ones."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 RETRY_AFTER_S = 2.0
 THREADS = 8
-"""A disk or a bucket that hangs has no more than these; what takes long has `HEAVY` of them."""
+"""A disk or a bucket that hangs holds at most these; slow calls hold `HEAVY` of them."""
 MAX_CALLS = 256
 """Calls that run and wait at once: some seconds of work where a call takes 0.1 s."""
 HEAVY = 2
@@ -31,10 +31,10 @@ class StoreThreads:
         self._room = threading.Semaphore(max_calls)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns.
+        """Run blocking work in a thread; return its result.
 
         It runs to its end when its caller is cancelled, if it has begun. Errors: its own; APIError
-        `overloaded` where as many calls wait as may.
+        `overloaded` if too many calls wait.
         """
         if not self._room.acquire(blocking=False):
             detail = "The stores are busy: their disk or bucket is slow. Try again."
@@ -44,15 +44,16 @@ class StoreThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Let calls at work end, and drop those that wait. Does not wait for them."""
+        """Let running calls end, and drop waiting ones. Does not wait for them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FairTurns:
-    """At most `at_once` at work; of those that wait, each tenant's first begins in its turn.
+    """At most `at_once` hold a turn; of waiting tenants, each one's first request is next in its
+    turn.
 
-    With one at work, a tenant `a` that asks three times and then `b` once: a b a a. It is used from
-    one event loop.
+    With one turn at once, a tenant `a` that asks three times and then `b` once: a b a a. It is used
+    from one event loop.
     """
 
     def __init__(self, at_once: int = HEAVY) -> None:
@@ -61,7 +62,7 @@ class FairTurns:
 
     @asynccontextmanager
     async def take(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a turn, and have it for so long."""
+        """Wait for a turn, and hold it while the block runs."""
         # A tenant's first one waits among those of all others, and its next ones behind it.
         async with self._firsts.setdefault(tenant, asyncio.Lock()):
             await self._turns.acquire()

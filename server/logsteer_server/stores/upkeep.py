@@ -1,4 +1,4 @@
-"""What a server does for its stores beside requests: sweep, count, see that a bucket answers."""
+"""A server's background work for its stores: sweep, measure, check that a bucket answers."""
 
 import asyncio
 import logging
@@ -40,8 +40,8 @@ def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
 
 
 class StoreUpkeep:
-    """Sweeps the stores about every half `store_grace_s`; keeps up with what they hold, and with
-    whether a bucket answers.
+    """Sweeps the stores about every half `store_grace_s`; keeps their sizes up to date, and whether
+    a bucket answers.
     """
 
     def __init__(self, settings: Settings, objects: Objects, threads: StoreThreads) -> None:
@@ -49,11 +49,11 @@ class StoreUpkeep:
         self._objects = objects
         self._threads = threads
         self.reading = DiskReading()
-        """What was there when the disk last answered."""
+        """The sizes when the disk last answered."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin; call it from the event loop."""
+        """Start; call it from the event loop."""
         grace_s = self._settings.store_grace_s
         work: list[tuple[Callable[[], object], float]] = [
             (partial(sweep, self._objects, grace_s), grace_s / 2),
@@ -64,7 +64,7 @@ class StoreUpkeep:
         self._tasks = [asyncio.create_task(self._repeat(*each)) for each in work]
 
     def close(self) -> None:
-        """Do no more."""
+        """Stop."""
         for task in self._tasks:
             task.cancel()
 

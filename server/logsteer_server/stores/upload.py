@@ -17,7 +17,7 @@ from logsteer.errors import APIError, api_error
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
-"""Until unfinished uploads may have made room."""
+"""Retry-After while unfinished uploads hold the room."""
 OWNER_ONLY_DIRECTORY = 0o700
 UNLOCKED_S = 60.0
 """An upload that nobody has locked for so long is not one that is just being opened."""

@@ -1,5 +1,5 @@
-"""The stores of steering vectors, which come in and go out parsed, and of sparse autoencoders, of
-which as much is read as is asked for.
+"""The stores of steering vectors, which are passed in and out parsed, and of sparse autoencoders,
+of which only the requested parts are read.
 """
 
 import threading

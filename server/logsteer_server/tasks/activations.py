@@ -13,6 +13,7 @@ from logsteer_server.contract.captures import Capture, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids
 from logsteer_server.contract.plan import Positions
+from logsteer_server.interventions.captures import find_layers
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import place_positions
 from logsteer_server.numerics.sae import Floats
@@ -47,16 +48,7 @@ class CaptureSite:
 
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
         """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
-        if self.hook not in info.hooks:
-            detail = (
-                f"There are no activations of {self.hook} here: {info.explain_hook(self.hook)}."
-            )
-            raise api_error("unsupported_by_engine", detail, param="hook")
-        layers = tuple(sorted(self.layers)) if self.layers else tuple(range(info.num_layers))
-        if layers[-1] >= info.num_layers:
-            detail = f"layers has {layers[-1]}; this model's layers are 0 to {info.num_layers - 1}."
-            raise api_error("invalid_request", detail, param="layers")
-        return layers
+        return find_layers(self.hook, self.layers, info)
 
     def find_width(self, info: EngineInfo) -> int:
         """Return the numbers of one activation."""

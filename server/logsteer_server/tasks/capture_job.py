@@ -92,12 +92,12 @@ RETRY_S = 5.0
 
 
 class CaptureStoppedError(Exception):
-    """The index says that this job is not to go on here."""
+    """The index says that this job must stop here."""
 
 
 @dataclass(slots=True)
 class Document:
-    """A document of the data set: what was planned of it, what came of it, or its problem."""
+    """A document of the data set: its planned capture, then its output, or its problem."""
 
     number: int
     planned: PlannedCapture | None = None

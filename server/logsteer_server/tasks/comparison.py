@@ -1,7 +1,7 @@
-"""Two models on the same rows: how far their next-token distributions are apart.
+"""Two models on the same rows: the divergence of their next-token distributions.
 
-The reference scores first and leaves its log-probabilities in a file; the other reads them while it
-scores the same rows. Files live as long as they are needed.
+The reference scores first and writes its log-probabilities to a file; the other model reads them
+while it scores the same rows. Files exist as long as they are needed.
 """
 
 import logging
@@ -22,14 +22,14 @@ from logsteer_server.engines.lifetime import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import RETRY_AFTER_S, ScratchSpace
 from logsteer_server.tasks.planning import Planner
-from logsteer_server.tasks.run import Batch, Event, ignore
+from logsteer_server.tasks.run import Batch, Event, discard
 
 log = logging.getLogger(__name__)
 
 REFERENCE_COLUMNS = ("kl", "top1_agrees")
 """Columns that a job with a reference's file has, unless it names others."""
 COMPARED_AT_ONCE = 4
-"""Requests with a reference whose files have room beside one another, if they take all they may."""
+"""Requests with a reference whose files have room at the same time, if each uses its limit."""
 
 
 @asynccontextmanager
@@ -38,8 +38,8 @@ async def export_files(
 ) -> AsyncGenerator[list[str], None]:
     """Give each job a file with room for the log-probabilities of its rows, float32 [R, V].
 
-    They lie in the system's directory for temporary files while the block runs, and engines find
-    all of it reserved. Errors: APIError `overloaded` where the disk has no room.
+    The files are in the system's directory for temporary files while the block runs, with all space
+    reserved. Errors: APIError `overloaded` where the disk has no room.
     """
     with ScratchDirectory() as scratch:
         yield await planner.capacity.call_long(_reserve_files, scratch, jobs, vocab_size)
@@ -49,9 +49,9 @@ async def export_files(
 async def reserve_references(
     jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner, scratch: ScratchSpace, param: str
 ) -> AsyncGenerator[list[str], None]:
-    """Give files as `export_files`, within the server's room for them; `param` names the jobs.
+    """Create files as `export_files`, within the server's room for them; `param` names the jobs.
 
-    Errors: APIError `payload_too_large` where one request may not have so much, `overloaded`.
+    Errors: APIError `payload_too_large` for more than one request may use, `overloaded`.
     """
     needed, limit = count_bytes(jobs, vocab_size), planner.settings.max_reference_bytes
     if needed > limit:
@@ -60,7 +60,7 @@ async def reserve_references(
             f"{limit} are allowed: split the request, or raise max_reference_bytes."
         )
         raise api_error("payload_too_large", detail, param=param)
-    with scratch.take(needed):
+    with scratch.reserve(needed):
         async with export_files(jobs, vocab_size, planner) as files:
             yield files
 
@@ -82,7 +82,7 @@ def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -
 
 
 def count_bytes(jobs: Sequence[ScoreJob], width: int) -> int:
-    """Return what the files of jobs take, with rows of so many numbers."""
+    """Return the size of the files of jobs, with rows of so many numbers."""
     return sum(4 * len(job.targets) * width for job in jobs)
 
 
@@ -117,20 +117,20 @@ async def compare_parts(
     scratch: ScratchSpace,
     columns: tuple[str, ...],
     take_from: Callable[[int], Take],
-    take_reference: Take = ignore,
+    take_reference: Take = discard,
 ) -> AsyncGenerator[Batch, None]:
-    """Yield batches that score jobs as the reference does, then compare them, a few at a time.
+    """Yield batches that score jobs with the reference, then compare them, a few at a time.
 
-    As many as their files have room for. Both models reserve what the largest part needs before the
-    first batch, and before a stream of events opens. `take_from(n)` gives what takes the outputs of
-    jobs n onward. Errors: APIError `overloaded`.
+    A part has as many jobs as their files have room for. Both models reserve room for the largest
+    part before the first batch, and before a stream of events opens. `take_from(n)` returns the
+    callback for outputs of jobs n onward. Errors: APIError `overloaded`.
     """
     limit = planner.settings.max_reference_bytes // COMPARED_AT_ONCE
     parts = list(comparison.split(jobs, limit))
     own = [jobs[part.start : part.stop] for part in parts]
     room = max((sum(job.num_expected for job in part) for part in own), default=0)
     size = max((count_bytes(part, comparison.width) for part in own), default=0)
-    with scratch.take(size):
+    with scratch.reserve(size):
         for part, compared in zip(parts, own, strict=True):
             async with export_files(compared, comparison.width, planner) as files:
                 others = references[part.start : part.stop]
@@ -147,9 +147,9 @@ async def compare_parts(
 
 
 def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str) -> None:
-    """Make sure that two models give the same tokens scores; `param` names the other.
+    """Check that two models have the same vocabulary; `param` names the other model.
 
-    Errors: APIError `invalid_request` where they have different vocabularies.
+    Errors: APIError `invalid_request`.
     """
     codec, info = model.require()
     other_codec, other_info = other.require()
@@ -190,7 +190,7 @@ class Comparison:
         self._agreements: list[npt.NDArray[np.float32]] = []
 
     def add(self, output: ScoreOutput, num_scored: int) -> None:
-        """Count the output of a compared job in, which has scored so many tokens."""
+        """Add the output of a compared job, which has scored so many tokens."""
         self._divergences.append(output.columns["kl"][:num_scored])
         self._agreements.append(output.columns["top1_agrees"][:num_scored])
 

@@ -1,7 +1,7 @@
 """OpenAI-shaped requests as jobs, and the jobs' outputs as choices.
 
 A prompt that is echoed with log-probabilities is scored like any other sequence. The one greedy
-token that lm-evaluation-harness asks for on top of it is read from the prompt's last row, so that
+token that lm-evaluation-harness requests in addition is read from the prompt's last row, so that
 nothing is generated.
 """
 
@@ -42,11 +42,11 @@ from logsteer_server.text.tokenizer import CharCounter, TextCodec, check_ids
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt: its text, its tokens, and the job that scores it where that is asked for.
+    """One prompt: its text, its tokens, and the job that scores it, if that is requested.
 
-    `reads_next`: the last row of that job gives the one greedy token that was asked for. `starts`:
-    where in the text each token begins, in characters, of a prompt that is echoed. `shared`: the
-    first so many rows of the score are those of the prompt in front, and not scored again.
+    `reads_next`: the last row of that job gives the one greedy token requested. `starts`: where in
+    the text each token of an echoed prompt begins, in characters. `shared`: the first so many rows
+    of the score are the previous prompt's, and not scored again.
     """
 
     text: str
@@ -59,7 +59,7 @@ class CompletionPrompt:
 
     @property
     def jobs(self) -> list[Job]:
-        """What is scored, then what is generated."""
+        """The jobs: scoring first, then generation."""
         return [*([self.echo_job] if self.echo_job else []), *self.samples]
 
 
@@ -102,14 +102,14 @@ def plan_completions(
 
 
 def _is_one_greedy_token(request: CompletionRequest, policy: Policy) -> bool:
-    """Return whether what is asked for is the most probable token, and no more of it."""
+    """Return whether the request is for one greedy token."""
     asks_more = request.probes or request.response_format or request.stop_token_ids
     is_one = request.max_tokens == request.n == 1 and request.skip_special_tokens
     return is_one and policy.temperature == 0 and not policy.adjustments and not asks_more
 
 
 def _find_starts(text: str | None, ids: list[int], codec: TextCodec) -> list[int]:
-    """Return where each token begins in the prompt's text; what was put in front begins at 0."""
+    """Return where each token begins in the prompt's text; tokens put before it begin at 0."""
     if text is None:
         return codec.find_starts(ids)
     starts = [start for start, _ in codec.encode([text])[0].offsets]
@@ -181,7 +181,7 @@ def _check_calls_are_read(template: str) -> None:
 
 
 def count_alternatives(request: SamplingRequest, info: EngineInfo) -> int | None:
-    """Return how many alternatives each token of a prompt has; None: they are not asked for."""
+    """Return the number of alternatives per token of a prompt; None: not requested."""
     return info.vocab_size if request.prompt_logprobs == -1 else request.prompt_logprobs
 
 
@@ -375,17 +375,17 @@ ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
 
 
 class JsonText:
-    """A part of a document that is JSON already. No dataclass, which orjson would write out."""
+    """A part of a document that is already JSON. Not a dataclass, which orjson would serialize."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
 
 
 def share_rows(prompts: Sequence[CompletionPrompt]) -> list[CompletionPrompt]:
-    """Return the prompts without the rows that the prompt in front of each has, too.
+    """Return the prompts without the rows that the previous prompt has, too.
 
-    A teacher scores several samples of one prompt: what they begin with is scored once. Of ids
-    [5, 6, 7, 8] after [5, 6, 7, 9] the rows of 6 and 7 are shared, and that of 8 is scored.
+    A teacher scores several samples of one prompt: their common prefix is scored once. Of ids [5,
+    6, 7, 8] after [5, 6, 7, 9] the rows of 6 and 7 are shared, and that of 8 is scored.
     """
     shared = list(prompts[:1])
     for before, prompt in pairwise(prompts):

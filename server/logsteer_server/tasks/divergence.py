@@ -1,7 +1,8 @@
-"""`/divergence`: how far two models' next-token distributions are apart, over the whole vocabulary.
+"""`/divergence`: the divergence of two models' next-token distributions, over the whole vocabulary.
 
-The request's own model, as its steering, adapter and override change it, against `reference`: any
-other model of the same vocabulary, or the same one changed otherwise. Both read the same tokens.
+The request's own model, as its steering, adapter and override change it, is compared with
+`reference`: any other model of the same vocabulary, or the same one changed otherwise. Both read
+the same tokens.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -25,7 +26,7 @@ from logsteer_server.tasks.targets import TargetPlan
 
 
 class DivergenceTask(LogprobTask):
-    """How far two models' next-token distributions are apart, token by token."""
+    """Divergence of two models' next-token distributions, token by token."""
 
     kind = "divergence"
     has_file = False
@@ -77,7 +78,7 @@ class DivergenceTask(LogprobTask):
         }
 
     def _plan_reference(self, plan: TargetPlan) -> tuple[Comparison, Interventions]:
-        """Return the other model and how it is changed.
+        """Return the other model and its changes.
 
         Errors: APIError `invalid_request`, `unknown_model`, `context_too_long`; those of
         `Interventions.resolve`.
@@ -107,5 +108,5 @@ class DivergenceTask(LogprobTask):
 
 
 def _strip(job: ScoreJob) -> ScoreJob:
-    """Return the job with nothing read but the rows that are written."""
+    """Return the job with no readings but the rows that are written."""
     return replace(job, columns=("logprob",), top=0, alternatives=None, tail=False)

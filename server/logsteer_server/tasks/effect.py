@@ -33,25 +33,26 @@ from logsteer_server.stores.layer_vectors import Vector
 from logsteer_server.tasks.vector_methods import Double, Folds, TrainedVectors, choose_middle
 
 CONTINUATION_TOKENS = 16
-"""Of each continuation, and of each sample: the first tokens tell most."""
+"""Of each continuation, and of each sample: the first tokens carry most of the effect."""
 TEXT_TOKENS = 64
 """Of each text of the caller's."""
 SAMPLES = 8
 """Continuations that are drawn, of as many beginnings as there are."""
 STAGE_TOKENS = 16_384
-"""That a stage of the search reads, at most: it measures the gain on fewer pairs where all of them
-would be more."""
+"""Tokens that a stage of the search reads, at most: it measures the gain on fewer pairs where all
+of them would be more."""
 COARSE_LAYERS = 10
 COARSE_CHANGES = 0.07, 0.2
-"""Of an activation's length: what the first stage tries. Harm grows with the square of the scale
-and gain in proportion, as far as a model is not broken, so two tell where harm is at its bound."""
+"""Of an activation's length: the scales of the first stage. Harm grows with the square of the scale
+and gain in proportion, as long as the model is not broken, so two scales locate the bound of
+harm."""
 STAGE_SETTINGS = 1 + COARSE_LAYERS * len(COARSE_CHANGES)
-"""Of the larger stage, the model without steering among them."""
+"""Of the larger stage, the unsteered model included."""
 FINE_LAYERS = 5
 FINE_SHARES = 0.7, 0.95
-"""Of the scale at which harm is expected to be at its bound: what the second stage tries."""
+"""Of the scale at which harm is expected to reach its bound: the scales of the second stage."""
 FURTHEST = 4.0
-"""Times the nearest scale that was tried, up or down: how far the bound is looked for."""
+"""Times the nearest scale tried, up or down: the range of the search for the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Contrast:
 def find_contrasts(
     pairs: Sequence[ContrastPair], sequences: Sequence[Sequence[int]], bos_id: int | None
 ) -> list[Contrast]:
-    """Return the pairs that have a beginning in common, of at least a token beside BOS.
+    """Return the pairs with a common beginning of at least one token beside BOS.
 
     `sequences` are the tokens of every pair's positive text, then of its negative one. Two
     conversations have one where the same turns come before the last.
@@ -92,9 +93,9 @@ def _answers_alike(pair: ContrastPair) -> bool:
 
 
 def cut_texts(sequences: Iterator[list[int]]) -> list[list[int]]:
-    """Return the first tokens of the texts that harm is measured on, too.
+    """Return the first tokens of the further texts on which harm is measured.
 
-    Errors: APIError `invalid_request` for one of which no token could be scored.
+    Errors: APIError `invalid_request` for a text without a token to score.
     """
     texts = [tokens[:TEXT_TOKENS] for tokens in sequences]
     for number, tokens in enumerate(texts):
@@ -107,7 +108,7 @@ def cut_texts(sequences: Iterator[list[int]]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one scale does at one layer."""
+    """The effect of one scale at one layer."""
 
     layer: int
     scale: float
@@ -117,11 +118,11 @@ class Effect:
 
 
 class EffectSearch:
-    """Search for the layer and scale of the largest gain whose harm is at most `max_harm`.
+    """Search for the layer and scale of the largest gain whose harm stays within `max_harm`.
 
-    First about ten layers at two scales each; then the layers around the best of them, close to
-    the scale at which harm is expected to be at its bound. Where no pair is held out, layers in the
-    middle of the model alone.
+    First about ten layers at two scales each; then the layers around the best of them, close to the
+    scale at which harm is expected to reach its bound. Where no pair is held out, only layers in
+    the middle of the model.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class EffectSearch:
             layer: norm / (trained.quality[layer].activation_norm or 1.0)
             for layer, norm in norms.items()
         }
-        """By layer that is tried: |v| / |activation|."""
+        """By layer tried: |v| / |activation|."""
         self._effects: list[Effect] = []
         self._num_pairs = 0
 
@@ -160,8 +161,10 @@ class EffectSearch:
             jobs.append(GenerateJob(tokens, max_tokens=room, seed=number))
         return jobs
 
-    def take_samples(self, jobs: Sequence[GenerateJob], outputs: Sequence[GenerateOutput]) -> None:
-        """Keep what was drawn."""
+    def record_samples(
+        self, jobs: Sequence[GenerateJob], outputs: Sequence[GenerateOutput]
+    ) -> None:
+        """Record the samples drawn."""
         for job, output in zip(jobs, outputs, strict=True):
             beginning = job.tokens.tolist()
             self._samples.append((beginning + output.token_ids.tolist(), len(beginning)))
@@ -172,7 +175,7 @@ class EffectSearch:
         return [Effect(n, c / self._relative[n]) for n in layers for c in COARSE_CHANGES]
 
     def plan_fine(self) -> list[Effect]:
-        """Return those of the second stage, from what the first one found."""
+        """Return the settings of the second stage, from the results of the first."""
         bounds = {n: self._find_bound(n) for n in sorted({one.layer for one in self._effects})}
         coarse = list(bounds)
         best, *others = sorted(coarse, key=lambda n: -bounds[n].gain)
@@ -185,7 +188,7 @@ class EffectSearch:
         return [Effect(n, share * reach[n], stage=1) for n in layers for share in FINE_SHARES]
 
     def _find_bound(self, layer: int) -> Effect:
-        """Return what is expected of a layer at the scale where harm is at its bound."""
+        """Return the expected effect of a layer at the scale where harm reaches its bound."""
 
         def measure(one: Effect) -> float:
             return math.sqrt(self._max_harm / max(one.harm, 1e-12))
@@ -196,7 +199,7 @@ class EffectSearch:
         return Effect(layer, factor * nearest.scale, factor * nearest.gain, self._max_harm)
 
     def plan_jobs(self, settings: Sequence[Effect]) -> list[ScoreJob]:
-        """Return the jobs of a stage: without steering first, then of each setting in order."""
+        """Return the jobs of a stage: unsteered first, then of each setting in order."""
         others = sum(map(len, self._texts)) + sum(len(tokens) for tokens, _ in self._samples)
         room = max(1, STAGE_TOKENS // (len(settings) + 1) - others)
         sizes = sum(2 * len(c.beginning) + len(c.positive + c.negative) for c in self._contrasts)
@@ -230,7 +233,7 @@ class EffectSearch:
         return SteeringPlan((Site(setting.layer, self._trained.vectors.hook, offset_D),))
 
     def judge(self, settings: Sequence[Effect], outputs: Sequence[ScoreOutput]) -> None:
-        """Measure what the settings do by the outputs of `plan_jobs`' jobs."""
+        """Measure the effects of the settings from the outputs of `plan_jobs`."""
         logprobs = [output.columns["logprob"].astype(np.float64) for output in outputs]
         size = len(logprobs) // (len(settings) + 1)
         pairs, texts = 2 * len(self._used), size - len(self._texts)
@@ -247,9 +250,9 @@ class EffectSearch:
             self._effects.append(replace(setting, gain=gain, harm=float(harm)))
 
     def find_best(self) -> dict[int, Effect]:
-        """Return by layer the largest gain within the bound of harm, where there is any.
+        """Return by layer the largest gain within the bound of harm, if any.
 
-        That of the later stage, which measures on more pairs.
+        The later stage counts, which measures on more pairs.
         """
         best: dict[int, Effect] = {}
         for one in sorted(self._effects, key=lambda one: (one.stage, one.gain)):
@@ -258,7 +261,7 @@ class EffectSearch:
         return best
 
     def describe(self) -> dict[int, LayerQuality]:
-        """Return the quality of each layer with what is best at it."""
+        """Return the quality of each layer with its best effect."""
         best = self.find_best()
         return {
             layer: one.model_copy(

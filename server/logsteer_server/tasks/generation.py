@@ -40,7 +40,7 @@ from logsteer_server.text.tokenizer import ANSWERED, TextCodec
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is to be continued: texts or ids, or conversations for the chat template."""
+    """The prompts to continue: texts or ids, or conversations for the chat template."""
 
     given: Sequence[str] | Sequence[list[int]] = ()
     conversations: Sequence[Sequence[Message]] = ()
@@ -70,9 +70,9 @@ def plan_continuations(
 ) -> tuple[list[GenerateJob], list[int]]:
     """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
-    `first` has everything but the tokens; seeds count on from its own over all completions, those
-    of prompts with a problem included, which have no job. Returned besides: how many tokens of each
-    planned prompt were dropped. Problems are added to `problems`; the first is raised where that is
+    `first` has everything but the tokens; seeds count up from its own over all completions,
+    including prompts with a problem, which have no job. Also returned: how many tokens of each
+    planned prompt were dropped. Problems are added to `problems`; the first is raised if that is
     None. Errors: APIError `invalid_request`, `context_too_long`.
     """
     problems = ItemProblems("prompts") if problems is None else problems
@@ -100,7 +100,7 @@ def plan_continuations(
 
 @dataclass(slots=True)
 class Continuation:
-    """The pieces of one job's output, as far as they have come."""
+    """The pieces of one job's output that have arrived so far."""
 
     job: GenerateJob
     pieces: list[GenerateOutput] = field(default_factory=list)
@@ -112,32 +112,32 @@ class Continuation:
 
     @property
     def is_steered(self) -> bool:
-        """Whether it is no baseline."""
+        """Whether it is not a baseline."""
         return self.job.plan is not None and bool(self.job.plan.sites)
 
     @property
     def readings(self) -> Readings | None:
-        """What probes have read in all its pieces."""
+        """The readings of probes in all its pieces."""
         found = [piece.readings for piece in self.pieces if piece.readings is not None]
         if not found:
             return None
         return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
 
     @property
-    def finish_reason(self) -> str | None:
-        """Why it has ended; None: it has not."""
-        return next((p.finish_reason for p in self.pieces if p.finish_reason is not None), None)
+    def last(self) -> GenerateOutput:
+        """The piece that it has ended with; the latest one, if it has not."""
+        return next((p for p in self.pieces if p.finish_reason is not None), self.pieces[-1])
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """What was read with all its tokens, log-probabilities included."""
+        """The columns of all its tokens, log-probabilities included."""
         parts = [_read_columns(piece) for piece in self.pieces]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def write(
         self, codec: TextCodec, interventions: Interventions, window: int | None
     ) -> dict[str, Any]:
-        """Write the whole as a `Completion`, with aggregates where there is a window."""
+        """Render the whole as a `Completion`, with aggregates if there is a window."""
         ids, columns = self.token_ids, self.columns
         logprobs = columns["logprob"]
         total = float(logprobs.astype(np.float64).sum())
@@ -149,11 +149,12 @@ class Continuation:
             "logprobs": logprobs,
             "logprob": total if math.isfinite(total) else None,
             "num_tokens": len(ids),
-            "finish_reason": self.finish_reason,
+            "finish_reason": self.last.finish_reason,
             "seed": self.job.seed,
             **interventions.show_readings(
                 self.readings, len(self.job.tokens), is_steered=self.is_steered
             ),
+            **interventions.show_activations(self.last),
             **show_columns(columns, self.job.columns),
             **aggregates,
         }
@@ -166,7 +167,7 @@ def _read_columns(piece: GenerateOutput) -> dict[str, np.ndarray]:
 def read_end(job: GenerateJob, token_ids: Sequence[int]) -> ScoreJob:
     """Return the job by which probes read the last token of a job's continuation.
 
-    Generation has ended with that token, so that the model has not read it.
+    That token ended the generation, so the model has not read it.
     """
     tokens = np.concatenate([job.tokens, np.array(token_ids, dtype=np.int32)])
     targets = np.array([*token_ids, 0], dtype=np.int32)
@@ -182,7 +183,7 @@ def read_end(job: GenerateJob, token_ids: Sequence[int]) -> ScoreJob:
 
 
 def add_end(output: GenerateOutput, end: ScoreOutput) -> GenerateOutput:
-    """Return a whole continuation with what was read of its last token."""
+    """Return a whole continuation with the readings of its last token."""
     assert output.readings is not None
     assert end.readings is not None
     parts = [output.readings.values_TGR, end.readings.values_TGR[-1:]]
@@ -190,7 +191,7 @@ def add_end(output: GenerateOutput, end: ScoreOutput) -> GenerateOutput:
 
 
 def make_end(last: GenerateOutput, output: ScoreOutput) -> GenerateOutput:
-    """Return a piece without tokens, which has what was read of the last one."""
+    """Return a piece without tokens, with the readings of the last one."""
     assert output.readings is not None
     first, values_TGR = output.readings.first, output.readings.values_TGR
     return replace(
@@ -205,6 +206,7 @@ def make_end(last: GenerateOutput, output: ScoreOutput) -> GenerateOutput:
         readings=Readings(first + len(values_TGR) - 1, values_TGR[-1:]),
         cached_tokens=0,
         trace=None,
+        activations=None,
     )
 
 
@@ -227,7 +229,7 @@ class Continuations:
     def add(
         self, index: int, piece: GenerateOutput, interventions: Interventions
     ) -> dict[str, Any]:
-        """Take a piece of a job's output in; return it as a `SteerPiece`."""
+        """Add a piece of a job's output; return it as a `SteerPiece`."""
         entry = self.entries[index]
         entry.pieces.append(piece)
         place = entry.job.seed - self._seed
@@ -242,6 +244,7 @@ class Continuations:
             **interventions.show_readings(
                 piece.readings, len(entry.job.tokens), is_steered=entry.is_steered
             ),
+            **interventions.show_activations(piece),
             **show_columns(_read_columns(piece), entry.job.columns),
         }
 
@@ -250,7 +253,7 @@ class Continuations:
         return [read_end(entry.job, entry.token_ids) for entry in self.entries]
 
     def end(self, index: int, output: ScoreOutput, interventions: Interventions) -> dict[str, Any]:
-        """Take what was read of a job's last token in; return it as a `SteerPiece`."""
+        """Add the readings of a job's last token; return them as a `SteerPiece`."""
         return self.add(index, make_end(self.entries[index].pieces[-1], output), interventions)
 
     def write(
@@ -260,7 +263,7 @@ class Continuations:
         truncated: Sequence[int],
         window: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Write all of them as `PromptCompletions`; a `window` as in `Continuation.write`."""
+        """Render all as `PromptCompletions`; a `window` as in `Continuation.write`."""
         written = [entry.write(codec, interventions, window) for entry in self.entries]
         size, own = self._per_prompt, self._num_own
         return [
@@ -279,7 +282,7 @@ NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class GenerationTask(BodyTask[P]):
-    """Continues prompts, and tells of each token what it was drawn from."""
+    """Continue prompts, and report what each token was drawn from."""
 
     _problems: ItemProblems
     _truncated: list[int]
@@ -292,7 +295,7 @@ class GenerationTask(BodyTask[P]):
 
     @property
     def window(self) -> int | None:
-        """What `early` and `late` aggregates are over; None without aggregates."""
+        """The window of `early` and `late` aggregates; None without aggregates."""
         return None
 
     @property
@@ -307,7 +310,7 @@ class GenerationTask(BodyTask[P]):
 
     @property
     def _conversations(self) -> list[list[Message]]:
-        """The conversations to continue, where there are some."""
+        """The conversations to continue, if any."""
         return list_conversations(self._body.messages) if self._body.messages else []
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
@@ -321,6 +324,7 @@ class GenerationTask(BodyTask[P]):
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
+        planner.expect_arrays(self.interventions.count_captured(self._continuations.jobs))
         yield Batch(self._continuations.jobs, take_each(self._take))
         if self.interventions.probes:
             ends = self._continuations.read_ends()
@@ -374,7 +378,7 @@ class GenerationTask(BodyTask[P]):
 
 
 class SteerTask(GenerationTask[SteerRequest]):
-    """Continuations of prompts under steering, with a receipt of what was done."""
+    """Continuations of prompts under steering, with a receipt of the changes."""
 
     kind = "steer"
 
@@ -385,7 +389,7 @@ class SteerTask(GenerationTask[SteerRequest]):
 
 
 class GenerateTask(GenerationTask[GenerateRequest]):
-    """Continuations of prompts, with what the sampling policy saw where asked for."""
+    """Continuations of prompts, with the sampling policy's diagnostics on request."""
 
     kind = "generate"
 

@@ -35,8 +35,8 @@ from logsteer_server.tasks.targets import (
 from logsteer_server.text.tokenizer import TextCodec
 
 MAX_NUMBERS = 2**22
-"""That the gradients of one request may come to: some 50 MB of JSON. Who wants more asks for other
-layers or targets in another request."""
+"""Numbers of the gradients of one request, at most: some 50 MB of JSON. A caller who needs more
+sends other layers or targets in another request."""
 
 
 def plan_gradients(
@@ -46,10 +46,10 @@ def plan_gradients(
     along: Direction | None,
     max_numbers: int,
 ) -> list[GradientJob]:
-    """Plan a job for each target: along a direction, or else by the activations at the sites.
+    """Plan a job for each target: along a direction, or by the activations at the sites.
 
-    Errors: APIError `payload_too_large` where the gradients would be more than `max_numbers`,
-    `invalid_request` where they would be none.
+    Errors: APIError `payload_too_large` for gradients of more than `max_numbers`, `invalid_request`
+    for none.
     """
     if along is not None:
         return [GradientJob(*each, along=along) for each in _lay_out(targets)]
@@ -70,7 +70,7 @@ class AttributionPath:
 
     @classmethod
     def choose(cls, request: GradientRequest) -> "AttributionPath | None":
-        """Return the path that a request asks for; None without an attribution.
+        """Return the requested path; None without an attribution.
 
         The integral is by Gauss and Legendre, as captum's default.
         """
@@ -84,9 +84,9 @@ class AttributionPath:
         return cls(points, np.array([0.0, *(weights_S / 2), 0.0]))
 
     def plan(self, targets: TargetPlan, max_numbers: int) -> list[GradientJob]:
-        """Plan the jobs of each target, a job a point.
+        """Plan the jobs of each target, one per point.
 
-        Errors: APIError `payload_too_large` where they would read more than `max_numbers` tokens.
+        Errors: APIError `payload_too_large` if they would read more than `max_numbers` tokens.
         """
         laid = list(_lay_out(targets))
         num_tokens, steps = sum(len(tokens) for tokens, _ in laid), len(self.points)
@@ -101,7 +101,7 @@ class AttributionPath:
     def describe(
         self, job: GradientJob, outputs: Sequence[GradientOutput], codec: TextCodec
     ) -> dict[str, Any]:
-        """Return what an answer says of a target's attribution."""
+        """Return an answer's fields of a target's attribution."""
         found_ST = np.array([output.attributions for output in outputs], np.float64)
         attributions_T = self.weights_S @ found_ST
         ids: list[int] = job.tokens.tolist()
@@ -119,13 +119,13 @@ class AttributionPath:
 
 
 def _lay_out(plan: TargetPlan) -> Iterator[tuple[Ids, Ids]]:
-    """Yield, for each target, the tokens that are read and those that are predicted."""
+    """Yield, for each target, the tokens read and the tokens predicted."""
     for target in plan.planned:
         yield plan.jobs[target.job].tokens, np.array(target.token_ids, dtype=np.int32)
 
 
 def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[GradientJob]:
-    """Return the jobs with the width that each activation may have, for all of them to fit."""
+    """Return the jobs with the largest width of each activation for which all fit."""
     rows = sum(len(_positions(job)) * len(job.sites) for job in jobs)
     if not rows:
         raise api_error(

@@ -74,7 +74,7 @@ def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]
 def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]:
     """Return the labels' probabilities, over the vocabulary or among themselves.
 
-    None for what is not a number; with softmax for all, where one is not or all are impossible.
+    None for a NaN; with softmax for all, if one is NaN or all are impossible.
     """
     logprobs = output.columns["logprob"].astype(np.float64).tolist()
     total = log_sum_exp(logprobs) if apply_softmax else 0.0
@@ -95,7 +95,7 @@ class LabelTask(BodyTask[ScoreRequest]):
         self._created = int(time.time())
 
     def check_limits(self, settings: Settings) -> None:
-        """Bound items and what is read of them. Errors: APIError `payload_too_large`."""
+        """Bound items and labels. Errors: APIError `payload_too_large`."""
         items = self._body.items
         count = 1 if isinstance(items, str) else len(items)
         check_count("items", count, settings.max_items)
@@ -103,7 +103,7 @@ class LabelTask(BodyTask[ScoreRequest]):
         check_count("items x label_token_ids", rows, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Score all items in one batch; the prefix cache serves what they begin with."""
+        """Score all items in one batch; the prefix cache serves their common prefix."""
         planner.cover_text(self._longest)
         jobs = await planner.run(self._plan, planner)
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
@@ -126,7 +126,7 @@ class LabelTask(BodyTask[ScoreRequest]):
         return self.interventions.apply(jobs)
 
     def report(self) -> dict[str, Any]:
-        """Return the scores of each item, with a flag where there are some that are null."""
+        """Return the scores of each item, with a flag if some are null."""
         flagged = any(score is None for scores in self._scores for score in scores)
         return {"scores": self._scores} | ({"flags": ["non_finite"]} if flagged else {})
 

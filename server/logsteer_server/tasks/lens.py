@@ -42,11 +42,11 @@ from logsteer_server.tasks.targets import (
 )
 
 HELD = 2
-"""Copies of a captured stream: as it came, and as its plan carries it."""
+"""Copies of a captured stream: one as captured, and one in its plan."""
 
 
 def capture_rows(job: ScoreJob, layers: tuple[int, ...]) -> CaptureJob:
-    """Return the job that captures what a score job's rows leave in these layers."""
+    """Return the job that captures the streams of a score job's rows in these layers."""
     rows = Positions("slices", ((job.first_row, len(job.tokens)),))
     capture = Capture(layers, RESID_POST, "each", rows)
     return CaptureJob(job.tokens, job.prompt_len, capture=capture)
@@ -70,7 +70,7 @@ class LensTask(BodyTask[LensRequest]):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture the rows of all targets, then read each layer's.
 
-        Errors: APIError `payload_too_large` for more layers x tokens than is allowed.
+        Errors: APIError `payload_too_large` for more layers x tokens than allowed.
         """
         body, info = self._body, self.info
         items = self._items()
@@ -120,7 +120,7 @@ class LensTask(BodyTask[LensRequest]):
     def _list_jobs(
         self, plan: TargetPlan, layers: tuple[int, ...], captured: Sequence[CaptureOutput]
     ) -> Iterator[ScoreJob]:
-        """Yield the jobs of one token: by layer, by planned job, by its captured rows."""
+        """Yield the jobs of one token: by layer, planned job and captured row."""
         change, last = self.interventions.change, self.info.num_layers - 1
         for number in range(len(layers)):
             for job, output in zip(plan.jobs, captured, strict=True):

@@ -1,7 +1,7 @@
 """`/logprob` and `/diagnostics`: exact log-probabilities of targets given contexts.
 
-`targets.plan_targets` makes score jobs of contexts and targets, and `assemble_targets` an answer's
-scores of what comes of them.
+`targets.plan_targets` makes score jobs from contexts and targets, and `assemble_targets` the
+answer's scores from the jobs' outputs.
 """
 
 import math
@@ -26,6 +26,7 @@ from logsteer_server.contract.jobs import (
     TOP_LOGPROBS,
     TOP_TAIL,
     ScoreJob,
+    ScoreOutput,
     Scores,
 )
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
@@ -53,17 +54,18 @@ from logsteer_server.text.tokenizer import TextCodec
 
 LISTS = {TOP_IDS, TOP_LOGPROBS, TOP_TAIL, ALTERNATIVES, ALTERNATIVES_TAIL}
 LEFT_OUT = "merged_left_out"
-"""Flag of an item of which merged targets take no part in the comparison with exact ones."""
+"""Flag of an item whose merged targets are not compared with exact ones."""
 
 
 class FiniteDocuments(list[dict[str, Any]]):
-    """Documents whose numbers are finite outside of arrays, so that none has to be looked at."""
+    """Documents known to hold only finite numbers outside arrays; skips the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What an answer shows of each target: its tokens, these columns, what probes of the
     interventions have read, aggregates over `window`. `dtype`: of listed log-probabilities.
+    `captured`: outputs that have activations, by job.
     """
 
     columns: Sequence[str]
@@ -73,6 +75,7 @@ class Shown:
     space: SpacePolicy = "as_given"
     detokenize: bool = True
     dtype: str = "float32"
+    captured: Sequence[ScoreOutput] = ()
 
 
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
@@ -103,6 +106,8 @@ def assemble_targets(
             first = plan.jobs[target.job].prompt_len
             readings = outputs.readings[target.job] if outputs.readings else None
             score |= shown.interventions.show_readings(readings, first)
+        if shown.captured:
+            score |= shown.interventions.show_activations(shown.captured[target.job])
         scores.append(score)
     results = [_score_item(item, scores, shown.space) for item in plan.items]
     return results if shown.interventions.probes else FiniteDocuments(results)
@@ -142,9 +147,9 @@ def _leave_out_merged(scores: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
-    """Return the fields of `ItemScore` that compare targets by this field of theirs.
+    """Return the fields of `ItemScore` that compare targets by this field.
 
-    Merged targets take no part beside exact ones: they have fewer tokens of their own to score.
+    Merged targets are not compared with exact ones: they have fewer tokens of their own to score.
     """
     compared = _leave_out_merged(targets)
     kept = {id(target) for target in compared}
@@ -163,9 +168,9 @@ def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
 def show_listed(
     read: Mapping[str, Column], codec: TextCodec | None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Return what is listed of some rows, as `top` and `alternatives` of an answer.
+    """Return the tokens listed for some rows, as `top` and `alternatives` of an answer.
 
-    The texts of tokens are left out without a codec.
+    Without a codec the texts of tokens are left out.
     """
     shown: dict[str, Any] = {}
     if dtype == "float16":
@@ -194,12 +199,12 @@ class _ScoreWriter:
         self._others: dict[str, Column] | None = self._columns.pop("columns", None)
         self._listed = outputs.columns.keys() & LISTS
         self._tokens: dict[int, list[str]] = {}
-        """Of the list of ids that is at an address."""
+        """Tokens of a list of ids, by the address of the list."""
 
     def write(
         self, target: PlannedTarget, begin: int, end: int, total: float, is_greedy: bool | None
     ) -> dict[str, Any]:
-        """Return the score of a target that has these rows and this sum."""
+        """Return the score of a target with these rows and this sum."""
         text, token_ids, offsets, finding, truncated, _, _ = target
         finite = math.isfinite(total)
         scored = self._codec.decode(token_ids) if finding == "no_context" else text
@@ -277,6 +282,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
         if self.interventions.probes:
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
+        if self.interventions.capture:
+            captured = (jobs[target.job] for target in plan.planned)
+            planner.expect_arrays(self.interventions.count_captured(captured))
         collector = Collector()
         if body.vocabulary or self.compares:
             batches = self._exchange_rows(planner, plan, jobs, collector)
@@ -294,6 +302,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
             body.space,
             body.detokenize,
             body.dtype if planner.packs_arrays else "float32",
+            collector.outputs if self.interventions.capture else (),
         )
         self.results = await planner.run(
             assemble_targets, plan, collector.scores, self.codec, shown
@@ -306,7 +315,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
     async def _exchange_rows(
         self, planner: Planner, plan: TargetPlan, jobs: Sequence[ScoreJob], collector: Collector
     ) -> AsyncGenerator[Batch, None]:
-        """Yield the batches of jobs whose whole rows go through files; here to the answer."""
+        """Yield the batches of jobs whose whole rows are exchanged through files; here to the
+        answer.
+        """
         vocab_size = self.info.vocab_size
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
         exported = reserve_references(jobs, vocab_size, planner, self._scratch, "items")
@@ -344,25 +355,42 @@ class LogprobTask(BodyTask[LogprobRequest]):
         for target in targets:
             own = {"vocabulary_logprobs": target.pop("vocabulary_logprobs", None)}
             own |= _pop_listed(target)
+            own |= _pop_captured(target, self.interventions)
             for name, rows in own.items():
                 if rows is not None:
                     tensors.setdefault(name, []).append(rows)
         if not tensors:
             detail = (
-                "A file has arrays: ask for top, alternatives or vocabulary: true, or for JSON."
+                "A file has arrays: ask for top, alternatives, capture or vocabulary: true, or for "
+                "JSON."
             )
             raise api_error("invalid_request", detail, param="vocabulary")
-        starts = find_starts([target["num_tokens"] for target in targets]).astype(np.int32)
-        return TensorLayout(tensors | {"row_starts": [starts]}, {"answer": document})
+        sizes = {"row_starts": [target["num_tokens"] for target in targets]}
+        if capture := self.interventions.capture:
+            first = f"{capture.capture.hook}.{capture.capture.layers[0]}"
+            sizes["activation_starts"] = list(map(len, tensors[first]))
+        starts = {name: [find_starts(n).astype(np.int32)] for name, n in sizes.items()}
+        return TensorLayout(tensors | starts, {"answer": document})
 
 
 def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
-    """Take what is listed out of a target, as a file names it."""
+    """Remove the listed tokens from a target, under their names in a file."""
     top, others = target.pop("top", {}), target.pop("alternatives", {})
     names = {TOP_IDS: "token_ids", TOP_LOGPROBS: "logprobs", TOP_TAIL: "tail"}
     found = {name: top[shown] for name, shown in names.items() if shown in top}
     names = {ALTERNATIVES: "logprobs", ALTERNATIVES_TAIL: "tail"}
     return found | {name: others[shown] for name, shown in names.items() if shown in others}
+
+
+def _pop_captured(target: dict[str, Any], interventions: Interventions) -> dict[str, Column]:
+    """Take the arrays of activations out of a target, as a file names them."""
+    if interventions.capture is None:
+        return {}
+    capture, shown = interventions.capture.capture, target["activations"]
+    found = {f"{capture.hook}.{layer}": rows for layer, rows in shown.pop("layers").items()}
+    if capture.read == "mean":
+        return found
+    return found | {"activation_positions": shown.pop("positions")}
 
 
 class DiagnosticsTask(LogprobTask):

@@ -83,9 +83,9 @@ class OpenAITask(BodyTask[S]):
             self.id = f"{self.kind}-{body.request_id}"
         self._num_generated = 0
         self._named: set[int] = set()
-        """Completions of which the prompt's ids were given."""
+        """Completions whose prompts were given as ids."""
         self._drawn: defaultdict[int, list[int]] = defaultdict(list)
-        """Of each completion, where probes will read its end."""
+        """Pieces of each completion, if probes will read its end."""
         self._latest: GenerateOutput
         self._said: dict[int, str] = {}
         self._held: dict[int, GenerateOutput] = {}
@@ -139,7 +139,7 @@ class OpenAITask(BodyTask[S]):
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
     def route(self, routing: Routing) -> Routing:
-        """Return how the task's jobs are queued, and whose cached work they may see."""
+        """Return the routing of the task's jobs, and whose cached work they share."""
         if self._body.priority > 0:
             routing = replace(routing, priority="batch")
         if self._body.cache_salt:
@@ -149,17 +149,17 @@ class OpenAITask(BodyTask[S]):
 
     @property
     def echoes(self) -> bool:
-        """Whether prompts are given back before their completions."""
+        """Whether prompts are returned before their completions."""
         return False
 
     def _list_ids(self, output: GenerateOutput | None) -> dict[str, Any]:
-        """Return the ids of (a piece of) a completion, where they are asked for."""
+        """Return the ids of (a piece of) a completion, if requested."""
         if not self._body.return_token_ids:
             return {}
         return {"token_ids": [] if output is None else output.token_ids.tolist()}
 
     def _list_prompt(self, index: int) -> dict[str, Any]:
-        """Return the ids of a completion's prompt, once, where they are asked for."""
+        """Return the ids of a completion's prompt, once, if requested."""
         if not self._body.return_token_ids or index in self._named:
             return {}
         self._named.add(index)
@@ -198,6 +198,7 @@ class OpenAITask(BodyTask[S]):
         contexts = sum(job.prompt_len for job in drawn)
         tokens = sum(job.max_tokens for job in drawn)
         planner.expect_readings(self.interventions, len(drawn), tokens, contexts)
+        planner.expect_arrays(self.interventions.count_captured(jobs))
 
     @property
     @abstractmethod
@@ -213,7 +214,7 @@ class OpenAITask(BodyTask[S]):
         """Return a choice of (a piece of) a completion."""
 
     def _show_echoes(self, _scores: Sequence[ScoreOutput]) -> Iterator[Event]:
-        """Yield chunks of the prompts' texts, and of what is known without generation."""
+        """Yield chunks with the prompts' texts, and other parts known without generation."""
         yield from ()
 
     @property
@@ -230,7 +231,7 @@ class OpenAITask(BodyTask[S]):
             check_reply(self._schema, self._said.get(index, "") + output.text)
 
     def _show(self, index: int, output: Output) -> Event | None:
-        """Return a piece as a chunk; None: the last one of a reply that is still to be checked."""
+        """Return a piece as a chunk; None: the last one of a reply that is yet to be checked."""
         assert isinstance(output, GenerateOutput)
         if self._schema and output.is_last and index not in self._held:
             self._held[index] = output
@@ -243,19 +244,20 @@ class OpenAITask(BodyTask[S]):
         return self._write_chunk(choice, output if output.is_last else None)
 
     def _show_end(self, index: int, output: Output) -> Event | None:
-        """Return what was read of a completion's last token as a chunk."""
+        """Return the readings of a completion's last token as a chunk."""
         assert isinstance(output, ScoreOutput)
         return self._show(index, make_end(self._latest, output))
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
-        """Return what probes have read of (a piece of) the completion of that number."""
+        """Return what was read and captured of (a piece of) the completion of that number."""
+        shown = self.interventions.show_activations(output)
         if not self.interventions.probes:
-            return {}
+            return shown
         prompt = self._prompts[index // self._body.n]
-        return self.interventions.show_readings(output.readings, len(prompt.ids))
+        return shown | self.interventions.show_readings(output.readings, len(prompt.ids))
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
-        """Return a choice's chunk; where its last output is given, with what was applied to it."""
+        """Return a choice's chunk; with its last output, also the interventions applied to it."""
         document = {**self._head, "choices": [choice]}
         if self._body.includes_usage and (options := self._body.stream_options):
             document["usage"] = self._count_usage() if options.continuous_usage_stats else None
@@ -275,7 +277,7 @@ class OpenAITask(BodyTask[S]):
         }
 
     def write(self, facts: Facts) -> dict[str, Any]:
-        """Write the answer in OpenAI's shape; of a stream nothing is left to say."""
+        """Render the answer in OpenAI's shape; a stream has no final document."""
         if self.streams:
             return self._head
         document = self.report()
@@ -326,11 +328,11 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     @property
     def echoes(self) -> bool:
-        """Whether prompts are given back before their completions."""
+        """Whether prompts are returned before their completions."""
         return self._body.echo
 
     def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event]:
-        """Yield chunks of the prompts' texts, and of what is known without generation."""
+        """Yield chunks with the prompts' texts, and other parts known without generation."""
         echoes, index = iter(scores), 0
         for prompt in self._prompts:
             echo = next(echoes) if prompt.echo_job else None
@@ -353,7 +355,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
     def _choose(
         self, index: int, text: str, columns: TokenColumns | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return (a piece of) a choice; its offsets go on from those of the piece before."""
+        """Return (a piece of) a choice; its offsets continue from the previous piece."""
         logprobs = None
         if columns is not None and self._body.logprobs is not None:
             logprobs = columns.render(
@@ -401,7 +403,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
         echo: ScoreOutput | None,
         output: GenerateOutput | None,
     ) -> dict[str, Any]:
-        """Return a choice: the echo where asked for, and the completion where there is one."""
+        """Return a choice: the echo if requested, and the completion if there is one."""
         text = (prompt.text if self._body.echo else "") + (output.text if output else "")
         columns = None if output is None else read_generated(output)
         if self._body.echo:
@@ -473,9 +475,9 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     def _read_said(
         self, index: int, output: GenerateOutput
     ) -> tuple[str | None, dict[str, list[dict[str, Any]]]]:
-        """Return what (a piece of) a reply says, and with its last one the calls that it makes.
+        """Return the text of (a piece of) a reply, and with the last piece its calls.
 
-        Of a stream, text that may be a call is held back until that is known.
+        In a stream, text that may be a call is held back until that is certain.
         """
         text = self._said.get(index, "") + output.text
         shown = self._num_shown.get(index, 0)

@@ -46,7 +46,7 @@ from logsteer_server.tasks.targets import (
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One of a pair's runs: its context's tokens, what is scored after it, and the targets.
+    """One of a pair's runs: its context's tokens, the tokens scored after it, and the targets.
 
     `numbers` are those of the targets' jobs in the plan, in the order of `jobs`.
     """
@@ -57,7 +57,7 @@ class PlannedRun:
     jobs: list[ScoreJob]
 
     def measure(self, metric: str, outputs: Sequence[ScoreOutput]) -> float:
-        """Return the metric that comes of the jobs' outputs."""
+        """Compute the metric from the jobs' outputs."""
         if metric == "kl":
             return float(outputs[0].columns["kl"][0])
         by_number = dict(zip(self.numbers, outputs, strict=True))
@@ -72,7 +72,7 @@ def _sum_target(target: PlannedTarget, output: ScoreOutput) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPair:
-    """Both runs of a pair, and which tokens of the one (`source`) go to which of the other."""
+    """Both runs of a pair, and which tokens of one (`source`) are patched into the other."""
 
     runs: dict[str, PlannedRun]
     positions: list[int]
@@ -87,8 +87,8 @@ class PlannedPair:
         return replace(self, runs=runs)
 
     def list_places(self) -> list[tuple[int, int, bool]]:
-        """Return each token patched, the one whose activations go there, and whether that changes
-        anything: not where both runs have read the same tokens so far.
+        """List each token patched, the token that its activations come from, and whether that
+        changes anything: not while both runs have read the same tokens.
         """
         clean, corrupted = (run.context.tolist() for run in self.runs.values())
         num_shared = sum(takewhile(bool, map(eq, clean, corrupted)))
@@ -101,7 +101,7 @@ class PlannedPair:
 def plan_run(
     plan: TargetPlan, indices: Sequence[int], metric: str, read: ColumnOptions
 ) -> PlannedRun:
-    """Plan what the metric needs of one item, whose planned targets are at these indices."""
+    """Plan the jobs of the metric for one item, whose planned targets are at these indices."""
     targets = [plan.planned[index] for index in indices[: 2 if metric == "difference" else 1]]
     context = plan.context(targets[0])
     if metric == "kl":
@@ -157,7 +157,7 @@ def replace_at(hook: str, activations: dict[int, Vector], position: int) -> Stee
 
 
 class PairProblems(ItemProblems):
-    """What is wrong with the items of pairs, which come in turn: clean, corrupted."""
+    """Problems with the items of pairs, which alternate: clean, corrupted."""
 
     def name_item(self, index: int) -> str:
         """Return an item's place in the request."""
@@ -298,7 +298,7 @@ class PatchTask(BodyTask[PatchRequest]):
         }
 
     def report(self) -> dict[str, Any]:
-        """Return the results, and what was measured where."""
+        """Return the results, and the places measured."""
         body = self._body
         asked = {"hook": body.hook, "metric": body.metric, "direction": body.direction}
         return {**asked, "results": self.results}

@@ -84,7 +84,7 @@ class TextWindows:
         if is_ids and options.bos == "auto":  # they are taken as they are
             self._bos_policy = "never"
         self._shift: int | None = None
-        """How many tokens stand in front of the text; -1 where its own first is the prefix."""
+        """How many tokens precede the text; -1 where its own first is the prefix."""
         self._counts = count_text("", [])
         self._counts_from = 0
         self._cutter = self._make_cutter(options)
@@ -120,7 +120,7 @@ class TextWindows:
         return self._to_jobs(self._cutter.feed(ids))
 
     def finish(self) -> list[TextWindow]:
-        """Return the windows that are left when the text has ended."""
+        """Return the remaining windows at the end of the text."""
         return self._to_jobs(self._cutter.finish())
 
     def _to_jobs(self, windows: Sequence[Window]) -> list[TextWindow]:
@@ -161,8 +161,8 @@ def cut_texts(
 ) -> tuple[list[TextWindow], list[int]]:
     """Cut whole texts; return their windows in order, and the number of tokens of each text.
 
-    `options` fit the model. What is wrong with a text, which then has no window, is added to
-    `problems`; the first is raised where that is None. Errors: those of `TextWindows`.
+    `options` fit the model. The problem of a text, which then has no window, is added to
+    `problems`; the first is raised if that is None. Errors: as `TextWindows`.
     """
     problems = ItemProblems("texts") if problems is None else problems
     windows: list[TextWindow] = []
@@ -192,7 +192,7 @@ def cut_texts(
 def _encode(
     texts: Sequence[str | list[int]], codec: TextCodec, info: EngineInfo
 ) -> Iterator[EncodedPiece | APIError]:
-    """Yield the tokens of each text, or what is wrong with those that it is given by."""
+    """Yield the tokens of each text, or the problem with its ids."""
     written = [text for text in texts if isinstance(text, str)]
     encoded = iter(codec.encode(written))
     for text in texts:
@@ -228,7 +228,7 @@ class StreamedText:
         return self._windows.feed(self._encoder.feed(text))
 
     def finish(self) -> list[TextWindow]:
-        """Return the windows that are left when the text has ended."""
+        """Return the remaining windows at the end of the text."""
         return self._windows.feed(self._encoder.finish()) + self._windows.finish()
 
     @property
@@ -239,21 +239,21 @@ class StreamedText:
 
 @dataclass(slots=True)
 class TextScores:
-    """What has been scored of one text so far."""
+    """The scores of one text so far."""
 
     sums: TextSums = field(default_factory=TextSums)
     windows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
     starts: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """Of each scored token's window, so that the order is not that in which windows come."""
+    """The start of each scored token's window, so that the order does not depend on arrival."""
     token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
     readings: list[npt.NDArray[np.float32]] = field(default_factory=list)
     front: tuple[int, npt.NDArray[np.float32]] | None = None
-    """The position of the first scored token, and what was read of the tokens in front of it."""
+    """The position of the first scored token, and the readings of the tokens before it."""
 
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
-        """Count a scored window in; return its entry, as `WindowScore`."""
+        """Add a scored window; return its entry, as `WindowScore`."""
         count = window.num_scored
         logprobs = output.columns["logprob"][:count]
         own = TextSums()
@@ -302,7 +302,7 @@ class TextScores:
 
 
 def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
-    """Return the totals so far, as a `WindowEvent` has them."""
+    """Return the totals so far, as a `WindowEvent`."""
     total = merge_sums(scores)
     return {
         "sum_logprob": total.sum_logprob,
@@ -323,11 +323,11 @@ BYTES_PER_WINDOW = 256
 """Of an answer that lists windows."""
 
 WINDOWS_IN_FLIGHT = 64
-"""Windows of one streamed text at work: enough to fill an engine's step, and little to hold."""
+"""Running windows of one streamed text: enough to fill an engine's step, and cheap to hold."""
 
 
 class WindowTask(Task):
-    """Scores windows of texts and sums them up; what the two endpoints share."""
+    """Scores windows of texts and sums them up; the base of both endpoints."""
 
     kind = "perplexity"
 
@@ -341,9 +341,10 @@ class WindowTask(Task):
     def _take_window(
         self, window: TextWindow, output: ScoreOutput, *, windows: bool, tokens: bool
     ) -> Event | None:
-        """Count a scored window in; return its event where the answer is a stream of them."""
+        """Add a scored window; return its event if the answer is a stream of them."""
         score = self._scores[window.text]
         entry = score.add(window, output, tokens)
+        entry |= self.interventions.show_activations(output)
         if windows:
             score.windows.append(entry)
         self._windows_done += 1
@@ -413,6 +414,7 @@ class PerplexityTask(WindowTask):
             return
         plain = [window.job for window in windows]
         jobs = await planner.run(self.interventions.apply, plain)
+        planner.expect_arrays(self.interventions.count_captured(jobs))
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
@@ -508,7 +510,7 @@ class PerplexityStreamTask(WindowTask):
         self._flags: list[str] = []
 
     def check_limits(self, _settings: Settings) -> None:
-        """Do nothing: windows at work are bounded by the plan, bytes where they are read."""
+        """Do nothing: the plan bounds running windows; reading bounds bytes."""
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score windows while the text arrives; the last ones open the stream of events.

@@ -1,12 +1,12 @@
-"""Planning in threads, with room that grows with what is planned.
+"""Planning in threads, with room that grows with the plan.
 
-What a request asks for is known only once its text is cut into tokens, which may take long. A plan
-is an ordinary function that returns the request's jobs. It runs in a thread: small requests, large
-requests and long texts have threads of their own, so that none of one kind waits for another kind.
-As it goes on, a plan calls `Planner.cover` with the tokens that it has so far. That reserves room
-for them, and ends the plan of a request that was refused or given up.
+The size of a request is known only once its text is cut into tokens, which may take long. A plan is
+an ordinary function that returns the request's jobs. It runs in a thread: small requests, large
+requests and long texts have threads of their own, so that none waits for another kind. As it
+proceeds, a plan calls `Planner.cover` with its tokens so far. That reserves room for them, and ends
+the plan of a request that was refused or given up.
 
-What is wrong with an item is found while it is planned, and refuses the request or that item.
+Problems of an item are found while it is planned; they refuse the request or that item.
 """
 
 import asyncio
@@ -48,17 +48,18 @@ class ItemProblems:
 
     @contextmanager
     def catch(self, index: int) -> Iterator[None]:
-        """Add what the block raises as a problem of an item. Errors: as `add`."""
+        """Record an error that the block raises as a problem of an item. Errors: as `add`."""
         try:
             yield
         except APIError as error:
             self.add(index, error)
 
     def add(self, index: int, error: APIError, part: str | None = None) -> None:
-        """Keep the first problem of an item; `part` is what of it is wrong, such as `targets[2]`.
+        """Record the first problem of an item; `part` is its place in the item, such as
+        `targets[2]`.
 
-        None: what the error names. Errors: APIError that names the item where it fails the request;
-        the error itself where it names a field of the request, such as `bos`.
+        None: the place that the error names. Errors: APIError that names the item if it fails the
+        request; the error itself if it names a field of the request, such as `bos`.
         """
         part = part or error.param
         if part is not None and part.partition("[")[0] not in LogprobItem.model_fields:
@@ -70,7 +71,7 @@ class ItemProblems:
         self._found.setdefault(index, api_error(error.code, error.detail, param=param))
 
     def fill(self, results: list[dict[str, Any]], request_id: str) -> list[dict[str, Any]]:
-        """Return the results of all items: of the good ones these, in order, else the problem."""
+        """Return the results of all items: of valid ones these, in order, else the problem."""
         if not self._found:
             return results
         good = iter(results)
@@ -105,16 +106,16 @@ BYTES_PER_PACKED = 4
 COPIES = 3
 """Of such an array while it is written: 2.0 measured as safetensors, 2.6 as MessagePack."""
 BYTES_PER_PROBE = 640
-"""What one probe takes of a sequence beside its numbers: 462 as objects, 163 as JSON."""
+"""Memory of one probe on a sequence beside its numbers: 462 as objects, 163 as JSON."""
 BYTES_PER_LISTED = 56
 """A listed token's id, text and log-probability."""
 
 THREADS = 2
-"""Of each kind: one encodes, outside of Python's lock, while the other has that."""
+"""Of each kind: one encodes, outside of the GIL, while the other holds it."""
 
 
 class Capacity:
-    """What the server has for requests: its bounds, threads that plan, memory.
+    """The server's capacity for requests: its bounds, threads that plan, memory.
 
     The threads end with `close`.
     """
@@ -127,23 +128,23 @@ class Capacity:
         self.texts = ThreadPoolExecutor(1, "planning-texts")
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what short blocking work returns, done in a thread."""
+        """Run short blocking work in a thread; return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.short, partial(work, *args, **kwargs))
 
     async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that may take long, done in a thread."""
+        """Run blocking work that may take long in a thread; return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.long, partial(work, *args, **kwargs))
 
     def close(self) -> None:
-        """End the threads, without waiting for what they do."""
+        """End the threads, without waiting for their work."""
         for threads in (self.short, self.long, self.texts):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Planner:
-    """What one run plans with: the server's settings and threads, and its own reservations.
+    """The tools of one run's plan: the server's settings and threads, and its own reservations.
 
     `tokens` has room for the planned tokens, `memory` for the request's body, texts and the answer.
     """
@@ -166,7 +167,7 @@ class Planner:
         self._memory = memory
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns, done in a thread for requests of this size."""
+        """Run blocking work in a thread for requests of this size; return its result."""
         capacity, loop = self.capacity, asyncio.get_running_loop()
         threads = capacity.long if self._is_large else capacity.short
         if self._has_long_text:
@@ -174,10 +175,10 @@ class Planner:
         return await loop.run_in_executor(threads, partial(work, *args, **kwargs))
 
     def cover_text(self, longest: int) -> None:
-        """Reserve memory for the longest text while it is encoded, of so many characters.
+        """Reserve memory for the longest text, of so many characters, while it is encoded.
 
-        One that takes long to encode is planned in the thread for that, and takes much memory.
-        Errors: APIError `payload_too_large`, `overloaded`.
+        A text that is slow to encode is planned in the thread for long texts, and needs much
+        memory. Errors: APIError `payload_too_large`, `overloaded`.
         """
         limit = self.settings.max_text_chars
         if longest > limit:
@@ -222,7 +223,7 @@ class Planner:
         self.expected_bytes += size
 
     def hold_activations(self, numbers: int) -> None:
-        """Reserve memory for activations that are captured and used, and not answered.
+        """Reserve memory for activations that are captured and used, but not returned.
 
         Errors: APIError `payload_too_large`, `overloaded`.
         """
@@ -239,7 +240,7 @@ class Planner:
     def expect_readings(
         self, shown: Interventions, sequences: int, tokens: int, context_tokens: int = 0
     ) -> None:
-        """Reserve memory for what an answer shows of probes. Errors: as `expect_rows`."""
+        """Reserve memory for an answer's readings of probes. Errors: as `expect_rows`."""
         entries = sequences * len(shown.probes) * BYTES_PER_PROBE
         numbers = shown.count_readings(tokens, context_tokens)
         self.expect_bytes(entries + numbers * BYTES_PER_NUMBER)

@@ -1,4 +1,4 @@
-"""What a request says of how tokens are drawn, as the policy of its jobs."""
+"""The sampling fields of a request, as the policy of its jobs."""
 
 from collections.abc import Sequence
 

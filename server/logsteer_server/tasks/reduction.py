@@ -28,11 +28,11 @@ ROWS_AT_ONCE = 4096
 
 
 class Reduction:
-    """The sums of what is asked for, over all rows that were added.
+    """The requested sums over all rows added.
 
     `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; and
     `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. `counts` are the rows
-    that are counted in, and those that are left out as one of their numbers is not finite.
+    counted, and the rows left out because one of their numbers is not finite.
     """
 
     def __init__(

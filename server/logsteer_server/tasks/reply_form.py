@@ -43,15 +43,15 @@ _FORCED = {
     "boolean": set(),
     "null": set(),
 }  # fmt: skip
-"""What is forced beside each type."""
+"""Keywords that are forced beside each type."""
 _ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""What is forced without anything beside it."""
+"""Keywords that are forced if nothing is beside them."""
 _UNFORCED = {
     "$dynamicRef", "$recursiveRef", "additionalItems", "contains", "dependencies", "if", "not",
     "dependentRequired", "dependentSchemas", "multipleOf", "uniqueItems",
 }  # fmt: skip
 _KEYWORDS = {"type", *_ALONE, *_UNFORCED}.union(*_FORCED.values()) - {"format"}
-"""What a text may break; all other keywords say nothing of it."""
+"""Keywords that a text may violate; all others say nothing about it."""
 _REST = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _APART = [
     *product(("pattern", "format"), ("minLength", "maxLength")),
@@ -126,9 +126,9 @@ def _count_nested(part: Any) -> float:
 
 
 def _find_faults(schema: str, samples: int) -> Iterator[str]:
-    """Yield what is wrong with a schema, each schema in it looked at once.
+    """Yield the faults of a schema, each schema in it checked once.
 
-    Errors: AttributeError, KeyError, TypeError for what is none; CycleError.
+    Errors: AttributeError, KeyError, TypeError for an invalid schema; CycleError.
     """
     if len(schema) > MAX_SCHEMA:
         yield f"{len(schema)} characters, at most {MAX_SCHEMA} are compiled"
@@ -164,7 +164,9 @@ def _find_faults(schema: str, samples: int) -> Iterator[str]:
 
 
 def _find_unforced(part: dict[str, Any]) -> Iterator[str]:
-    """Yield what of a schema is not forced, without those within it. Errors: as `_find_faults`."""
+    """Yield the parts of a schema that are not forced, without those within it. Errors: as
+    `_find_faults`.
+    """
     given = part.get(
         "type", "object" if "properties" in part else "array" if "items" in part else []
     )

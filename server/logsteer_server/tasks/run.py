@@ -1,9 +1,9 @@
 """One way to run a request: limits, admission, planning, jobs, then an answer or events.
 
-A task says what is its own: limits, batches of jobs, what becomes of each output, its part of the
-answer. `Run` does the rest once for all endpoints: it enters the model's budget before the task
-plans, covers each batch, counts usage, times, receipts and provenance, and writes the answer. A
-deadline, and a caller who hangs up, cancel the run; what it reserved and started ends with it.
+A task defines limits, batches of jobs, a callback for their outputs, and its part of the answer.
+`Run` does the rest once for all endpoints: it enters the model's budget before the task plans,
+covers each batch, counts usage, times, receipts and provenance, and writes the answer. A deadline,
+or a caller who hangs up, cancels the run; all that it reserved and started ends with it.
 
     task.plan()   Batch ──► model.prepare ──► reservation.cover ──► model.run
                     ▲                                                  │ index, output
@@ -45,9 +45,8 @@ from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "readout", "reference"]
-"""What a batch counts for: `work` for usage and receipts, `readout` (of what was captured) for
-usage alone, `reference` (what others are compared with, or what is read of them once they have
-ended) for neither."""
+"""What a batch counts for: `work` for usage and receipts, `readout` (of captured activations) for
+usage alone, `reference` (the other side of a comparison, or readings after the end) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,18 @@ class Event:
     document: dict[str, Any]
 
 
-def ignore(_part: OutputPart) -> Iterable[Event]:
-    """Take outputs that nobody needs."""
+def discard(_part: OutputPart) -> Iterable[Event]:
+    """Discard outputs."""
     return ()
 
 
 def take_each(
     take: Callable[[int, Any], Event | None],
 ) -> Callable[[OutputPart], Iterator[Event]]:
-    """Return what takes outputs one by one: each with its job's index, for an event to show."""
+    """Wrap a per-output callback so that it takes a batch of outputs.
+
+    It is called with each job's index and output, and may return an event to show.
+    """
 
     def take_all(part: OutputPart) -> Iterator[Event]:
         for index, output in zip(part.indices, part.outputs, strict=True):
@@ -78,16 +80,16 @@ def take_each(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs that are run together, and what takes their outputs as they come.
+    """Jobs to run together, and the callback for their outputs.
 
-    `take` is given outputs of some of the jobs, or pieces of them, and gives events to show.
-    `model` is where they run: None for the task's own. `cache` says whether results may come from
-    earlier work, which those of score jobs alone can. A `silent` batch does not open the stream of
-    events. `room` tokens are reserved at least, where later batches need more than this.
+    `take` is called with outputs of some of the jobs, or pieces of them, and returns events to
+    show. `model` runs them: None for the task's own. `cache` allows results of earlier work, which
+    only score jobs have. A `silent` batch does not open the stream of events. At least `room`
+    tokens are reserved, if later batches need more than this one.
     """
 
     jobs: Sequence[Job]
-    take: Callable[[OutputPart], Iterable[Event]] = ignore
+    take: Callable[[OutputPart], Iterable[Event]] = discard
     model: ResidentModel | None = None
     cache: bool = False
     purpose: Purpose = "work"
@@ -96,14 +98,14 @@ class Batch:
 
 
 class Collector:
-    """Outputs of a batch, which are taken as they come and put into the order of its jobs."""
+    """Collects the outputs of a batch in the order of its jobs."""
 
     def __init__(self) -> None:
         self._indices: list[int] = []
         self._parts: list[Sequence[Any]] = []
 
     def take(self, part: OutputPart) -> Iterable[Event]:
-        """Take outputs of some of the jobs."""
+        """Record outputs of some of the jobs."""
         self._indices += part.indices
         self._parts.append(part.outputs)
         return ()
@@ -128,27 +130,27 @@ class Task(ABC):
     """
 
     kind: ClassVar[str]
-    """What an answer's id begins with."""
+    """The prefix of an answer's id."""
     windowing: Windowing | None = None
-    """How texts were cut, which provenance says; `plan` sets it."""
+    """How texts were cut, for provenance; set by `plan`."""
     precision: Precision = "float32"
-    """What softmax and columns are computed in."""
+    """The precision of softmax and columns."""
     special_tokens: SpecialTokens = "parse"
-    """What control text in the caller's strings is."""
+    """How control text in the caller's strings is treated."""
     interventions: Interventions = UNCHANGED
-    """What the answer is computed under; `plan` sets it."""
+    """The interventions of the answer; set by `plan`."""
     results: list[dict[str, Any]]
-    """What the answer says of each item, where `plan` sets it."""
+    """The results of the items; set by `plan`, if the task has any."""
     applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
     """Interventions that the answer reports."""
     has_file: ClassVar[bool] = False
     """Whether the answer can be given as a file of tensors."""
 
     variant: str | None = None
-    """The name that the request has for its model, where that is a variant's."""
+    """The model's name in the request, if it is a variant's."""
     codec: TextCodec
     info: EngineInfo
-    """The model's tokenizer and engine, as they are when the task begins; `require` sets them."""
+    """The model's tokenizer and engine when the task began; set by `require`."""
 
     def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
         self.model = model
@@ -158,7 +160,9 @@ class Task(ABC):
 
     @abstractmethod
     def check_limits(self, settings: Settings) -> None:
-        """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
+        """Refuse requests that are too large, by arithmetic alone. Errors: APIError
+        `payload_too_large`.
+        """
 
     def require(self, *, through_gate: bool) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
@@ -168,13 +172,13 @@ class Task(ABC):
 
     @abstractmethod
     def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
-        """Yield batches of jobs, each after the last output of the one before was taken.
+        """Yield batches of jobs, each after the last output of the previous one was taken.
 
         Events that no output causes may be yielded between batches, not before the first.
         """
 
     def route(self, routing: Routing) -> Routing:
-        """Return how the task's jobs are queued, given how the caller's are."""
+        """Return the routing of the task's jobs, given the caller's."""
         return routing
 
     def report(self) -> dict[str, Any]:
@@ -224,9 +228,9 @@ class BodyTask(Task, Generic[B]):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """An answer as a file: tensors, each in parts that follow one another along its first axis.
+    """An answer as a file: tensors, each in parts that are concatenated along its first axis.
 
-    `about` are documents of its metadata, by name.
+    `about` are documents for its metadata, by name.
     """
 
     tensors: Mapping[str, Sequence[npt.NDArray[Any]]]
@@ -235,7 +239,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What every answer carries: fields of `Usage`, `Timing` and `AppliedInterventions`."""
+    """The part common to all answers: fields of `Usage`, `Timing` and `AppliedInterventions`."""
 
     usage: dict[str, int]
     timing: dict[str, float]
@@ -251,16 +255,16 @@ class Run:
     capacity: Capacity
     caller: Requester = field(default_factory=Requester)
     memory: Reservation | None = None
-    """Where the answer's memory is counted; None: for as long as the run takes."""
+    """The reservation of the answer's memory; None: one for the duration of the run."""
     packs_arrays: bool = False
     """Whether the answer has arrays as raw buffers, not as text."""
     record: RequestRecord = field(default_factory=RequestRecord)
-    """What is known of the request, its usage among it."""
+    """The record of the request, its usage included."""
     accepted: float = field(default_factory=time.monotonic)
     expected_bytes: int = 0
-    """What the answer is expected to take, once its jobs are planned."""
+    """The expected size of the answer, once its jobs are planned."""
     _taken_at: float | None = None
-    """When the engine took the first job; None before, and where it took none."""
+    """When the engine dequeued the first job; None before, and if it never did."""
     _batch_taken_at: float | None = None
     """The same of the latest batch."""
     _times: TokenTimes | None = None
@@ -295,7 +299,7 @@ class Run:
             planner = Planner(self.capacity, tokens, memory, self.packs_arrays)
             has_started = False
             moment = time.monotonic()
-            record.note_phase("admission", self.accepted, moment)
+            record.record_phase("admission", self.accepted, moment)
             async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:
                     if isinstance(batch, Event):
@@ -311,7 +315,7 @@ class Run:
                         num_tokens = sum(len(job.tokens) for job in prepared.jobs)
                         await self.caller.allowance.charge(num_tokens)
                     planned = time.monotonic()
-                    record.note_phase("planning", moment, planned)
+                    record.record_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
                         if self._shows_start:
@@ -330,12 +334,12 @@ class Run:
                     moment = time.monotonic()
                     if self._batch_taken_at is not None:
                         taken = max(planned, self._batch_taken_at)
-                        record.note_phase("queue", planned, taken)
-                        record.note_phase("engine", taken, moment)
+                        record.record_phase("queue", planned, taken)
+                        record.record_phase("engine", taken, moment)
             if not has_started and self._shows_start:
                 yield self._open()
             result = Event("result", self._write())
-            record.note_phase("answer", moment, time.monotonic())
+            record.record_phase("answer", moment, time.monotonic())
             yield result
 
     def _reserve(self, admission: Admission) -> Reservation:
@@ -346,13 +350,13 @@ class Run:
         return self._reservations[admission]
 
     def _time_tokens(self, batch: Batch, model: ResidentModel) -> TokenTimes | None:
-        """Return what times the tokens of jobs that stream; None where they come together."""
+        """Return token times for jobs that stream; None for others."""
         first = batch.jobs[0] if batch.jobs else None
         streams = isinstance(first, GenerateJob) and first.stream
         return TokenTimes(model.metrics, self.accepted) if streams else None
 
     def _count(self, batch: Batch, model: ResidentModel, part: OutputPart) -> int:
-        """Count what outputs took, and when; return the tokens that were generated."""
+        """Count the work of outputs and its times; return the generated tokens."""
         work, metrics, taken_at = count_work(batch.jobs, part), model.metrics, part.taken_at
         if taken_at is not None:
             metrics.prompt_tokens.inc(work.prompt_tokens)
@@ -381,7 +385,7 @@ class Run:
 
     @property
     def _applied(self) -> AppliedReport:
-        """The report of the task's interventions, which it knows once it has planned."""
+        """The report of the task's interventions, available once it has planned."""
         if self._report is None:
             self._report = AppliedReport(self.task.interventions)
         return self._report

@@ -49,7 +49,7 @@ class SweepSetting:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """What is scored at every setting: targets, next tokens after contexts, windows of texts."""
+    """The scores of every setting: targets, next tokens after contexts, windows of texts."""
 
     targets: TargetPlan | None
     next_jobs: list[ScoreJob]
@@ -95,7 +95,7 @@ def plan_sweep(
     read: ColumnOptions,
     cover: Cover,
 ) -> SweepPlan:
-    """Plan what is scored at each setting; `windowing` fits the model.
+    """Plan the jobs of each setting; `windowing` fits the model.
 
     Errors: those of `plan_targets` and `cut_texts`.
     """
@@ -141,7 +141,7 @@ class SweepTask(BodyTask[SweepRequest]):
     _points: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
-        """Bound what is scored, over all points. Errors: APIError `payload_too_large`."""
+        """Bound the scores of all points together. Errors: APIError `payload_too_large`."""
         body = self._body
         points = 1 + len(body.scales) * len(body.layers or [None])
         count = points * (len(body.items) + len(body.texts))

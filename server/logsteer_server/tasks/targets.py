@@ -1,6 +1,6 @@
-"""Contexts and targets as score jobs: the plan of `/logprob` and of all that scores like it.
+"""Contexts and targets as score jobs: the plan of `/logprob` and of other endpoints that score.
 
-And the columns that are read from each scored row, as an answer shows them.
+And the columns read from each scored row, as an answer shows them.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_i
 Column = npt.NDArray[Any]
 
 ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
-"""Columns that stand beside `columns` in an answer, under these names."""
+"""Columns that an answer shows outside of `columns`, under these names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnOptions:
-    """What is read from each scored row, as score jobs take it; `logprob` always.
+    """The columns of each scored row, as options of score jobs; `logprob` always.
 
-    `reads_end`: the last token is read, too, which probes are to read there.
+    `reads_end`: the last token is read, too, for probes.
     """
 
     columns: tuple[str, ...] = ("logprob",)
@@ -72,7 +72,7 @@ class ColumnOptions:
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:
-    """Return the columns that were asked for, where every answer has them.
+    """Return the requested columns, at their places in an answer.
 
     For `["rank", "entropy"]`: `{"ranks": [...], "columns": {"entropy": [...]}}`.
     """
@@ -152,7 +152,7 @@ def find_longest(items: Sequence[LogprobItem]) -> int:
 class PlannedTarget(NamedTuple):
     """One string or id sequence to score: its tokens, and where its scores will be.
 
-    They are all of job `job`'s rows, or only entry `slot` where the job shares a row.
+    They are all rows of job `job`, or only entry `slot` if the job shares a row.
     """
 
     text: str
@@ -193,13 +193,13 @@ class TargetPlan:
 
     planned: list[PlannedTarget]
     items: list[PlannedItem]
-    """Those that have no problem."""
+    """Items without a problem."""
     jobs: ScoreJobs
     num_listed: int = 0
     """Tokens listed for each scored one."""
 
     def context(self, target: PlannedTarget) -> Ids:
-        """Return what the model reads in front of a target."""
+        """Return what the model reads before a target."""
         starts = self.jobs.token_starts
         end = starts[target.job + 1] - len(target.token_ids) + (not self.jobs.like.reads_end)
         return self.jobs.tokens[starts[target.job] : end]
@@ -224,10 +224,10 @@ def plan_targets(
     cover: Cover,
     problems: ItemProblems | None = None,
 ) -> TargetPlan:
-    """Plan one job a target, but one for all single tokens after a context that are not read.
+    """Plan one job per target, but one for all single tokens after a context that are not read.
 
-    What is wrong with an item is added to `problems`; the first is raised where that is None.
-    Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
+    Problems of an item are added to `problems`; the first is raised if that is None. Errors:
+    APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
     problems = ItemProblems("items") if problems is None else problems
     laid = _lay_out_items(given, codec, info, options, cover, problems)
@@ -283,7 +283,7 @@ class _LaidItems:
     has_alternatives: bool = False
 
     def has_twin(self, place: int, numbers: Sequence[int | None]) -> bool:
-        """Return whether the other variant of a target can be scored, or has still to be looked at.
+        """Return whether the other variant of a target can be scored, or has not been checked yet.
 
         Of two variants one is enough.
         """

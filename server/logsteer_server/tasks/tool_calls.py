@@ -87,7 +87,7 @@ def read_calls(
 
 
 def find_plain(text: str, request: ChatCompletionRequest) -> int:
-    """Return how many characters of a reply that goes on are no call, whatever follows."""
+    """Return how many characters of an unfinished reply are certainly not part of a call."""
     if not request.tools or request.tool_choice == "none":
         return len(text)
     if request.tool_choice == "required" or isinstance(request.tool_choice, NamedChoice):

@@ -196,13 +196,13 @@ def combine_layer(
         size = max(size, float(np.linalg.norm(term_D)))
         total_D = term_D if total_D is None else np.add(total_D, term_D, out=total_D)
     assert total_D is not None, "a layer is combined that a vector has"
-    left_D = _take_away(total_D, orthogonal_to)
+    left_D = _project_out(total_D, orthogonal_to)
     if np.linalg.norm(left_D) <= NEGLIGIBLE * size:
         left_D = np.zeros_like(left_D)
     return left_D.astype(np.float32)
 
 
-def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
+def _project_out(vector_D: Double, others: Sequence[Vector]) -> Double:
     """Return the vector less its projection onto the space that the others span: [D]."""
     if not others:
         return vector_D
@@ -332,7 +332,7 @@ class TrainTask(BodyTask[TrainRequest]):
         """Draw what the unsteered model says, then score it and the pairs in two stages."""
         samples, drawn = search.plan_samples(self.info), Collector()
         yield Batch(samples, drawn.take)
-        search.take_samples(samples, drawn.outputs)
+        search.record_samples(samples, drawn.outputs)
         for plan_stage in (search.plan_coarse, search.plan_fine):
             settings, scored = plan_stage(), Collector()
             jobs = await planner.capacity.call_long(search.plan_jobs, settings)

@@ -1,8 +1,8 @@
-"""How a direction is found that tells activations of positive texts from those of negative ones.
+"""How a direction is found that separates activations of positive texts from those of negative
+ones.
 
-How well it separates texts is measured on those held out. Axis
-letters: N pairs, M texts (two a pair), L layers, D width of an activation, K dimensions that the
-texts span. float64 throughout.
+How well it separates texts is measured on held-out ones. Axis letters: N pairs, M texts (two a
+pair), L layers, D width of an activation, K dimensions that the texts span. float64 throughout.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -240,8 +240,7 @@ class HeldOut:
     """Vectors made without the texts of each of F folds, and those texts' projections on them.
 
     A projection is on the vector at norm 1, from the middle between the two sides' means of the
-    texts that it is made of; without it, those of different folds could not be told apart from an
-    offset.
+    texts that it is made of; without it, different folds could differ by an offset.
     """
 
     vectors_FD: Double
@@ -272,7 +271,7 @@ def hold_out(
 
 
 def judge_layer(positive_ND: Double, negative_ND: Double, held: HeldOut | None) -> LayerQuality:
-    """Judge how one layer's texts are told apart where they are held out; see `LayerQuality`."""
+    """Judge how well one layer separates held-out texts; see `LayerQuality`."""
     lengths = np.linalg.norm(np.concatenate([positive_ND, negative_ND]), axis=1)
     quality = LayerQuality(activation_norm=float(lengths.mean()))
     if held is None:
@@ -291,8 +290,8 @@ def judge_layer(positive_ND: Double, negative_ND: Double, held: HeldOut | None) 
 
 @dataclass(frozen=True, slots=True)
 class TrainedVectors:
-    """Vectors, and by layer how well texts are told apart that were held out, and the vectors
-    [F, D] that were made without each fold of them: none where nothing could be held out.
+    """Vectors, and by layer how well held-out texts are separated, and the vectors [F, D] made
+    without each fold of them: none if nothing could be held out.
     """
 
     vectors: LayerVectors
@@ -307,7 +306,7 @@ def choose_middle(values: Mapping[int, float], num_layers: int) -> dict[int, flo
 
 
 def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recommendation | str:
-    """Return the layer in the middle that tells held-out texts apart best, at a small scale.
+    """Return the layer in the middle that separates held-out texts best, at a small scale.
 
     What separates texts need not steer them, so the scale is the smallest that shows. Or why
     nothing is recommended.

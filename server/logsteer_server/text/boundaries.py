@@ -56,10 +56,10 @@ class Cut(NamedTuple):
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
 ) -> Iterator[Cut | APIError]:
-    """Cut each pair into tokens, in order, of so many pairs at once that no call takes long.
+    """Cut each pair into tokens, in order; calls cut few enough pairs to be short.
 
-    In place of a pair that cannot be cut stands its error: `boundary_empty` where no token is left
-    for the target. Errors: as `TextCodec.bos_ids`.
+    An error takes the place of a pair that cannot be cut: `boundary_empty` if no token is left for
+    the target. Errors: as `TextCodec.bos_ids`.
     """
     sizes = [len(context) + len(target) for context, target, _ in pairs]
     for part in split_sizes(sizes, ENCODED_AT_ONCE):

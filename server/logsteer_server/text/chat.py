@@ -14,8 +14,8 @@ from logsteer.schemas import ChatFields, Message
 class ChatForm:
     """How conversations are rendered, as `ChatFields` says.
 
-    `is_whole`: they are read as they are, and not answered, so that no turn of the assistant begins
-    after one of its own unless that is asked for.
+    `is_whole`: they are read as they are, not answered, so a turn of the assistant begins after one
+    of its own only on request.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class ChatForm:
     tools: list[dict[str, Any]] | None = None
     is_whole: bool = False
     template: str | None = None
-    """The text of one in place of the model's."""
+    """A template in place of the model's."""
 
     @classmethod
     def of(cls, request: ChatFields, *, is_whole: bool = False) -> "ChatForm":
@@ -57,9 +57,9 @@ def list_templates(tokenizer: Any) -> dict[str, str]:
 
 
 def find_template(tokenizer: Any, *, has_tools: bool = False) -> tuple[str, str]:
-    """Return the name and the text of the template in use: that for tools where there are any.
+    """Return the name and the text of the template in use: the one for tools if there are any.
 
-    Errors: APIError `invalid_request` where there is none.
+    Errors: APIError `invalid_request` without a template.
     """
     templates = list_templates(tokenizer)
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
@@ -80,12 +80,12 @@ def render(
     form: ChatForm,
     write: Callable[[str], str] | None = None,
 ) -> str:
-    """Render a conversation as text, as the template writes it.
+    """Render a conversation as text, with the template.
 
-    With `write` each of the caller's strings is given to the template as that writes it.
+    With `write` each of the caller's strings is passed to the template as `write` returns it.
 
-    Errors: APIError `invalid_request` without a chat template, where it refuses, and where it would
-    not read what it is given.
+    Errors: APIError `invalid_request` without a chat template, if it refuses, or if it would ignore
+    a part of the conversation.
     """
     from jinja2 import TemplateError
 
@@ -129,7 +129,7 @@ def render(
 
 
 def _rewrite(value: Any, write: Callable[[str], str]) -> Any:
-    """Return a JSON value with each of its strings, names included, as `write` writes it."""
+    """Return a JSON value with `write` applied to each of its strings, names included."""
     if isinstance(value, dict):
         return {write(name): _rewrite(entry, write) for name, entry in value.items()}
     if isinstance(value, list):
@@ -138,7 +138,7 @@ def _rewrite(value: Any, write: Callable[[str], str]) -> Any:
 
 
 def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
-    """Refuse what the template would not notice. Errors: APIError `invalid_request`."""
+    """Refuse parts that the template would ignore. Errors: APIError `invalid_request`."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     own -= {"documents"}
     for name in form.variables:
@@ -162,7 +162,7 @@ def _check_is_read(tokenizer: Any, template: str, form: ChatForm) -> None:
 
 
 def _write_turn(message: Message, template: str) -> dict[str, Any]:
-    """Return a turn as templates take it: arguments of calls as objects."""
+    """Return a turn as templates expect it: arguments of calls as objects."""
     turn = message.model_dump(include={"role", "content", "name", "tool_call_id"})
     turn = {name: value for name, value in turn.items() if value is not None}
     if message.role == "developer" and "developer" not in template:

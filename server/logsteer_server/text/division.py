@@ -5,7 +5,7 @@ the usual tokenizers begin a new word:
 
     "The capital of France is" + " Paris."    [The][ capital][ of][ France][ is] [ Paris][.]
 
-So what lies in front of many targets is encoded once, and each target once. Whether it is so for a
+So the common context of many targets is encoded once, and each target once. Whether it is so for a
 tokenizer follows from its parts. Each of them must leave what is on one side of such a place as it
 is, whatever is on the other: what normalizes, what cuts words, and the vocabulary, where no token
 may have a space behind anything but white space.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SPACE_SIGN = "\u2581"
-"""What takes the place of a space in vocabularies that came from SentencePiece."""
+"""The sign of a space in vocabularies from SentencePiece."""
 BYTE_SPACE = "\u0120"
 BYTE_BLANKS = "\u0109\u010a\u010b\u010c\u010d\u0120"
 """The signs of white space, and of a space, in vocabularies of bytes."""
@@ -35,7 +35,7 @@ SAFE_CLAUSES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     }
 )
-"""Clauses of patterns that cut words, in GPT-2, Llama 3, Qwen, GPT-4o and their kin.
+"""Clauses of patterns that cut words, in GPT-2, Llama 3, Qwen, GPT-4o and similar ones.
 
 None takes a space behind anything but white space, and none looks past what it takes but for
 `(?!\\S)`, at what follows white space. So each takes the same whether or not the text ends there.
@@ -43,9 +43,9 @@ None takes a space behind anything but white space, and none looks past what it 
 
 
 def divides_at_spaces(backend: Any) -> bool:
-    """Return whether a tokenizer divides texts at spaces, as `may_divide` has it.
+    """Return whether a tokenizer divides texts at spaces, as `may_divide` defines it.
 
-    `backend` is a `tokenizers.Tokenizer`. False also where that cannot be told from its parts.
+    `backend` is a `tokenizers.Tokenizer`. Also False if its parts do not show that.
     """
     model = backend.model
     normalizers, cutters, processors = (
@@ -134,9 +134,10 @@ def _keeps_offsets(part: dict[str, Any]) -> bool:
 
 
 def _joins_apart(backend: Any, space: str, blanks: str) -> bool:
-    """Return whether no token, added ones included, has a space behind what is no white space.
+    """Return whether no token, added ones included, has a space after a sign that is not white
+    space.
 
-    Nor must an added token take what is behind it, nor a sign be left out that no token has.
+    Nor may an added token include what follows it, nor a sign be dropped for want of a token.
     """
     crossing = re.compile(f"[^{blanks}]{space}")
     vocab = backend.get_vocab(with_added_tokens=False)

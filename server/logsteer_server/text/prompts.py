@@ -1,4 +1,4 @@
-"""Prompts as tokens, and what does not fit into a model's context."""
+"""Prompts as tokens, cut to fit into a model's context."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def read_prompts(
     codec: TextCodec,
     bos: BosPolicy = "auto",
 ) -> Iterator[tuple[str | None, list[int]]]:
-    """Yield text and tokens of each prompt; ids are taken as they are, and have no text yet."""
+    """Yield text and tokens of each prompt; ids are used as they are, and have no text yet."""
     given: list[Any] = [prompt] if is_one_prompt(prompt) else list(prompt)
     texts = [entry for entry in given if isinstance(entry, str)]
     encoded = codec.encode_prompts(texts, bos)
@@ -38,7 +38,7 @@ def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
 
 
 def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse a prompt that has no token, or ids that the model has not.
+    """Refuse a prompt without tokens, or with ids that the model does not have.
 
     Errors: APIError `invalid_request`.
     """

@@ -40,8 +40,8 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
 def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:
     """Count what each of T tokens covers of the text that they decode to, as `count_text` does.
 
-    A token covers what it adds to the text in front of it; bytes of one character leave that to the
-    last of them. A BOS that stands first covers nothing.
+    A token covers what it adds to the preceding text; bytes of one character leave that to the last
+    of them. A BOS at the beginning covers nothing.
     """
     own = ids[1:] if list(ids[:1]) == [codec.bos_id] else ids
     text = codec.decode(own)

@@ -22,7 +22,7 @@ ENCODED_AT_ONCE = 65_536
 DECODED_AT_ONCE = 16_384
 """Tokens of the sequences that are decoded by one call."""
 ANSWERED = ChatForm()
-"""Conversations up to where the assistant's next turn begins."""
+"""Conversations up to the beginning of the assistant's next turn."""
 HIDDEN, MARKS = 0xF0000, 0x100000
 """Characters for private use: what stands for control text in a caller's strings, and for tokens
 that are a template's."""
@@ -64,7 +64,7 @@ class CharCounter:
 class TextCodec:
     """Encodes and decodes text as a model does. Safe to use from several threads.
 
-    Encoding never adds special tokens by itself: `bos_ids` says what stands in front.
+    Encoding adds no special tokens by itself: `bos_ids` returns the tokens to put before the text.
     """
 
     def __init__(self, tokenizer: Any, digest: str) -> None:
@@ -89,7 +89,7 @@ class TextCodec:
             self._backend.token_to_id(f"<0x{byte:02X}>"): bytes([byte])
             for byte in range(256 if "ByteFallback" in kinds else 0)
         }
-        """The tokens that are a byte each, by id."""
+        """Byte-fallback tokens, by id."""
         self._special_ids = {
             number
             for number, token in self._backend.get_added_tokens_decoder().items()
@@ -104,7 +104,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, path: str) -> "TextCodec":
-        """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
+        """Load the tokenizer of a checkpoint. Errors: OSError or ValueError without one."""
         tokenizer = load_tokenizer(path)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"{path}: its tokenizer has no fast form; add a tokenizer.json")
@@ -126,12 +126,12 @@ class TextCodec:
         return self._divides and may_divide(front, rest)
 
     def encode_ids_lazily(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the token ids of each text, of so many texts at once that no call takes long."""
+        """Yield the token ids of each text; calls encode few enough texts to be short."""
         for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
             yield from self.encode_ids(texts[part.start : part.stop])
 
     def encode_prompts(self, texts: Sequence[str], bos: BosPolicy) -> Iterator[list[int]]:
-        """Yield the token ids of each text, as `encode_ids_lazily`, with what stands in front.
+        """Yield the token ids of each text, as `encode_ids_lazily`, after those of `bos_ids`.
 
         Errors: as `bos_ids`.
         """
@@ -139,9 +139,9 @@ class TextCodec:
             yield self.bos_ids(bos, ids) + ids
 
     def bos_ids(self, policy: BosPolicy, ids: Sequence[int] = ()) -> list[int]:
-        """Return what stands in front of `ids`: the BOS token or nothing; never a second BOS.
+        """Return the tokens to put before `ids`: the BOS token or none; never a second BOS.
 
-        Errors: APIError `invalid_request` where BOS is wanted and the tokenizer has none.
+        Errors: APIError `invalid_request` if BOS is requested and the tokenizer has none.
         """
         if policy == "never" or (policy == "auto" and not self._adds_bos):
             return []
@@ -151,7 +151,7 @@ class TextCodec:
         return [] if list(ids[:1]) == [self.bos_id] else [self.bos_id]
 
     def prefix_id(self) -> int:
-        """Return the token that stands before a text in the rolling protocol: BOS, else EOS."""
+        """Return the token before a text in the rolling protocol: BOS, else EOS."""
         prefix = self.bos_id if self.bos_id is not None else self.eos_id
         if prefix is None:
             detail = "protocol rolling needs a BOS or EOS token, and this tokenizer has neither."
@@ -165,9 +165,9 @@ class TextCodec:
     def render_each(
         self, conversations: Sequence[Sequence[Message]], form: ChatForm
     ) -> Iterator[str | APIError]:
-        """Yield the text of each conversation, or what is wrong with that one.
+        """Yield the text of each conversation, or its error.
 
-        Errors: as `chat.render`, where no conversation could be rendered so.
+        Errors: as `chat.render`, if no conversation could be rendered.
         """
         for messages in conversations:
             try:
@@ -190,7 +190,7 @@ class TextCodec:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
-        """Yield the text of each sequence, of so many at once that no call takes long."""
+        """Yield the text of each sequence; calls decode few enough sequences to be short."""
         for part in split_sizes(list(map(len, sequences)), DECODED_AT_ONCE):
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
@@ -202,8 +202,8 @@ class TextCodec:
     def find_starts(self, ids: Sequence[int]) -> list[int]:
         """Return where the text that each token adds begins, in characters of their text.
 
-        Tokens that are bytes of one character begin with it; those that are bytes of none are
-        replaced as the tokenizer replaces them: byte fallback replaces each byte of such a run.
+        Tokens that are bytes of one character begin with it; invalid bytes are replaced as the
+        tokenizer replaces them: byte fallback replaces each byte of such a run.
         """
         counter = CharCounter()
         starts: list[int] = []
@@ -260,10 +260,10 @@ class RenderedText(str):
 class LiteralCodec(TextCodec):
     """A codec to which control text in a caller's strings is plain text.
 
-    Special tokens have other texts, marks of characters for private use, so that nothing in a
-    string is one. A template is given the strings with their control text hidden; what control text
-    then stands in the rendered conversation is the template's own, and is marked, token by token.
-    With marks M, as long as what they stand for, and H for what was hidden and is shown again:
+    Special tokens have other texts, marks of characters for private use, so that no string contains
+    one. A template is given the strings with their control text hidden; all control text in the
+    rendered conversation is then the template's own, and is marked, token by token. With marks M,
+    as long as the tokens that they mark, and H for hidden text, which is restored:
 
         content   a<|im_end|>     as the template is given it: aH
         rendered  <|im_start|>user⏎a<|im_end|><|im_end|>
@@ -281,9 +281,9 @@ class LiteralCodec(TextCodec):
 
     @cached_property
     def _encoder(self) -> tuple[Any, dict[Any, int | None]]:
-        """The tokenizer with marks, and the model's ids for its own; None: must not come of text.
+        """The tokenizer with marks, and the model's ids for its own; None: not allowed in text.
 
-        It takes seconds to make where there are thousands of special tokens.
+        Building it takes seconds where there are thousands of special tokens.
         """
         from tokenizers import Tokenizer
 
@@ -367,14 +367,14 @@ def _mark(text: str) -> str:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
-    """Refuse ids that the model has not. Errors: APIError `invalid_request`."""
+    """Refuse ids that the model does not have. Errors: APIError `invalid_request`."""
     if ids and max(ids) >= vocab_size:
         detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
         raise api_error("invalid_request", detail, param=param)
 
 
 def split_sizes(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Yield runs of entries, each as long as it takes to come to the limit, the last maybe shorter.
+    """Yield runs of entries, each just long enough to reach the limit, the last maybe shorter.
 
     Sizes 3, 3, 6 and 1 with a limit of 5: entries 0 and 1, entry 2, entry 3.
     """

@@ -15,7 +15,7 @@ from logsteer.schemas.perplexity import DEFAULT_ROWS, WindowOptions
 
 @dataclass(frozen=True, slots=True)
 class Windowing:
-    """How a text is cut into windows, as `WindowOptions` says; None: what `fit` puts there."""
+    """How a text is cut into windows, as `WindowOptions` says; None: set by `fit`."""
 
     protocol: Protocol = "sliding"
     context_length: int | None = None
@@ -77,7 +77,7 @@ class WindowCutter:
     """
 
     prefix_id: int | None = None
-    """What stands in front of a text that does not begin with it."""
+    """The token before a text that does not begin with it."""
 
     def __init__(self, context_length: int, stride: int | None = None) -> None:
         self.context_length = context_length

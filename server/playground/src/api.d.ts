@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 7c24b85fcdaa799276b016a7df416c17b33239262efac78f3474e7aa59420b0b
+// Written by build/types.mjs from openapi.json, sha256 f1288d90874d99ad81b66e68111d0858af3df53ee96b904eaaf33a418e820c72
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -415,6 +415,17 @@ export interface components {
             arguments: string;
             name: string;
         };
+        CaptureOptions: {
+            /** @enum {string} */
+            dtype?: "float32" | "float16";
+            hook?: string;
+            layers: number[];
+            /** @enum {string} */
+            point?: "after" | "before";
+            positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["PositionRule"];
+            /** @enum {string} */
+            read?: "each" | "last" | "mean";
+        };
         ClampBounds: {
             max?: number | null;
             min?: number | null;
@@ -425,6 +436,7 @@ export interface components {
             vectors: components["schemas"]["WeightedVector"][];
         };
         Completion: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
@@ -509,6 +521,7 @@ export interface components {
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            capture?: components["schemas"]["CaptureOptions"] | null;
             chat_template_kwargs?: {
                 [key: string]: unknown;
             } | null;
@@ -679,6 +692,7 @@ export interface components {
             top?: number;
         };
         LensRows: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             alternatives?: components["schemas"]["ListedTokens"] | null;
             columns?: {
                 [key: string]: (number | null)[];
@@ -744,6 +758,7 @@ export interface components {
             /** @enum {string} */
             boundary?: "joint" | "separate";
             cache?: boolean;
+            capture?: components["schemas"]["CaptureOptions"] | null;
             chat_template_kwargs?: {
                 [key: string]: unknown;
             } | null;
@@ -906,6 +921,7 @@ export interface components {
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            capture?: components["schemas"]["CaptureOptions"] | null;
             chat_template_kwargs?: {
                 [key: string]: unknown;
             } | null;
@@ -939,6 +955,10 @@ export interface components {
         };
         PositionRule: {
             after?: string | null;
+            completion?: [
+                number,
+                number
+            ] | null;
             every?: number | null;
             last?: number | null;
             slices?: [
@@ -1117,6 +1137,7 @@ export interface components {
             top_p?: number;
         };
         ScoredTarget: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
@@ -1239,6 +1260,7 @@ export interface components {
             /** @enum {string} */
             bos?: "auto" | "always" | "never";
             cache?: boolean;
+            capture?: components["schemas"]["CaptureOptions"] | null;
             chat_template_kwargs?: {
                 [key: string]: unknown;
             } | null;
@@ -1425,6 +1447,7 @@ export interface components {
             [key: string]: unknown;
         };
         TargetScore: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             aggregates?: {
                 [key: string]: components["schemas"]["Aggregate"];
             } | null;
@@ -1499,7 +1522,19 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        TokenActivations: {
+            layers: {
+                [key: string]: (number | null)[][];
+            };
+            positions: number[];
+            sinks?: {
+                [key: string]: number[];
+            };
+        } & {
+            [key: string]: unknown;
+        };
         TokenScores: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             columns?: {
                 [key: string]: (number | null)[];
             } | null;
@@ -1740,6 +1775,7 @@ export interface components {
             weight?: number;
         };
         WindowScore: {
+            activations?: components["schemas"]["TokenActivations"] | null;
             end: number;
             num_scored: number;
             start: number;

@@ -99,7 +99,7 @@ async def show(
 async def show_capture_index(
     name: CaptureName, request: Request, captures: CapturesDep, threads: StoreThreadsDep
 ) -> Response:
-    """All that is known of a data set of activations, its shards among it."""
+    """The index of a data set of activations, its shards included."""
     index = await threads.run(captures.find(request.state.caller).read, name)
     return answer(request, index.model_dump())
 

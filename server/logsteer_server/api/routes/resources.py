@@ -64,7 +64,7 @@ WRITTEN_AT_ONCE = 2**22
 READ_BYTES = 2**26
 """Memory for reading a file of tensors in pieces, with a header of the largest size."""
 MAX_SIDE_BYTES = 2**22
-"""Of a file that is no weights."""
+"""Bytes of a file other than weights."""
 WEIGHTS = "weights"
 OVERWRITE = Query(
     description="Whether to replace what another request has stored under this name, which is "
@@ -79,7 +79,7 @@ Choose = Callable[[list[Any]], list[Any]]
 
 
 async def keep_all() -> Choose:
-    """Return what chooses all cards."""
+    """Return a function that selects all cards."""
     return list
 
 
@@ -88,7 +88,7 @@ async def choose_fitting(
     models: ModelsDep,
     model: Annotated[str | None, Query(description="List what fits this model alone.")] = None,
 ) -> Choose:
-    """Return what chooses the vectors that fit a model, or all. Errors: those of `find`."""
+    """Return a function that selects all vectors, or those of a model. Errors: those of `find`."""
     if model is None:
         return list
     _, info = models.find(await find_base(request, model)).require()
@@ -106,7 +106,7 @@ class Resource(Generic[C]):
     deletion: str = ""
     """What else its documentation says of a deletion."""
     choose: Callable[..., Awaitable[Choose]] = keep_all
-    """The dependency of a list that gives what chooses its cards."""
+    """A list's dependency, which returns the function that selects its cards."""
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
@@ -237,10 +237,10 @@ class Receiver(Protocol):
 async def open_upload(
     request: Request, store: Receiver, name: str, limit: UploadLimit, threads: StoreThreads
 ) -> AsyncIterator[Upload]:
-    """Give a file for an upload; it is closed afterwards, and removed where it was not stored.
+    """Open a file for an upload; it is closed afterwards, and removed if it was not stored.
 
     The room that the request announces is reserved before anything is read. Errors: APIError
-    `payload_too_large`; `overloaded` where other uploads are in the way.
+    `payload_too_large`; `overloaded` if other uploads hold the room.
     """
     announced = read_announced(request)
     if announced > limit.max_bytes:

@@ -48,16 +48,16 @@ TASKS: Mapping[str, MakeTask] = {
     "v1.chat.completions": ChatCompletionTask,
     "v1.score": LabelTask,
 }
-"""Name of an endpoint -> what makes its task from a request."""
+"""Name of an endpoint -> the constructor of its task."""
 
 OPENAI = "openai"
 """The tag of endpoints that answer in OpenAI's shape."""
 
 
 class TaskRoute(KeyedRoute):
-    """A route that reads its body, makes the task of TASKS for it, and runs that.
+    """A route that reads its body, creates the task of TASKS for it, and runs that.
 
-    What FastAPI does for a request beyond that takes longer than a short one's own work.
+    FastAPI's further steps for a request would take longer than the work of a short one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

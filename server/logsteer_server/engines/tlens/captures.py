@@ -4,7 +4,7 @@ Axis letters: B rows, T tokens, L layers, N captured tokens of a pass, W width o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,8 +26,8 @@ class CapturedRow:
     capture: Capture
     prompt_len: int
     points: tuple[Point, ...]
-    places: list[Places] = field(default_factory=list)
-    parts_L: list[list[Tensor]] = field(init=False)
+    places: list[Places]
+    parts_L: list[list[Tensor]]
 
     @classmethod
     def place(cls, model: CausalModel, job: Job) -> "CapturedRow | None":
@@ -43,10 +43,7 @@ class CapturedRow:
             raise RefusedJobError("invalid_request", detail + "ask apart")
         if job.delta:
             model.check_delta(list(points))
-        return cls(capture, job.prompt_len, points)
-
-    def __post_init__(self) -> None:
-        self.parts_L = [[] for _ in self.points]
+        return cls(capture, job.prompt_len, points, [], [[] for _ in points])
 
     def begin(self, read: TokenRange) -> Places:
         """Begin a forward pass over some tokens; return the columns of those that are captured."""

@@ -33,15 +33,16 @@ from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.engines.tlens.queue import (
-    BatchRun,
     EngineLimits,
+    Entry,
     JobQueue,
     Results,
-    Turn,
 )
 from logsteer_server.engines.tlens.scoring import CaptureQueue, ScoreQueue
 from logsteer_server.engines.weights import digest_weights, find_kind, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
+
+Turn = JobQueue[Any] | RunningBatch
 
 
 class TransformerLensEngine:
@@ -161,7 +162,7 @@ class TransformerLensEngine:
         """
         batch = turn.take()
         try:
-            return batch.run()
+            return turn.run(batch)
         except RefusedJobError as error:
             failure = error.failure
         except Exception as error:
@@ -169,11 +170,11 @@ class TransformerLensEngine:
         # Here, and not above, no traceback holds the batch's tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        turn.drop(frozenset(entry.job_id for entry in batch.entries))
-        if failure.code != "internal" or len(batch.entries) == 1:
-            return [(entry.job_id, failure) for entry in batch.entries]
+        turn.drop(frozenset(entry.job_id for entry in batch))
+        if failure.code != "internal" or len(batch) == 1:
+            return [(entry.job_id, failure) for entry in batch]
         results: Results = []
-        for entry in batch.entries:
+        for entry in batch:
             job = entry.job
             streams = isinstance(job, GenerateJob) and job.stream
             if streams and isinstance(turn, RunningBatch):
@@ -205,10 +206,10 @@ class TransformerLensEngine:
         del self._model, self._deltas
 
 
-def _describe_shortage(batch: BatchRun) -> JobFailure:
-    tokens = sum(len(entry.job.tokens) for entry in batch.entries)
+def _describe_shortage(batch: Sequence[Entry]) -> JobFailure:
+    tokens = sum(len(entry.job.tokens) for entry in batch)
     detail = (
-        f"memory ran out over {len(batch.entries)} sequences of {tokens} tokens; "
+        f"memory ran out over {len(batch)} sequences of {tokens} tokens; "
         "send less, or set engine_args max_batch_tokens or max_batch_rows lower"
     )
     return JobFailure("out_of_memory", detail)

@@ -28,7 +28,6 @@ from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import (
-    BatchRun,
     EngineLimits,
     Entry,
     JobQueue,
@@ -115,11 +114,11 @@ class RunningBatch:
         """Whether a row goes on."""
         return bool(self.rows)
 
-    def take(self) -> BatchRun:
-        """Return the next step of all rows."""
-        return BatchRun(list(self.rows), self.step)
+    def take(self) -> list[GenerationRow]:
+        """Return the rows of the next step: all."""
+        return self.rows
 
-    def step(self) -> Results:
+    def run(self, rows: Sequence[GenerationRow]) -> Results:  # noqa: ARG002
         """Read the newest tokens and sample the next of each row.
 
         Returns the outputs of rows that end with it, and of those that are streamed.
@@ -253,12 +252,13 @@ class GenerateQueue(JobQueue[GenerationRow]):
             raise RefusedJobError("invalid_request", "max_tokens must be at least 1")
         return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
 
-    def _run(self, batch: list[GenerationRow]) -> Results:
+    def run(self, batch: list[GenerationRow]) -> Results:
+        """Start a batch: return the results of its first step. Errors: RefusedJobError."""
         delta = batch[0].job.delta
         same = [running for running in self._running if running.has_work and running.delta == delta]
         parameters = same[0].parameters if same else self._deltas.apply(delta)
         started = RunningBatch(self._model, batch, parameters)
-        results = started.step()
+        results = started.run(batch)
         if started.has_work:
             self._running.add(started)
             self._enlist(started)

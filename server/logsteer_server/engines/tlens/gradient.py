@@ -84,10 +84,11 @@ class GradientQueue(ModelQueue):
         keys = tuple(point.key for point in entry.points)
         return entry.job.delta, entry.job.along, entry.job.input_point is None, keys
 
-    def _run(self, batch: list[Entry]) -> Results:
+    def run(self, batch: list[Entry]) -> Results:
+        """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
         first = batch[0].job
         if first.along is None:
-            return super()._run(batch)
+            return super().run(batch)
         direction = self._deltas.load(first.along)
         parameters = self._deltas.apply(first.delta)
         call_with = self._model.parameters.call_with

@@ -8,10 +8,9 @@ changes nothing. Axis letters: B sequences, T tokens, D hidden size.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -89,31 +88,6 @@ class EngineLimits:
         return cls(**engine_args)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRun:
-    """A batch that is about to run: its jobs, and the call that gives their results."""
-
-    entries: Sequence[Entry]
-    run: Callable[[], Results]
-
-
-class Turn(Protocol):
-    """What the engine gives turns to: a queue, or a running batch of continuations."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a batch to run now."""
-        ...
-
-    def take(self) -> BatchRun:
-        """Take the next batch out, which must exist."""
-        ...
-
-    def drop(self, job_ids: frozenset[int]) -> None:
-        """Forget jobs; those of others are ignored."""
-        ...
-
-
 class JobQueue(ABC, Generic[E]):
     """Jobs of one kind that wait: longest first within those that came since the last were taken.
 
@@ -156,7 +130,7 @@ class JobQueue(ABC, Generic[E]):
         entry.alone = alone
         self._arrived.append(entry)
 
-    def take(self) -> BatchRun:
+    def take(self) -> list[E]:
         """Take the next batch out: jobs of one group, within the limits."""
         if not self._sorted:
             self._sorted.extend(sorted(self._arrived, key=_count_tokens, reverse=True))
@@ -164,14 +138,15 @@ class JobQueue(ABC, Generic[E]):
         batch: list[E] = []
         passed: list[E] = []
         first = self._sorted[0]
+        group = self._group(first)
         limit = max(1, self._limits.max_batch_tokens // max(1, _count_tokens(first)))
         limit = 1 if first.alone else min(limit, self._limits.max_batch_rows)
         while self._sorted and len(batch) < limit:
             entry = self._sorted.popleft()
-            is_like = self._group(entry) == self._group(first) and not entry.alone
+            is_like = self._group(entry) == group and not entry.alone
             (batch if is_like or entry is first else passed).append(entry)
         self._sorted.extendleft(reversed(passed))
-        return BatchRun(batch, partial(self._run, batch))
+        return batch
 
     def drop(self, job_ids: frozenset[int]) -> None:
         """Forget jobs."""
@@ -187,7 +162,7 @@ class JobQueue(ABC, Generic[E]):
         return entry.job.delta
 
     @abstractmethod
-    def _run(self, batch: list[E]) -> Results:
+    def run(self, batch: list[E]) -> Results:
         """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
 
 
@@ -217,7 +192,8 @@ class ModelQueue(JobQueue[Entry]):
         self._model = model
         self._deltas = deltas
 
-    def _run(self, batch: list[Entry]) -> Results:
+    def run(self, batch: list[Entry]) -> Results:
+        """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
         parameters = self._deltas.apply(batch[0].job.delta)
         return self._model.parameters.call_with(parameters, lambda: self._compute(batch))
 

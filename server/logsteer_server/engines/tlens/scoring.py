@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.captures import CapturedRow
@@ -27,15 +26,6 @@ from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hid
 from logsteer_server.numerics.rows import RowFiles, RowSpec, unpack
 
 
-def _find_head_group(entry: Entry) -> object:
-    """Return what jobs whose rows go through the head together have in common.
-
-    A job that exchanges files goes by itself.
-    """
-    alone = entry.job_id if entry.job.export or entry.job.reference else None
-    return RowSpec.of(entry.job, ()), alone
-
-
 class ScoreQueue(ModelQueue):
     """Sequences whose rows are to be scored, within bounds of what that takes at once."""
 
@@ -49,23 +39,17 @@ class ScoreQueue(ModelQueue):
         steered = accept_row(self._model, job)
         return Entry(job_id, job, steered, captured=CapturedRow.place(self._model, job))
 
+    def _group(self, entry: Entry) -> object:
+        # Rows of equal columns go through the head together; a job that exchanges files by itself.
+        alone = entry.job_id if entry.job.export or entry.job.reference else None
+        return entry.job.delta, RowSpec.of(entry.job, ()), alone
+
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:
         hidden_BTD = read_batch(self._model, batch)
-        results: Results = []
-        groups = [_find_head_group(entry) for entry in batch]
-        for group in dict.fromkeys(groups):
-            members = [b for b, own in enumerate(groups) if own == group]
-            results += self._score_group(batch, members, hidden_BTD)
-        return results
-
-    def _score_group(
-        self, batch: Sequence[Entry], members: Sequence[int], hidden_BTD: Tensor
-    ) -> Results:
-        """Return the results of some of a batch's sequences, whose rows share a spec."""
-        jobs = [batch[b].job for b in members]
+        jobs = [entry.job for entry in batch]
         width = hidden_BTD.shape[1]
-        index_R = np.concatenate([batch[b].job.rows + b * width for b in members])
+        index_R = np.concatenate([job.rows + b * width for b, job in enumerate(jobs)])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec, vocab_size = RowSpec.of(jobs[0], self._model.eos_ids), self._model.vocab_size
         before = []
@@ -85,11 +69,10 @@ class ScoreQueue(ModelQueue):
         found_RW = values_RW.cpu().numpy()
         results: Results = []
         start = 0
-        for b, job in zip(members, jobs, strict=True):
-            columns = unpack(found_RW[start : start + len(job.targets)], spec)
-            start += len(job.targets)
-            entry, steered = batch[b], batch[b].steered
-            readings = steered.take_readings() if steered else None
+        for entry in batch:
+            columns = unpack(found_RW[start : start + len(entry.job.targets)], spec)
+            start += len(entry.job.targets)
+            readings = entry.steered.take_readings() if entry.steered else None
             output = ScoreOutput(columns, trace=entry.trace, readings=readings)
             results.append(entry.conclude(output))
         return results

@@ -188,20 +188,12 @@ class _SiteGroup:
         self._counts_S = torch.zeros(len(sites), dtype=torch.int64)
         self._ratios_S2 = torch.zeros(len(sites), 2, dtype=torch.float64)
         self._tokens: _TokenIndex | None = None
-        self._source: _TokenIndex | None = None
-        self._is_whole = False
 
     def select(self, tokens: _TokenIndex) -> None:
-        """Steer these tokens in the next forward pass; the same ones as before cost nothing."""
-        if tokens is not self._source:
-            self._source = tokens
-            slot_N = self._slot_Q[tokens.part_N]
-            own = slot_N >= 0
-            self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own], tokens.is_first_N[own])
-            # As where all rows of a batch that decodes are steered: nothing is picked, or put back.
-            count = len(self._slot_Q)
-            places, slots = self._tokens.place_N.tolist(), self._tokens.part_N.tolist()
-            self._is_whole = places == slots == list(range(count))
+        """Steer these tokens in the next forward pass."""
+        slot_N = self._slot_Q[tokens.part_N]
+        own = slot_N >= 0
+        self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own], tokens.is_first_N[own])
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
         """Return the activation with the selected tokens changed: a hook of TransformerLens."""
@@ -210,17 +202,13 @@ class _SiteGroup:
         self._move_tables(activation)
         slot_N = self._tokens.part_N
         changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
-        is_whole = self._is_whole and len(changed) == len(slot_N)
-        before_NGW = changed if is_whole else changed[self._tokens.place_N]
+        before_NGW = changed[self._tokens.place_N]
         after_NGW = before_NGW
         if self._offsets_SW is not None:
-            offset_NW = self._offsets_SW if is_whole else self._offsets_SW[slot_N]
-            after_NGW = after_NGW + offset_NW[:, None]
+            after_NGW = after_NGW + self._offsets_SW[slot_N, None]
         if self._depth:
             after_NGW = self._apply_ops(after_NGW, slot_N)
         self._measure(before_NGW.detach().float(), after_NGW.detach().float(), self._tokens)
-        if is_whole:
-            return after_NGW.reshape(activation.shape)
         # Never in place: the tensor may also be the residual that goes past this module.
         return changed.index_put((self._tokens.place_N,), after_NGW).view(activation.shape)
 
@@ -290,8 +278,6 @@ class BatchSteering:
                 row_of_part.append(index)
         self._probes = BatchProbes([row.probed if row else None for row in rows])
         self._groups = [_SiteGroup(found, row_of_part, self._probes) for found in sites.values()]
-        self._last: tuple[list[int], list[int], list[bool]] = ([], [], [])
-        self._tokens = _TokenIndex(*torch.zeros(3, 0, dtype=torch.int64))
 
     def hooks(
         self, ranges: Sequence[TokenRange], num_columns: int
@@ -335,20 +321,13 @@ class BatchSteering:
                 continue
             for number, positions in self._positions[b]:
                 start = b * num_columns + tokens.first
-                if tokens.end - tokens.begin == 1:  # the newest token of a continuation
-                    found = [start] if positions.holds(tokens.begin, row.prompt_len) else []
-                else:
-                    mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
-                    found = (np.nonzero(mask)[0] + start).tolist()
+                mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
+                found = (np.nonzero(mask)[0] + start).tolist()
                 places += found
                 part_of += [number] * len(found)
                 firsts += [place - start + tokens.begin == 0 for place in found]
-        # While a batch decodes, the steered tokens lie in the same places step after step.
-        if (places, part_of, firsts) != self._last:
-            self._last = (places, part_of, firsts)
-            place_N, part_N, first_N = torch.tensor(self._last, dtype=torch.int64)
-            self._tokens = _TokenIndex(place_N, part_N, first_N.bool())
-        return self._tokens
+        place_N, part_N, first_N = torch.tensor([places, part_of, firsts], dtype=torch.int64)
+        return _TokenIndex(place_N, part_N, first_N.bool())
 
     def collect(self) -> None:
         """Add what was measured to the rows' counts: before the batch changes or a row ends."""

@@ -139,7 +139,7 @@ class StepCaptures:
         self._wishes.pop(req_id, None)
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> Captured:
-        """Return what is captured of a step; the arguments are those of `TraceRecorder.find`."""
+        """Return what is captured of a step; the arguments are those of `StepEntries._place`."""
         if not self._wishes:
             return {}
         found: dict[tuple[int, bool], list[tuple[Indices, Indices]]] = {}

@@ -10,7 +10,7 @@ conditions.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,57 @@ class Mark(IntEnum):
     SOURCE = 5
     CAPTURED = 6
     UNUSED = 7  # 32 bytes are what a GPU loads at once
+
+
+L = TypeVar("L", bound="LatestStep")
+
+
+class StepEntries(Generic[L]):
+    """The requests that something is to be found of, each with an entry; of the tokens of a step,
+    whose they are, where in their sequences, and whether the step goes on from the latest one.
+
+    Entry 0 is that of all other requests.
+    """
+
+    def __init__(self, entry: "np.dtype[Any]") -> None:
+        self._entries = np.zeros(1, entry)
+        self._entry_of: dict[str, int] = {}
+        self._latest: L | None = None
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    def _enter(self, req_id: str, entry: int, *fields: Any) -> None:
+        """Begin a request's entry with its fields."""
+        while entry >= len(self._entries):
+            self._entries = np.resize(self._entries, 2 * len(self._entries))
+        self._entries[entry] = fields
+        self._entry_of[req_id] = entry
+
+    def _repeat(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> L | None:
+        """Return the latest step, where of this one the same is found; it is the latest then."""
+        latest = self._latest
+        if latest is None or not latest.is_followed_by(req_ids, starts_R, computed_R):
+            return None
+        latest.next_R = latest.next_R + 1
+        return latest
+
+    def _place(
+        self, req_ids: list[str], starts_R: Indices, computed_R: Indices
+    ) -> tuple[Indices, Indices, Indices]:
+        """Return of each token of a step the entry, the position, and that of its request's first.
+
+        Args:
+            req_ids: the R requests of the step, in the order of their tokens.
+            starts_R: [R + 1], where each one's tokens begin, and where the last one's end.
+            computed_R: the position of each one's first token.
+
+        """
+        counts_R = np.diff(starts_R)
+        entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
+        computed_T = np.repeat(computed_R, counts_R)
+        positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1], counts_R) + computed_T
+        return np.repeat(entries_R, counts_R), positions_T, computed_T
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from logsteer_server.engines.vllm.layout import (
     NONE_READ,
     LatestStep,
     ReadTokens,
+    StepEntries,
 )
 
 Indices = npt.NDArray[np.int64]
@@ -58,7 +59,7 @@ class _LatestRead(LatestStep):
     readings: list[Tensor] = field(default_factory=list)
 
 
-class ReadingRecorder:
+class ReadingRecorder(StepEntries[_LatestRead]):
     """Find the tokens of each step that are read, and keep what was read by request.
 
     What was read waits on the device until somebody asks for it; `take` and `read_passed` then
@@ -74,29 +75,21 @@ class ReadingRecorder:
     """
 
     def __init__(self) -> None:
-        self._entries = np.zeros(1, _ENTRY)
-        self._entry_of: dict[str, int] = {}
+        super().__init__(_ENTRY)
         self._sequences: dict[int, SequenceReadings] = {}
-        self._latest: _LatestRead | None = None
         self._waiting: list[_LatestRead] = []
         self._held = 0
-
-    def __len__(self) -> int:
-        return len(self._entry_of)
 
     def begin(
         self, req_id: str, entry: int, slot: int, request: ReadRequest, num_cached: int
     ) -> None:
         """Begin with a request whose first `num_cached` tokens the prefix cache holds."""
         self._set_aside()
-        while entry >= len(self._entries):
-            self._entries = np.resize(self._entries, 2 * len(self._entries))
         kept = _ENDLESS if request.first_kept is None else request.first_kept
         asks = any(condition.of == "prompt" for condition in request.conditions)
         last = request.prompt_len - 1
         first, is_given = 0 if request.conditions else kept, request.first_kept is not None
-        self._entries[entry] = (slot, last, first, asks, is_given)
-        self._entry_of[req_id] = entry
+        self._enter(req_id, entry, slot, last, first, asks, is_given)
         self._sequences[entry] = SequenceReadings(request, num_cached)
 
     def end(self, req_id: str) -> None:
@@ -109,25 +102,20 @@ class ReadingRecorder:
             self._waiting, self._held = [], 0
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> ReadTokens:
-        """Return the tokens of a step that are read. The arguments are `TraceRecorder.find`'s."""
+        """Return the tokens of a step that are read; arguments as of `_place`."""
         if not self._entry_of:
             return NONE_READ
-        latest = self._latest
-        if latest is not None and latest.is_followed_by(req_ids, starts_R, computed_R):
-            latest.next_R = latest.next_R + 1
+        if (latest := self._repeat(req_ids, starts_R, computed_R)) is not None:
             return latest.tokens
         self._set_aside()
-        counts_R = np.diff(starts_R)
-        entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
-        entries_T, computed_T = np.repeat(entries_R, counts_R), np.repeat(computed_R, counts_R)
+        entries_T, positions_T, computed_T = self._place(req_ids, starts_R, computed_R)
         index_r = np.flatnonzero(entries_T)
         if not len(index_r):
             return NONE_READ
-        entries_r, computed_r = entries_T[index_r], computed_T[index_r]
-        positions_r = index_r - np.repeat(starts_R[:-1], counts_R)[index_r] + computed_r
+        entries_r, positions_r = entries_T[index_r], positions_T[index_r]
         fields_r = self._entries[entries_r]
         last_r = fields_r["last"]
-        sources_r = np.where(last_r >= computed_r, index_r - positions_r + last_r, DECIDED)
+        sources_r = np.where(last_r >= computed_T[index_r], index_r - positions_r + last_r, DECIDED)
         sources_r[positions_r < last_r] = CLOSED
         is_end_r = (positions_r == last_r) & fields_r["asks"]
         is_kept_r = positions_r >= fields_r["kept"]

@@ -18,7 +18,13 @@ from logsteer_server.contract.plan import Positions, Readings
 from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
-from logsteer_server.engines.vllm.layout import NONE_STEERED, LatestStep, SteeredTokens, Step
+from logsteer_server.engines.vllm.layout import (
+    NONE_STEERED,
+    LatestStep,
+    SteeredTokens,
+    Step,
+    StepEntries,
+)
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
 
@@ -47,15 +53,13 @@ class _LatestMarked(LatestStep):
     steps: int = 1
 
 
-class TraceRecorder:
+class TraceRecorder(StepEntries[_LatestMarked]):
     """Find the steered tokens of each step, and count them by request.
 
     It serves one rank. Each steered request has an entry: the positions [first, end) around its
     steered tokens and its slot in the steering tables; where its tokens are scattered, or have
     slots by part of its plan, its parts say which. What was measured of tokens in front of
-    `recorded` is in the tables' sums: preemption makes the model read them again. Entry 0 is that
-    of all requests that are not steered.
-
+    `recorded` is in the tables' sums: preemption makes the model read them again.
     Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere, with entry 1.
     A step reads tokens 5 and 6 of `b` and the first three of `a`:
 
@@ -72,14 +76,9 @@ class TraceRecorder:
     """
 
     def __init__(self) -> None:
-        self._entries = np.zeros(1, _ENTRY)
-        self._entry_of: dict[str, int] = {}
+        super().__init__(_ENTRY)
         self._parts: dict[int, tuple[Parts, int]] = {}
         self._scattered: set[int] = set()
-        self._latest: _LatestMarked | None = None
-
-    def __len__(self) -> int:
-        return len(self._entry_of)
 
     def begin(
         self,
@@ -94,13 +93,10 @@ class TraceRecorder:
         Those were steered when they were computed.
         """
         self._add_up()
-        while entry >= len(self._entries):
-            self._entries = np.resize(self._entries, 2 * len(self._entries))
         bounds = [positions.bounds(prompt_len) for _, positions in parts]
         ends = [_ENDLESS if end is None else end for _, end in bounds]
         first = min(start for start, _ in bounds)
-        self._entries[entry] = (first, max(ends), parts[0][0], num_cached)
-        self._entry_of[req_id] = entry
+        self._enter(req_id, entry, first, max(ends), parts[0][0], num_cached)
         self._parts[entry] = parts, prompt_len
         if len(parts) > 1 or not parts[0][1].is_range:
             self._scattered.add(entry)
@@ -114,26 +110,14 @@ class TraceRecorder:
             self._scattered.discard(entry)
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
-        """Return the steered tokens of a step, which counts them.
-
-        Args:
-            req_ids: the R requests of the step, in the order of their tokens.
-            starts_R: [R + 1], where each one's tokens begin, and where the last one's end.
-            computed_R: the position of each one's first token.
-
-        """
-        latest = self._latest
-        if latest is not None and latest.is_followed_by(req_ids, starts_R, computed_R):
-            latest.next_R += 1
+        """Return the steered tokens of a step, which counts them; arguments as of `_place`."""
+        if (latest := self._repeat(req_ids, starts_R, computed_R)) is not None:
             latest.steps += 1
             return latest.tokens
         self._add_up()
         if not self._entry_of:
             return NONE_STEERED
-        entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
-        counts_R = np.diff(starts_R)
-        entries_T = np.repeat(entries_R, counts_R)
-        positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1] - computed_R, counts_R)
+        entries_T, positions_T, _ = self._place(req_ids, starts_R, computed_R)
         fields_T = self._entries[entries_T]
         steered_T = (positions_T >= fields_T["first"]) & (positions_T < fields_T["end"])
         slots_T = fields_T["slot"]
@@ -237,7 +221,7 @@ class StepSteering:
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
         """Write into the tables what the tokens of the next step are for.
 
-        The arguments are those of `TraceRecorder.find`.
+        The arguments are those of `StepEntries._place`.
         """
         self.tables.serves = True
         if self._entry_of or self._captures:

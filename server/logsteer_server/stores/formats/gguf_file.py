@@ -5,7 +5,7 @@ N, 0-based, by both. repeng trains `directions[N]` on `hidden_states[N + 1]`, wh
 block N, and adds it there. llama.cpp stores `direction.N` at row N - 1, and reads row N - 1 back
 for layer N, where it is added to `l_out-N`; so it has no layer 0 and refuses `direction.0`, which
 repeng can write. (llama.cpp's own cvector-generator trains on `l_out-N` and writes that as
-`direction.N+1`: what counts here is what the file does.)
+`direction.N+1`: the effect of the file decides here.)
 
 The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package is
 not used: importing it takes seconds and loads tokenizer libraries, and its reader wants a path and
@@ -44,7 +44,7 @@ class _Cursor:
         self.data = memoryview(data)
         self.position = 0
 
-    def take(self, size: int) -> memoryview:
+    def read(self, size: int) -> memoryview:
         """Read the next bytes. Errors: ValueError where there are not as many."""
         if size > len(self.data) - self.position:
             left = len(self.data) - self.position
@@ -57,11 +57,11 @@ class _Cursor:
 
     def number(self, layout: str) -> Any:
         """Read one number in a layout of `struct`."""
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+        return struct.unpack(layout, self.read(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
         """Read a string behind its length. Errors: ValueError, for what is not UTF-8 too."""
-        return str(self.take(self.number("<Q")), "utf-8")
+        return str(self.read(self.number("<Q")), "utf-8")
 
     def count(self, limit: int, what: str) -> int:
         """Read a number of things. Errors: ValueError for more than the limit."""
@@ -77,7 +77,7 @@ def parse_gguf(data: bytes) -> tuple[dict[str, npt.NDArray[np.floating]], dict[s
     Errors: ValueError with what is wrong.
     """
     cursor = _Cursor(data)
-    if cursor.take(4) != MAGIC:
+    if cursor.read(4) != MAGIC:
         raise ValueError("it does not begin as GGUF files do")
     version = cursor.number("<I")
     if version not in (2, 3):
@@ -104,7 +104,7 @@ def parse_gguf(data: bytes) -> tuple[dict[str, npt.NDArray[np.floating]], dict[s
         if name in tensors:
             raise ValueError(f"tensor {name[:80]!r} is there twice")
         cursor.position = min(start + offset, len(data))
-        numbers = cursor.take(count * np.dtype(dtype).itemsize)
+        numbers = cursor.read(count * np.dtype(dtype).itemsize)
         tensors[name] = np.frombuffer(numbers, dtype)
     layer_count = fields.get(f"{ARCHITECTURE}.layer_count")
     if isinstance(layer_count, int) and layer_count < len(tensors):
@@ -125,9 +125,9 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
     of = cursor.number("<I")
     if of == _STRING:
         for _ in range(cursor.count(MAX_STRINGS, "strings in a field")):
-            cursor.take(cursor.number("<Q"))
+            cursor.read(cursor.number("<Q"))
     elif of in _SCALARS:
-        cursor.take(cursor.number("<Q") * struct.calcsize(_SCALARS[of]))
+        cursor.read(cursor.number("<Q") * struct.calcsize(_SCALARS[of]))
     else:
         raise ValueError(f"it has a field with an array of type {of}, which is not read")
     return None

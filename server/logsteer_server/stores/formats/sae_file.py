@@ -91,9 +91,9 @@ def _read_labels(data: bytes) -> dict[str, str]:
 
 
 class SaeFile:
-    """A joined file, of which only what is asked for is read.
+    """A joined file, of which only the requested parts are read.
 
-    Errors: APIError `invalid_sae` where it is none, or its encoder is not known.
+    Errors: APIError `invalid_sae` for any other file, or if its encoder is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class SaeFile:
         return found.astype(np.float32, copy=False)
 
     def find(self, feature: int | str) -> int:
-        """Return the id of a feature, given by it or by its label. Errors: APIError."""
+        """Return the id of a feature, given as an id or a label. Errors: APIError."""
         if isinstance(feature, int):
             if feature < self.size:
                 return feature

@@ -20,7 +20,7 @@ from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, Fac
 
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
-"""In front of the header: its own length."""
+"""Before the header: its own length."""
 MAX_TENSORS = 100_000
 PIECE = 2**22
 """Numbers that are looked at together."""
