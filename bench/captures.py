@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,12 +70,15 @@ def compare_captures(place: Workplace, runs: int) -> dict[str, Any]:
             assert index.rows == sum(map(len, ids)), index
             client.captures.delete(name)
 
+        def generate() -> None:
+            # Or the prompts would come from the cache of what was read before.
+            httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+            client.generate(prompt_ids=ids, max_tokens=1, ignore_eos=True)
+
         ways: dict[str, Callable[[], object]] = {
             "logsteer, /captures": capture,
             "logsteer, /perplexity": lambda: client.perplexity(texts, cache=False),
-            "logsteer, /generate of one token": lambda: client.generate(
-                prompt_ids=ids, max_tokens=1, ignore_eos=True
-            ),
+            "logsteer, /generate of one token": generate,
         }
         for batch in BATCHES:
             ways[f"transformers, batch {batch}"] = lambda batch=batch: loop.run(batch)  # type: ignore[misc]
