@@ -371,12 +371,11 @@ def test_three_parts_are_unknown() -> None:
 
 def test_tables_leave_a_residual_out_that_is_no_part_of_the_stream() -> None:
     tables = SteeringTables(SteeringSize(1, 0, 1, 64), 1, 4, WIDTH, torch.empty(0))
-    tables.write(Step(captured={0: (np.array([1]), np.array([1]))}))
+    tables.write(Step(captured={(0, False): (np.array([1]), np.array([1]))}))
     own = range(1, 2)
     hidden, residual = torch.randn(2, 4, WIDTH)
     tables.apply(hidden, residual, 0)
     assert np.allclose(tables.captures.take(own)[0], (hidden + residual)[1], atol=1e-6)
-    tables.captures.clear(own)
     tables.set_form("hidden")
     tables.apply(hidden, residual, 0)
     assert np.array_equal(tables.captures.take(own)[0], hidden[1])
@@ -549,15 +548,15 @@ def test_plans_are_loaded_together_and_those_that_fail_again() -> None:
 
     slots = SteeringSlots(call, SteeringSize(2 * PLANS_AT_ONCE, 1, 1, 64), INFO)
     jobs = [steer_by(n) for n in range(PLANS_AT_ONCE + 3)]
-    taken = list(map(slots.take_plan, jobs))
+    taken = list(map(slots.take, jobs))
     with pytest.raises(RuntimeError, match="no memory"):
         slots.load_plans()
     for slot in taken:
         slots.release(slot)
-    again = [slot.numbers[0] for slot in map(slots.take_plan, jobs) if slot is not None]
+    again = [slot.numbers[0] for slot in map(slots.take, jobs) if slot is not None]
     slots.load_plans()
     slots.load_plans()
     assert loaded[1:] == [again[:PLANS_AT_ONCE], again[PLANS_AT_ONCE:]]
-    assert slots.take_plan(jobs[0]) is not None
+    assert slots.take(jobs[0]) is not None
     slots.load_plans()
     assert len(loaded) == 3
