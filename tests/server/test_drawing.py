@@ -154,6 +154,20 @@ def chi_square(counts_N: np.ndarray, expected_N: np.ndarray) -> float:
     return float((sum(terms) - freedom) / math.sqrt(2 * freedom))
 
 
+@pytest.mark.parametrize("head", [2, 16, 512])
+def test_of_equally_probable_tokens_the_first_are_drawn_from(head: int) -> None:
+    """Ties cross the edge of the cut and the edge of what is looked at first."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = torch.randint(0, 4, (40, 900), generator=generator).float()
+    logits_RV[:, 5] = 9.0
+    policies = [Policy(top_k=k) for k in range(1, 400, 40)] * 2
+    policies += [Policy(top_p=p) for p in (0.2, 0.5, 0.8, 0.93)] * 5
+    with mock.patch.object(sampling, "HEAD", head):
+        q_RV = shape_rows(logits_RV, policies).q_RV
+    for q_V, logits_V, policy in zip(q_RV, logits_RV.tolist(), policies, strict=True):
+        assert q_V.tolist() == pytest.approx(define(logits_V, policy), abs=1e-6)
+
+
 def test_the_noise_is_splitmix64() -> None:
     """Outputs for the seed 1234567, as the reference implementation in C prints them."""
     states = as_words(*(1234567 + n * 0x9E3779B97F4A7C15 for n in range(1, 6)))

@@ -520,7 +520,7 @@ class PlainQueue(JobQueue[Entry]):
     def _group(self, entry: Entry) -> object:
         return int(entry.job.tokens[0])
 
-    def _run(self, batch: list[Entry]) -> Results:
+    def run(self, batch: list[Entry]) -> Results:
         return [(entry.job_id, Output()) for entry in batch]
 
 
@@ -529,8 +529,8 @@ def take_all(queue: JobQueue[Any]) -> list[list[int]]:
     found = []
     while queue.has_work:
         batch = queue.take()
-        assert [i for i, _ in batch.run()] == [entry.job_id for entry in batch.entries]
-        found.append([entry.job_id for entry in batch.entries])
+        assert [i for i, _ in queue.run(batch)] == [entry.job_id for entry in batch]
+        found.append([entry.job_id for entry in batch])
     return found
 
 
@@ -556,7 +556,7 @@ def test_a_batch_is_of_one_group_and_others_keep_their_place() -> None:
 
 def test_whoever_comes_later_waits_for_those_in_front() -> None:
     queue = queue_of((10, 0), (20, 0), max_batch_rows=1)
-    assert [entry.job_id for entry in queue.take().entries] == [20]
+    assert [entry.job_id for entry in queue.take()] == [20]
     queue.add(30, Job(np.zeros(30, np.int32)))
     assert take_all(queue) == [[10], [30]]
 
