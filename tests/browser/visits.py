@@ -215,4 +215,6 @@ class Visit:
 
     def close(self) -> None:
         """Close the page and its browser's profile."""
+        # A handler that still waits for the server is nobody's failure.
+        self.page.unroute_all(behavior="ignoreErrors")
         self.page.context.close()

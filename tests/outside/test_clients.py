@@ -193,5 +193,9 @@ def test_saelens_trains_on_captured_activations(client: Client, tmp_path: Path) 
     assert (card.hook, card.layer, card.features, card.k) == ("resid_post", 2, 256, 16)
     features = client.activations([PROMPT], sae="trained", top=1)
     feature = int(features[0].feature_ids[-1, 0])
-    plain = client.generate(PROMPT, **GREEDY).text
-    assert client.steer(PROMPT, [f"trained/{feature}:8"], **GREEDY).text != plain
+    plain, steered = (
+        client.logprob([{"context": PROMPT, "targets": [" there"]}], steering=steering)
+        for steering in (None, f"trained/{feature}:8")
+    )
+    change = steered.results[0].targets[0].logprob - plain.results[0].targets[0].logprob
+    assert abs(change) > 1e-3
