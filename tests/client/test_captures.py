@@ -21,10 +21,10 @@ from logsteer.extras.activations import (
     INDEX,
     Activations,
     ActivationShards,
-    name_shard,
     open_activations,
 )
 from logsteer.schemas import CaptureIndex
+from logsteer.schemas.captures import name_shard
 from logsteer_server.api.encoding import SAFETENSORS, encode_tensors
 from tests.servers import Server
 

@@ -28,6 +28,7 @@ from logsteer.extras import import_package
 from logsteer.extras.datasets import check_counts
 from logsteer.extras.tensors import TensorFile, import_numpy
 from logsteer.schemas import ActivationsHeader, CaptureIndex
+from logsteer.schemas.captures import name_shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,11 +197,6 @@ def open_activations(path: str | Path) -> Activations:
 
 
 INDEX = "index.json"
-
-
-def name_shard(number: int) -> str:
-    """Return what the file of a shard is called."""
-    return f"shard-{number:05d}.safetensors"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ CaptureName = Annotated[
 MAX_TOP = 1000
 
 
+def name_shard(number: int) -> str:
+    """Return the name of a shard's file, in the store and where it is downloaded to."""
+    return f"shard-{number:05d}.safetensors"
+
+
 class CaptureReduce(Request):
     """What is computed of all activations while they come, in float64, on the server's host."""
 

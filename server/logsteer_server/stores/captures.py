@@ -35,11 +35,6 @@ MAX_LINE = 2**24
 """Bytes of a line: what follows is another one."""
 
 
-def name_shard(number: int) -> str:
-    """Return the name of a shard's file."""
-    return f"shard-{number:05d}.safetensors"
-
-
 def name_sums(number: int) -> str:
     """Return the name of the file of the sums after a shard."""
     return f"sums-{number:05d}.safetensors"

@@ -34,6 +34,7 @@ from logsteer.schemas.captures import (
     CaptureProblem,
     CaptureRequest,
     CaptureShard,
+    name_shard,
 )
 from logsteer.schemas.faults import explain
 from logsteer_server.contract.engine import EngineInfo
@@ -53,7 +54,6 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import (
     CaptureStore,
     name_prefix,
-    name_shard,
     name_sums,
     read_lines,
 )

@@ -13,6 +13,7 @@ from logsteer.schemas.captures import (
     CaptureRequest,
     CaptureSource,
     DeletedCapture,
+    name_shard,
 )
 from logsteer_server.api.dependencies import (
     CapturesDep,
@@ -31,7 +32,7 @@ from logsteer_server.api.routes.resources import (
 )
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.observation.requests import find_record
-from logsteer_server.stores.captures import CaptureStore, name_shard
+from logsteer_server.stores.captures import CaptureStore
 
 router = APIRouter(route_class=KeyedRoute, tags=["captures"])
 
