@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from logsteer import Client
+from logsteer import APIError, Client
 from logsteer.extras.activations import ActivationShards
 from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
+from logsteer.schemas.captures import CaptureReduce
+from logsteer_server.stores.layer_vectors import parse_content
+from logsteer_server.tasks.reduction import Reduction
 from tests.buckets import open_bucket
 from tests.conftest import VOCAB_SIZE, fake_model, vllm_model
 from tests.faults.keys import add_key, connect, serve
@@ -165,16 +168,24 @@ def test_what_is_refused_at_once(
         client.captures.get("refused")
 
 
-def test_statistics_are_those_of_all_rows(client: Client) -> None:
+def test_statistics_are_those_of_all_rows_but_bos_and_sinks(client: Client) -> None:
     probe = np.random.default_rng(3).normal(size=16).astype("f4")
     asked: dict[str, Any] = {"mean": True, "covariance": True, "norms": True, "k": 5}
     asked["top"] = [{"data": {"1": probe.tolist()}}]
     index = client.capture(ROWS, "sums", [0, 1], reduce=asked, shards=True, shard_rows=60)
-    x_ND = read_rows(client, "sums")["resid_post.1"].astype(np.float64)
+    rows = read_rows(client, "sums")
+    is_left_out = rows["position"] == 0
+    for name in ("resid_post.0", "resid_post.1"):
+        norms = np.linalg.norm(rows[name], axis=1)
+        for document in range(len(ROWS)):
+            own = rows["document"] == document
+            is_left_out |= own & (norms > 3 * np.median(norms[own]))
+    x_ND = rows["resid_post.1"][~is_left_out].astype(np.float64)
     found = load(client.captures.statistics("sums"))
     assert np.allclose(found["mean.1"], x_ND.mean(0), rtol=0, atol=1e-12)
     assert np.allclose(found["covariance.1"], np.cov(x_ND.T, bias=True), rtol=0, atol=1e-12)
     assert index.reduced is not None and index.reduced.norms and index.reduced.top
+    assert len(ROWS) <= index.reduced.sinks == is_left_out.sum()
     norms = np.linalg.norm(x_ND, axis=1)
     told = index.reduced.norms[1]
     assert [told.mean, told.std, told.largest] == pytest.approx(
@@ -187,7 +198,43 @@ def test_statistics_are_those_of_all_rows(client: Client) -> None:
     text = client.tokenize(ROWS[first.document]).results[0]
     assert text.token_ids[first.position] == first.token_id
     alone = client.capture(ROWS, "sums-alone", [1], reduce={"mean": True})
-    assert (alone.bytes, alone.rows) == (0, len(x_ND))
+    assert (alone.bytes, alone.rows) == (0, len(is_left_out))
+
+
+def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:
+    rows_N3 = np.array([[0, n, 9] for n in range(4)] + [[1, n, 9] for n in range(4)], np.int32)
+    layers = {layer: np.ones((8, 2), np.float32) for layer in (0, 1)}
+    layers[0][2] = 5
+    layers[1][4:] = 10
+    reduction = Reduction(CaptureReduce(mean=True), ())
+    reduction.add(layers, rows_N3, str)
+    assert (reduction.describe().rows, reduction.describe().sinks) == (7, 1)
+    assert reduction.sums["sum.0"].tolist() == [7, 7]
+
+
+def test_a_vector_is_whitened_by_the_covariance_of_a_capture(client: Client) -> None:
+    client.capture(ROWS, "background", [1], reduce={"covariance": True})
+    pairs = [(f"I am happy {n}", f"I am sad {n}") for n in range(6)]
+    card = client.vectors.train(
+        "whitened", pairs, method="lda", layers=[1], whiten="background"
+    ).vector
+    assert card.about.whiten == "background"
+    items = client.activations([text for pair in pairs for text in pair], [1], read="last")
+    x_ND = np.concatenate([item.layers[1] for item in items]).astype(np.float64)
+    apart_D = x_ND[0::2].mean(0) - x_ND[1::2].mean(0)
+    covariance_DD = load(client.captures.statistics("background"))["covariance.1"]
+    expected_D = np.linalg.solve(covariance_DD, apart_D)
+    found_D = parse_content(client.vectors.download("whitened")).layers[1]
+    cosine = found_D @ expected_D / np.linalg.norm(found_D) / np.linalg.norm(expected_D)
+    assert cosine > 0.999
+    for name, options, match in (
+        ("nothing", {}, "nothing"),
+        ("background", {"hook": "resid_pre"}, "resid_post"),
+        ("background", {"layers": [0]}, "layers"),
+    ):
+        asked = {"method": "lda", "layers": [1], "whiten": name} | options
+        with pytest.raises(APIError, match=match):
+            client.vectors.train("refused", pairs, **asked)
 
 
 def test_each_key_has_its_own(server: Server, client: Client, tokens: dict[str, str]) -> None:

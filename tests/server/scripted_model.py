@@ -59,7 +59,7 @@ class NoFiles:
         raise api_error("unknown_override", f"Nothing is named {name!r}.")
 
 
-STORES = Stores(steering_cases.NoVectors(), NoFiles(), NoFiles(), NoFiles(), NoFiles())
+STORES = Stores(steering_cases.NoVectors(), *[NoFiles()] * 5)
 
 
 @cache
