@@ -94,7 +94,7 @@ CONVENIENCES = (
             Parameter(
                 "source",
                 "PromptSource",
-                "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "A list of prompts or of rows, a path of JSON lines or Parquet, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
             Parameter(
@@ -192,7 +192,7 @@ CONVENIENCES = (
             Parameter(
                 "source",
                 "PromptSource",
-                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "A list of texts or of rows, a path of JSON lines or Parquet, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
             Parameter("name", "str", "What the data set of activations is called."),
