@@ -339,7 +339,7 @@ JOIN = "\n\n"
 class RowChunks(Iterable[bytes]):
     """The bytes of a source's rows, several rows at a time, each time it is iterated.
 
-    `columns` are those that are read of a Parquet file. Iterating raises InvalidRequestError for a
+    `columns` are read of a Parquet file, and no others. Iterating raises InvalidRequestError for a
     row that cannot be written, for no rows, and for an iterator that was iterated before.
     """
 

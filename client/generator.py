@@ -1,4 +1,4 @@
-"""Writes the code that follows from other code: `python -m logsteer._generator`, or `make client`.
+"""Writes the client's code that follows from other code: `make client`.
 
 `_async_methods.py` follows from the table of endpoints: a method's parameters are the fields of its
 endpoint's messages, its docstring their descriptions. Those of `CONVENIENCES` have parameters of
@@ -257,7 +257,7 @@ CONVENIENCES = (
 
 
 WIDTH = 100
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "logsteer"
 METHODS = "_async_methods.py"
 BLOCKING = {
     "_async_caller.py": "_sync_caller.py",
