@@ -74,7 +74,7 @@ playground: ## build the page that the server answers / with, from server/playgr
 	@npm --prefix server/playground run build
 
 client: setup ## write the client's methods anew from the table of endpoints and the schemas
-	@$(PYTHON) -m logsteer._generator
+	@$(PYTHON) client/generator.py
 
 docs: setup ## write the pages that follow from the code, build the documentation into site/
 	@$(PYTHON) -m logsteer_server.reference docs

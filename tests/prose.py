@@ -59,7 +59,7 @@ CONTRIBUTORS = {
 LONGEST = 45
 """Words of a sentence, at most."""
 EXCEPTIONS = {
-    ("_generator.py", "87 words"): "the head of the modules that it writes",
+    ("generator.py", "87 words"): "the head of the modules that it writes",
     ("internals.py", ""): "reasons for whoever upgrades vLLM, not for users",
 }
 """(end of a file's name, the words) -> why they may stay there."""

@@ -11,6 +11,7 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -33,7 +34,7 @@ from logsteer.extras.activations import (
 )
 from logsteer.extras.datasets import RowLines
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_tasks
+from logsteer.extras.sampling import Samples, SamplingRun, sample_in_tasks
 from logsteer.extras.teacher import TeacherScores, list_items
 from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
 
@@ -123,12 +124,8 @@ class AsyncCaller:
         return pair_records(prompts, targets, answer)
 
     async def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        async def draw(**values: Any) -> SampledBatch:
-            call = build_call("generate", values, self._model)
-            return await self._answer(replace(call, answer=SampledBatch))
-
         run = SamplingRun(options, *arguments)
-        await sample_in_tasks(run, draw)
+        await sample_in_tasks(run, partial(self._ask, "generate"))
         return run.finish()
 
     async def _activations(

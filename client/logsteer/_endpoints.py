@@ -1,7 +1,7 @@
 """The table of endpoints: what each is called, where it is, what goes to it and what comes back.
 
-Both clients' methods are generated from it (`_generator`), every call is built from it (`_calls`),
-and the server's routes may take path, tag and answer from it; a test compares it with
+Both clients' methods are generated from it (`client/generator.py`), every call is built from it
+(`_calls`), and the server's routes may take path, tag and answer from it; a test compares it with
 `openapi.json`. It loads the schemas and nothing else.
 """
 
@@ -62,7 +62,7 @@ class Endpoint:
     `statuses` beside 2xx carry an answer too. `retry_safe` says whether a failed attempt may be
     repeated. `scope` is what a key needs for it, where the server has a key file; None: no key.
 
-    The rest is about the method that `_generator` writes: `positional` are the parameters that need
+    The rest is about the method that is generated: `positional` are the parameters that need
     not be named, `optional` those of them that may be None; `hidden` are fields for other clients;
     `summary` and `notes` begin the docstring, `events_summary` that of the second method, and
     `parameters` describes what no schema does. Without a `summary` none is written.

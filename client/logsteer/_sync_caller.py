@@ -12,6 +12,7 @@ Written by `make client` from `_async_caller.py`: change that.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from time import sleep
 from typing import Any, ClassVar, Generic, TypeVar
@@ -35,7 +36,7 @@ from logsteer.extras.activations import (
 )
 from logsteer.extras.datasets import RowLines
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.sampling import SampledBatch, Samples, SamplingRun, sample_in_threads
+from logsteer.extras.sampling import Samples, SamplingRun, sample_in_threads
 from logsteer.extras.teacher import TeacherScores, list_items
 from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
 
@@ -124,12 +125,8 @@ class Caller:
         return pair_records(prompts, targets, answer)
 
     def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        def draw(**values: Any) -> SampledBatch:
-            call = build_call("generate", values, self._model)
-            return self._answer(replace(call, answer=SampledBatch))
-
         run = SamplingRun(options, *arguments)
-        sample_in_threads(run, draw)
+        sample_in_threads(run, partial(self._ask, "generate"))
         return run.finish()
 
     def _activations(

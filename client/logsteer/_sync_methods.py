@@ -2241,8 +2241,8 @@ class ClientMethods(Caller):
         continuations of a file's prompts, and resumes where it was interrupted.
 
         Args:
-            source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
-                `logsteer.extras.datasets`.
+            source: A list of prompts or of rows, a path of JSON lines or Parquet, or
+                `KIND:NAME` of `logsteer.extras.datasets`.
             field: The field that holds a row's prompt.
             count: Prompts to draw; None: all in order.
             with_replacement: Whether a prompt may be drawn again.
@@ -2549,8 +2549,8 @@ class ClientMethods(Caller):
         `logsteer.extras.activations` reads the directory.
 
         Args:
-            source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
-                `logsteer.extras.datasets`.
+            source: A list of texts or of rows, a path of JSON lines or Parquet, or `KIND:NAME`
+                of `logsteer.extras.datasets`.
             name: What the data set of activations is called.
             layers: Layers to read, 0-based.
             directory: Where the shards and their index are downloaded to; None: they stay on

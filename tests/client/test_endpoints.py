@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 import pytest
+from client.generator import render_all
 
 from logsteer import AsyncClient, Client
 from logsteer._calls import NOT_GIVEN, SOURCES
 from logsteer._endpoints import ENDPOINTS, Endpoint
-from logsteer._generator import render_all
 from logsteer.schemas.chat import CHAT_FIELDS
 from tests.conftest import ROOT
 

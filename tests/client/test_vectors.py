@@ -229,11 +229,12 @@ def test_tensors_of_torch_of_any_kind_and_layout(call: Caller) -> None:
     wide = torch.arange(8.0).reshape(2, 4)
     value = {
         1: torch.tensor(2.5, dtype=torch.bfloat16).expand(4), "blocks.2.hook_mlp_out": wide[:, 1],
-        3: wide[0, ::2].double().requires_grad_(),
+        3: wide[0, ::2].double().requires_grad_(), "4": wide[0], "5": wide[0].to_sparse(),
     }  # fmt: skip
     tensors, _ = put(call, torch_file(value), "pt")
     assert {name: found.tolist() for name, found in tensors.items()} == {
         "1": [2.5] * 4, "blocks.2.hook_mlp_out": [1.0, 5.0], "3": [0.0, 2.0],
+        "4": [0.0, 1.0, 2.0, 3.0], "5": [0.0, 1.0, 2.0, 3.0],
     }  # fmt: skip
     old = torch_file({"layer_activations": {2: torch.ones(3)}, "layer_type": "mlp"})
     assert list(put(call, old)[0]) == ["blocks.2.hook_mlp_out"]
@@ -254,12 +255,8 @@ def test_what_torch_saved_and_no_vector_is_refused(call: Caller, tmp_path: Path)
     for content, reason in (
         (torch_file({1: Exploit(mark)}), "pickles are not run here; save a dictionary"),
         (torch_file([torch.ones(2)]), "it holds a list; save a dictionary"),
-        (torch_file({1: "a"}), "entry '1' is a str"),
+        (torch_file({1: "a"}), "entry '1' is not a tensor"),
         (torch_file({1: torch.ones(2, dtype=torch.int64)}), "floating-point"),
-        (torch_file({1: torch.ones(2).to_sparse()}), "dense"),
-        (torch_file({1: torch.ones(1).expand(2**40)}), f"come to {2**42} bytes"),
-        (torch_file({1: torch.tensor([1e300], dtype=torch.float64)}), "beyond float32"),
-        (torch_file({n: torch.ones(1) for n in range(5000)}), "5000 entries"),
         (torch_file({"layer_activations": {}, "layer_type": "x"}), "known are decoder_block"),
         (b"PK\x03\x04 cut off", "torch cannot read it"),
     ):
@@ -283,4 +280,7 @@ def test_what_needs_torch_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert run(answer(CARD), "vectors", "put", "happy", str(FILES / "layers.pt")) == 1
-    assert "pip install torch; or save the vector as safetensors" in capsys.readouterr().err
+    assert (
+        "pip install torch safetensors; or save the vector as safetensors"
+        in capsys.readouterr().err
+    )

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from logsteer import APIError, Client
 from logsteer.cli import main
 from logsteer.extras.rows import list_rows
-from logsteer.extras.tensors import TensorFile
 from logsteer.schemas import SteerPiece
 
 pytestmark = pytest.mark.engine
@@ -48,8 +48,7 @@ def client(request: pytest.FixtureRequest) -> Client:
 @pytest.fixture
 def read(client: Client) -> Read:
     """What `/activations` says of each of these tokens: its projection on the stored vector."""
-    file = TensorFile(client.vectors.download(NAME))
-    (vector_D,) = (file.read(name, ("F32",)) for name in file.entries)
+    (vector_D,) = load(client.vectors.download(NAME)).values()
 
     def project(ids: Sequence[int], steering: Any = None) -> list[float]:
         found = client.activations([{"token_ids": list(ids)}], [LAYER], steering=steering)

@@ -23,6 +23,7 @@ from tests.refusals import refused
 
 WIDTH, SIZE, K = 16, 40, 5
 Tensors = dict[str, Tensor]
+SCALED = "expected_average_only_in"
 LABELS = {"3": "dogs", "7": "cats", "9": "cats"}
 
 
@@ -125,13 +126,87 @@ def test_features_are_the_largest_of_saelens_activations(
 
 
 def test_a_scale_multiplies_what_is_encoded(tmp_path: Path) -> None:
-    config = {"normalize_activations": "expected_average_only_in"}
+    config = {"normalize_activations": SCALED}
     file = SaeFile(join(save_sae(tmp_path, config), activation_scale=0.25))
     plain = SaeFile(join(save_sae(tmp_path / "plain", {})))
     x_TD = np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)
     found, expected = file.encoder.encode(4 * x_TD, 8), plain.encoder.encode(x_TD, 8)
     assert (found[0] == expected[0]).all()
     assert found[1] == pytest.approx(expected[1], abs=1e-5)
+
+
+STREAM = "blocks.3.hook_resid_pre"
+
+
+def open_sae(directory: Path, config: dict[str, Any], **changes: Any) -> SaeFile:
+    """The file of an autoencoder whose weights are `draw`'s, but for these."""
+    fields = {name: changes.pop(name) for name in ("layer", "activation_scale") if name in changes}
+    tensors = {name: one for name, one in {**draw(), **changes}.items() if one is not None}
+    config = {"hook_name": STREAM, "architecture": "standard", **config}
+    return check_sae(join(save_sae(directory, config, tensors), **fields))
+
+
+@pytest.mark.parametrize("name", ["standard", "uncentred", "jumprelu", "gated", "scaled"])
+def test_a_readout_gives_the_encoder_s_activation(tmp_path: Path, name: str) -> None:
+    config, scale = CONFIGS.get(name, {"normalize_activations": SCALED}), 1.0
+    fields = {"activation_scale": (scale := 0.25)} if name == "scaled" else {}
+    file = open_sae(tmp_path, config, **fields)
+    x_ND = 3 / scale * torch.randn((400, WIDTH), generator=torch.Generator().manual_seed(1))
+    expected_NF = encode(scale * x_ND, draw(), {"architecture": "standard", **config})
+    for feature in range(SIZE):
+        probe = file.read_vectors(feature, reads=True)
+        ((layer, probe_D),), readout = probe.layers.items(), probe.readouts[2]
+        z = readout.slope * (x_ND.numpy() @ probe_D) / np.linalg.norm(probe_D) + readout.bias
+        found = np.where(z > readout.threshold, z, 0)
+        assert np.allclose(found, expected_NF[:, feature], atol=1e-4)
+        written = file.read_vectors(feature, reads=False)
+        assert (list(written.layers), written.hook, layer) == ([2], "resid_post", 2)
+        assert np.allclose(written.layers[2], draw()["W_dec"][feature] / scale, atol=1e-6)
+        assert not written.readouts
+    assert 0 < (expected_NF > 0).sum() < expected_NF.numel()
+
+
+@pytest.mark.parametrize("name", ["topk", "layer_norm", "rescale"])
+def test_what_a_projection_does_not_say_has_no_readout(tmp_path: Path, name: str) -> None:
+    probe = open_sae(tmp_path, CONFIGS[name]).read_vectors(4, reads=True)
+    assert not probe.readouts
+    assert np.allclose(probe.layers[2], draw()["W_enc"][:, 4])
+
+
+def test_scales_of_the_decoder_are_in_the_vector(tmp_path: Path) -> None:
+    factors = torch.linspace(1, 3, SIZE)
+    tuned = open_sae(
+        tmp_path, {"finetuning_scaling_factor": True}, finetuning_scaling_factor=factors
+    ).read_vectors(4, reads=False)
+    assert np.allclose(tuned.layers[2], factors[4] * draw()["W_dec"][4], atol=1e-6)
+    unit = open_sae(tmp_path / "unit", CONFIGS["rescaled"]).read_vectors(4, reads=False)
+    assert np.linalg.norm(unit.layers[2]) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "place"),
+    [
+        ({"hook_name": "blocks.5.hook_resid_post"}, None, (5, "resid_post")),
+        ({"hook_name": "blocks.0.hook_resid_pre"}, None, (0, "resid_pre")),
+        ({"hook_name": "blocks.5.hook_mlp_out"}, 4, (4, "mlp_out")),
+        ({"hook_name": "blocks.5.attn.hook_z"}, None, (5, "attn.hook_z")),
+        ({"hook_name": None, "hook_point": "blocks.2.hook_resid_pre"}, None, (1, "resid_post")),
+        ({"hook_name": "blocks.{layer}.hook_resid_post", "hook_layer": 7}, None, (7, "resid_post")),
+        ({"hook_name": None, "metadata": {"hook_name": "blocks.6.hook_out"}}, None,
+         (6, "resid_post")),
+        ({"hook_name": "model.layers.11"}, None, (11, "resid_post")),
+        ({"hook_name": "some.module"}, 3, (3, "resid_post")),
+        # Another layer of the same hook: the stream that enters block 9 leaves block 8.
+        ({}, 9, (8, "resid_post")),
+        ({}, 0, (0, "resid_pre")),
+        ({"hook_name": "blocks.{layer}.hook_resid_pre", "hook_layer": "x"}, 9, (8, "resid_post")),
+    ],
+)  # fmt: skip
+def test_the_place_of_an_autoencoder(
+    tmp_path: Path, config: dict[str, Any], layer: int | None, place: tuple[int, str]
+) -> None:
+    file = open_sae(tmp_path, config, layer=layer)
+    assert (file.layer, file.hook) == place
 
 
 NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
@@ -149,8 +224,19 @@ NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
         ({"x": "y" * 70_000}, {}, {}, "cfg.json has more than 65536 bytes"),
         ({}, {f"t{n}": torch.ones(1) for n in range(60)}, {}, "it has 68 tensors, at most 64"),
         ({"normalize_activations": "zscore"}, {}, {}, "'zscore' is not known"),
-        ({"normalize_activations": "expected_average_only_in"}, {}, {}, "activation_scale"),
+        ({"normalize_activations": SCALED}, {}, {}, "--activation-scale"),
+        ({}, {}, {"activation_scale": 2.0}, "no activation scale: leave it out"),
         ({"metadata": {"hook_name": "here"}}, {}, {}, "'here' is not known; give --layer"),
+        ({"metadata": None}, {}, {}, "names no hook; give --layer"),
+        *(
+            ({"hook_name": "blocks.{layer}.hook_out", "hook_layer": layer}, {}, {}, "give --layer")
+            for layer in ("x", -1, True, 2.5)
+        ),
+        ({"hook_head_index": 2}, {}, {}, "a single head"),
+        ({"activation_fn": "tanh-relu"}, {}, {}, "'standard with tanh-relu' is not known"),
+        ({}, {"W_enc": torch.ones(WIDTH, 3)}, {}, r"W_enc has shape \[16, 3\]"),
+        ({}, {"b_dec": torch.ones(3)}, {}, r"b_dec has shape \[3\]"),
+        ({}, {"W_dec": torch.ones(3)}, {}, r"not \[features, width\]"),
         ({"d_in": 7}, {}, {}, "cfg.json has d_in 7"),
         ({}, NAN, {}, "b_enc has a number that is NaN"),
         ({}, {"b_enc": torch.ones(3)}, {}, r"b_enc has shape \[3\]"),
@@ -168,6 +254,15 @@ def test_what_cannot_be_encoded_is_refused(
     kept = {name: tensor for name, tensor in {**draw(), **tensors}.items() if tensor is not None}
     with refused("invalid_sae", reason):
         check_sae(join(save_sae(tmp_path, config, kept), **fields))
+
+
+def test_features_that_are_no_vector_are_refused(tmp_path: Path) -> None:
+    file = open_sae(tmp_path, CONFIGS["gated"], W_dec=torch.eye(SIZE, WIDTH))
+    with refused("invalid_sae", f"feature {WIDTH}: .*every number is 0"):
+        file.read_vectors(WIDTH, reads=False)
+    file = open_sae(tmp_path / "far", CONFIGS["gated"], r_mag=torch.full((SIZE,), 1e4))
+    with refused("invalid_sae", "feature 0: math range error"):
+        file.read_vectors(0, reads=True)
 
 
 def test_json_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,15 @@ from logsteer.cli.output import (
 )
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import JOIN, JoinedRows, decode_text, name_source, read_json_lines
+from logsteer.extras.datasets import (
+    JOIN,
+    JoinedRows,
+    decode_text,
+    name_source,
+    names_kind,
+    read_json_lines,
+)
+from logsteer.extras.files import has_rows
 from logsteer.extras.labels import LayerMap, map_lens, map_patch, show_value
 from logsteer.extras.plots import plot_windows
 from logsteer.extras.rows import FlatRow, list_rows, write_window
@@ -403,8 +411,8 @@ def add_capture(add: AddCommand) -> None:
     parser.add_argument("name", metavar="NAME", help="what the data set of activations is called")
     parser.add_argument(
         "file", metavar="FILE",
-        help="a text a line; or, where the first line is an object or a string of JSON, JSON lines "
-        "of those, as in a .jsonl; - is standard input",
+        help="JSON lines (.jsonl, .jsonl.gz), .parquet, or hf:NAME (a data set); any other file or "
+        "- for standard input: a text a line, or JSON lines where the first is an object or string",
     )  # fmt: skip
     parser.add_argument("--layers", type=parse_layers, required=True, metavar="N,N-N,…")
     parser.add_argument(
@@ -414,7 +422,7 @@ def add_capture(add: AddCommand) -> None:
         help="a directory for the shards; without it they stay on the server",
     )
     parser.add_argument(
-        "--field", default="text", metavar="NAME", help="the text in a line of JSON; default text"
+        "--field", default="text", metavar="NAME", help="what holds a row's text; default text"
     )
     parser.add_argument(
         "--at", type=partial(parse_positions, names=get_args(AllPositions)), metavar="WHICH",
@@ -424,11 +432,14 @@ def add_capture(add: AddCommand) -> None:
 
 
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
-    texts = _read_texts(arguments.file, arguments.field)
+    source: Any = arguments.file
+    if not (has_rows(source) or names_kind(source)):
+        source = _read_texts(source)
     options: Any = {**given(arguments, *_CAPTURE), **read_changes(arguments)}
     if arguments.at is not None:
         options["positions"] = arguments.at
-    index = client.capture(texts, arguments.name, arguments.layers, arguments.path, **options)
+    options["field"] = arguments.field
+    index = client.capture(source, arguments.name, arguments.layers, arguments.path, **options)
     lost = f"; {index.problems} with a problem" if index.problems else ""
     show(
         arguments,
@@ -438,36 +449,19 @@ def _capture(client: Client, arguments: argparse.Namespace) -> None:
     )
 
 
-def _read_texts(name: str, field: str) -> list[str]:
-    """Return the texts of a file: lines as they are, or JSON lines: strings, or fields of objects.
+def _read_texts(name: str) -> list[Any]:
+    """Return the rows of a file whose name does not say what it holds: lines as they are, or JSON.
 
-    Raises LogsteerError for a JSON line without a text.
+    JSON is meant where the first line is an object or a string of it: a text may begin with a
+    quotation mark, too.
     """
     place, data = read_input(name)
-    if not _has_json(data, place):
-        lines = [line.rstrip("\r") for line in decode_text(data, place).split("\n")]
-        texts = [line for line in lines if line.strip()]
-    else:
-        texts = []
-        form = f"a text in quotation marks, or an object, {json.dumps({field: 'Once upon a time'})}"
-        for number, row in read_json_lines(BytesIO(data), place, form):
-            text = row.get(field) if isinstance(row, dict) else row
-            if not isinstance(text, str):
-                raise LogsteerError(
-                    f"{place}, line {number}: no text; write {form}, or name --field"
-                )
-            texts.append(text)
-    if not texts:
-        raise LogsteerError(f"{place} has no text")
-    return texts
-
-
-def _has_json(data: bytes, name: str) -> bool:
-    """Return whether JSON lines are meant: a text may begin with a quotation mark, too."""
-    first = data.lstrip().partition(b"\n")[0]
-    if name.endswith((".jsonl", ".json")) or first.startswith(b"{"):
-        return True
+    lines = [line for line in decode_text(data, place).split("\n") if line.strip()]
+    first = lines[0] if lines else ""
     try:
-        return isinstance(json.loads(first), str)
+        is_json = isinstance(json.loads(first), str | dict)
     except (ValueError, RecursionError):
-        return False
+        is_json = first.startswith("{")
+    if is_json:
+        return [row for _, row in read_json_lines(BytesIO(data), place, '{"text": "…"}')]
+    return [line.rstrip("\r") for line in lines]

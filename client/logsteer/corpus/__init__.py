@@ -1,6 +1,6 @@
 """A file's rows through an endpoint, each exactly once: what `logsteer score-file` runs.
 
-    rows       rows of JSON lines or Parquet, and which item of the endpoint each is
+    rows       which item of the endpoint a row is
     answers    chunks of rows -> requests; their answers -> a line for each row
     record     lines as they are finished, how far they reach, the lock on both; the file of them
     job        all of it, in order and within bounds, over one server or several

@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 
 from logsteer._calls import ApiCall, Download
 from logsteer._endpoints import ENDPOINTS
-from logsteer.corpus.rows import Chunk, Row, RowForm
+from logsteer.corpus.rows import Row, RowForm
 from logsteer.errors import (
     DIVISIBLE,
     AnswerError,
@@ -30,6 +30,7 @@ from logsteer.errors import (
     RequestTimeoutError,
     problem_error,
 )
+from logsteer.extras.files import Chunk
 from logsteer.schemas import TextScore
 from logsteer.schemas.perplexity import SUMS, summarize_sums
 

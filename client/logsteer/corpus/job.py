@@ -34,7 +34,7 @@ from logsteer.corpus.answers import (
     sum_up,
 )
 from logsteer.corpus.record import JobRecord, Record, check_target, place
-from logsteer.corpus.rows import Chunk, RowForm, RowSource, find_format
+from logsteer.corpus.rows import RowForm
 from logsteer.errors import (
     LogsteerError,
     OverloadedError,
@@ -42,6 +42,7 @@ from logsteer.errors import (
     TransportError,
     UnavailableError,
 )
+from logsteer.extras.files import Chunk, RowFile, find_format
 from logsteer.extras.sampling import run_anywhere
 
 CHUNKS_AHEAD = 2
@@ -99,7 +100,7 @@ class FileJob:
         self._commit: Future[None] = Future()
         self._commit.set_result(None)
         with ExitStack() as opened:
-            self.source = opened.enter_context(closing(RowSource(Path(source), form.columns)))
+            self.source = opened.enter_context(RowFile(Path(source), form.columns))
             header = {
                 "input": {"bytes": self.source.file_bytes, "format": self.source.format},
                 "output": find_format(self.target),

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from logsteer.corpus.answers import RowCounts
-from logsteer.corpus.rows import find_format
 from logsteer.errors import LogsteerError
+from logsteer.extras.files import find_format
 
 VERSION = 2
 

@@ -26,7 +26,7 @@ from logsteer._exchange import ClientSettings, Exchange
 from logsteer.errors import AnswerError, InvalidRequestError
 from logsteer.extras import import_package
 from logsteer.extras.datasets import check_counts
-from logsteer.extras.tensors import TensorFile, import_numpy
+from logsteer.extras.tensors import import_numpy, read_tensors
 from logsteer.schemas import ActivationsHeader, CaptureIndex
 from logsteer.schemas.captures import name_shard
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
-_FILE_DTYPES = ("F32", "F16", "I32")
 _FEATURES = ("feature_ids", "feature_activations")
 _SIDE = ("row_starts", "token_ids", "token_starts", "positions", *_FEATURES)
 """Tensors that are no activations."""
@@ -89,15 +88,13 @@ class Activations(OpenedSequence[ActivationsOfItem]):
     `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
     text i are `row_starts[i]` to `row_starts[i + 1]`. So have `feature_ids` and
     `feature_activations` [N, K], which an autoencoder gives; `answer.sae` has their labels.
-    Arrays share the memory of `file`, and are read-only. `answer` is what else the server said:
-    usage, provenance, receipts.
+    `answer` is what else the server said: usage, provenance, receipts.
     """
 
-    def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:
+    def __init__(self, file: bytes) -> None:
         try:
-            found = TensorFile(file)
-            tensors = {name: found.read(name, _FILE_DTYPES) for name in found.entries}
-            document = json.loads(found.metadata["answer"])
+            tensors, metadata = read_tensors(file)
+            document = json.loads(metadata["answer"])
             self.answer = ActivationsHeader.model_validate(document)
             self._items: list[dict[str, Any]] = document["results"]
             self.row_starts: Ids = tensors["row_starts"]
@@ -106,14 +103,11 @@ class Activations(OpenedSequence[ActivationsOfItem]):
             self._positions: Ids | None = tensors.get("positions")
             self.feature_ids: Ids | None = tensors.get("feature_ids")
             self.feature_activations: Floats | None = tensors.get("feature_activations")
-            self.layers: dict[int, Floats] = {
-                int(name.rpartition(".")[2]): array
-                for name, array in tensors.items()
-                if name not in _SIDE
-            }
+            layers = {int(n.rpartition(".")[2]): tensors[n] for n in tensors if n not in _SIDE}
+            self.layers: dict[int, Floats] = dict(sorted(layers.items()))
         except (KeyError, ValueError, TypeError, ValidationError) as error:
             raise AnswerError(f"no file of /activations: {error}") from error
-        self.file: Any = file
+        self.file = file
 
     def __repr__(self) -> str:
         rows = int(self.row_starts[-1])
@@ -138,7 +132,7 @@ class Activations(OpenedSequence[ActivationsOfItem]):
 
     def save(self, path: str | Path) -> None:
         """Write the file, which `open_activations` and any reader of safetensors reads."""
-        Path(path).write_bytes(memoryview(self.file))
+        Path(path).write_bytes(self.file)
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a row per activation: its text, its token, and its norm at each layer.
@@ -185,15 +179,11 @@ class Activations(OpenedSequence[ActivationsOfItem]):
 
 
 def open_activations(path: str | Path) -> Activations:
-    """Open a file of activations; its arrays are read from the disk where they are looked at.
+    """Read a file of activations.
 
     Errors: AnswerError for another file, OSError, ImportError that says what to install.
     """
-    try:
-        file = import_numpy().memmap(path, mode="r")
-    except ValueError as error:  # it is empty
-        raise AnswerError(f"no file of /activations: {error}") from error
-    return Activations(file)
+    return Activations(Path(path).read_bytes())
 
 
 INDEX = "index.json"
@@ -219,7 +209,7 @@ class ActivationShards(OpenedSequence[ActivationShard]):
     AnswerError for another file; OSError.
     """
 
-    def __init__(self, index: CaptureIndex, read: Callable[[int], Any]) -> None:
+    def __init__(self, index: CaptureIndex, read: Callable[[int], bytes]) -> None:
         self.contents = index
         self._read = read
         self._numbers = [number for number, shard in enumerate(index.shards) if shard.bytes]
@@ -238,23 +228,22 @@ class ActivationShards(OpenedSequence[ActivationShard]):
             where = ".".join(map(str, fault["loc"])) or "all of it"
             detail = f"{path} is not an index of a capture: {where}: {fault['msg']}"
             raise InvalidRequestError("invalid_request", detail, param="directory") from error
-        memmap = import_numpy().memmap
-        return cls(index, lambda number: memmap(path.parent / name_shard(number), mode="r"))
+        return cls(index, lambda number: (path.parent / name_shard(number)).read_bytes())
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def _open(self, index: int) -> ActivationShard:
         try:
-            file = TensorFile(self._read(self._numbers[index]))
+            arrays, _ = read_tensors(self._read(self._numbers[index]))
             layers = {
-                layer: file.read(f"{self.contents.hook}.{layer}", _FILE_DTYPES)
-                for layer in self.contents.layers
+                layer: arrays[f"{self.contents.hook}.{layer}"] for layer in self.contents.layers
             }
-            side = [file.read(name, _FILE_DTYPES) for name in ("document", "position", "token_ids")]
-        except ValueError as error:
+            return ActivationShard(
+                layers, arrays["document"], arrays["position"], arrays["token_ids"]
+            )
+        except (ValueError, KeyError) as error:
             raise AnswerError(f"no shard of activations: {error}") from error
-        return ActivationShard(layers, *side)
 
 
 class Downloads:

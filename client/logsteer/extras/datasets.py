@@ -1,8 +1,8 @@
 """Prompts and texts from where they are stored: lists, files, and Hugging Face data sets.
 
-A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path that ends in
-`.jsonl` or `.json`, and every `Path`, is read as JSON lines, each an object or a text as a JSON
-string. Further kinds are added by `register_dataset`.
+A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; or it is the path of a
+file that ends in `.parquet`, or of JSON lines (`.jsonl`, `.jsonl.gz`, `.json`, and every other
+`Path`), each an object or a text as a JSON string. Further kinds are added by `register_dataset`.
 
 `hf:NAME[/CONFIG][@SPLIT]` is read through `datasets`: NAME is `owner/name` or `name` on the hub,
 or a directory laid out like those; the split is `train` unless said, which most data sets have.
@@ -10,6 +10,7 @@ or a directory laid out like those; the split is `train` unless said, which most
 
 import json
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras import import_package
+from logsteer.extras.files import FileFormat, RowFile, has_rows
 from logsteer.schemas import Message
 from logsteer.schemas.chat import CONVERSATION
 
@@ -187,14 +189,15 @@ class PromptRow:
     messages: list[Message] | None = None
 
 
-def _read_file(path: str) -> Iterable[str | Row]:
-    """Yield the rows of a file of JSON lines. Errors: InvalidRequestError, OSError."""
-    with Path(path).open("rb") as lines:
-        try:
-            for _, row in read_json_lines(lines, path, _FORM):
+def _read_file(path: str, columns: Sequence[str] | None = None) -> Iterable[str | Row]:
+    """Yield the rows of a file, of Parquet these columns. Errors: InvalidRequestError, OSError."""
+    form: FileFormat | None = None if has_rows(path) else "jsonl"
+    try:
+        with RowFile(Path(path), columns, form) as file:
+            for _, row in read_json_lines(file.lines, path, _FORM):
                 yield row
-        except LogsteerError as error:
-            raise _refuse(str(error)) from error
+    except LogsteerError as error:
+        raise _refuse(str(error)) from error
 
 
 _HUB = "hf"
@@ -259,21 +262,30 @@ def read_row(row: object, number: int, field: str, field_kind: str = "field") ->
     return text
 
 
-def read_rows(source: Source) -> Iterable[str | Row]:
-    """Return the rows of a source. Errors: InvalidRequestError for a string that names none."""
+def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterable[str | Row]:
+    """Return the rows of a source; of a Parquet file these columns, where they are named.
+
+    Errors: InvalidRequestError for a string that names none.
+    """
     if isinstance(source, Path):
-        return _read_file(str(source))
+        return _read_file(str(source), columns)
     if not isinstance(source, str):
         return source
-    kind, _, name = source.partition(":")
-    if name and kind in _READERS:
+    if names_kind(source):
+        kind, _, name = source.partition(":")
         return _READERS[kind](name)
-    if source.endswith((".jsonl", ".json")):
-        return _read_file(source)
+    if has_rows(source):
+        return _read_file(source, columns)
     raise _refuse(
         f"{source!r} names no source: pass [text] for one prompt; hf:NAME for a data set, a path "
-        f"that ends in .jsonl, or KIND:NAME of {', '.join(_READERS)}"
+        f"that ends in .jsonl or .parquet, or KIND:NAME of {', '.join(_READERS)}"
     )
+
+
+def names_kind(source: str) -> bool:
+    """Return whether a source is KIND:NAME."""
+    kind, _, name = source.partition(":")
+    return bool(name) and kind in _READERS
 
 
 def name_source(name: str) -> str:
@@ -281,12 +293,9 @@ def name_source(name: str) -> str:
 
     Those may name their split, `NAME@SPLIT`; it is `test` where they do not.
     """
-    kind, _, rest = name.partition(":")
-    if not (rest and kind in _READERS):
-        kind, rest = ("jsonl" if name.endswith((".jsonl", ".json")) else _HUB), name
-    if kind != _HUB:
+    if has_rows(name) or (names_kind(name) and not name.startswith(f"{_HUB}:")):
         return name
-    repository, split = cut_split(rest)
+    repository, split = cut_split(name.removeprefix(f"{_HUB}:"))
     return f"{_HUB}:{repository}@{split or EVALUATED_SPLIT}"
 
 
@@ -327,29 +336,50 @@ JOIN = "\n\n"
 """What stands between two rows in the perplexity scripts of GPTQ, llama.cpp and ExLlamaV3."""
 
 
-class RowLines(Iterable[bytes]):
-    """JSON lines of a source's rows, as a data set to capture, each time it is iterated.
+class RowChunks(Iterable[bytes]):
+    """The bytes of a source's rows, several rows at a time, each time it is iterated.
 
-    A row has a text in `field`, a conversation there, or `token_ids`. Iterating raises
-    InvalidRequestError for one that has none of them.
+    `columns` are read of a Parquet file, and no others. Iterating raises InvalidRequestError for a
+    row that cannot be written, for no rows, and for an iterator that was iterated before.
     """
 
-    def __init__(self, source: Source, field: str) -> None:
+    def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self._source = source
-        self._field = field
+        self._columns = columns
+        self._began = False
 
     def __iter__(self) -> Iterator[bytes]:
-        chunk = b""
-        for number, row in enumerate(read_rows(self._source)):
-            chunk += json.dumps(self._choose(number, row)).encode() + b"\n"
+        if self._began and isinstance(self._source, Iterator):
+            raise _refuse("the source is an iterator, and cannot be read again; give a list of it")
+        self._began = True
+        chunk, number = b"", -1
+        for number, row in enumerate(read_rows(self._source, self._columns)):
+            chunk += self._encode(number, row)
             if len(chunk) > _CHUNK:
                 yield chunk
                 chunk = b""
-        if chunk:
-            yield chunk
+        if number < 0:
+            raise _refuse("the source has no rows")
+        yield chunk
+
+    @abstractmethod
+    def _encode(self, number: int, row: str | Row) -> bytes: ...
+
+
+class RowLines(RowChunks):
+    """JSON lines of a source's rows, as a data set to capture.
+
+    A row has a text in `field`, a conversation there or in `messages`, or `token_ids`.
+    """
+
+    def __init__(self, source: Source, field: str) -> None:
+        super().__init__(source, (field, "token_ids", "messages"))
+
+    def _encode(self, number: int, row: str | Row) -> bytes:
+        return json.dumps(self._choose(number, row)).encode() + b"\n"
 
     def _choose(self, number: int, row: str | Row) -> Any:
-        field = self._field
+        field = self._columns[0]
         if isinstance(row, Mapping):
             if isinstance(row.get(field), list):
                 return {"messages": row[field]}
@@ -360,33 +390,18 @@ class RowLines(Iterable[bytes]):
         return read_row(row, number, field)
 
 
-class JoinedRows(Iterable[bytes]):
-    """UTF-8 of one column of a data set's rows, `join` between them, each time it is iterated.
+class JoinedRows(RowChunks):
+    """UTF-8 of one column of a data set's rows, `join` between them.
 
-    `Client.perplexity_stream` takes it. Iterating raises InvalidRequestError for a row without that
-    text.
+    `Client.perplexity_stream` takes it.
     """
 
     def __init__(self, source: Source, column: str, join: str = JOIN) -> None:
-        self._source = source
-        self._column = column
+        super().__init__(source, (column,))
         self._join = join
-        self._began = False
-
-    def __iter__(self) -> Iterator[bytes]:
-        if self._began and isinstance(self._source, Iterator):
-            raise _refuse("the source is an iterator, and cannot be read again; give a list of it")
-        self._began = True
-        chunk = b""
-        for number, row in enumerate(read_rows(self._source)):
-            chunk += self._encode(number, row)
-            if len(chunk) > _CHUNK:
-                yield chunk
-                chunk = b""
-        yield chunk
 
     def _encode(self, number: int, row: str | Row) -> bytes:
-        text = read_row(row, number, self._column, "column")
+        text = read_row(row, number, self._columns[0], "column")
         piece = (self._join if number else "") + text
         try:
             return piece.encode()

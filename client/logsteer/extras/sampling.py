@@ -4,14 +4,11 @@ import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
-
-from pydantic import BaseModel, ConfigDict, ValidationError, with_config
-from typing_extensions import TypedDict
 
 from logsteer._calls import NOT_GIVEN, read_request
 from logsteer._progress import CountingProgress
@@ -25,22 +22,10 @@ from logsteer.extras.datasets import (
     read_prompts,
 )
 from logsteer.extras.rows import to_frame
-from logsteer.schemas import Completion, GenerateRequest, PromptCompletions
+from logsteer.schemas import Completion, GenerateAnswer, GenerateRequest
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class DrawnPrompt(PromptCompletions):
-    """One drawn prompt with its continuations.
-
-    `rewards` and `reward_errors` have an entry for each continuation; they are None where no
-    reward was asked for, and where none has failed.
-    """
-
-    index: int
-    rewards: list[float | None] | None = None
-    reward_errors: list[str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,63 +63,22 @@ class SampleFailure:
 
 
 class Samples(Sequence[Sample]):
-    """Samples in the order of their prompts; `failures` says which prompts have none, and why.
+    """Samples in the order of their prompts; `failures` says which prompts have none, and why."""
 
-    `draws` are fields of `DrawnPrompt`, read when they are needed. Reading raises AnswerError
-    for anything else.
-    """
-
-    def __init__(
-        self,
-        draws: Sequence[Mapping[str, Any]],
-        prompts: Sequence[PromptRow],
-        n: int,
-        failures: Sequence[SampleFailure] = (),
-        places: range | None = None,
-    ) -> None:
-        self._draws = draws
-        self._prompts = prompts
-        self._n = n
+    def __init__(self, samples: Sequence[Sample], failures: Sequence[SampleFailure] = ()) -> None:
+        self._samples = samples
         self.failures = list(failures)
-        self._places = range(len(draws) * n) if places is None else places
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Sample]:
-        last, draw = -1, None
-        for place in self._places:
-            # Each is read once for all its samples.
-            if draw is None or place // self._n != last:
-                last = place // self._n
-                draw = self._read(last)
-            yield self._sample(draw, place % self._n)
+        return len(self._samples)
 
     @overload
     def __getitem__(self, place: int) -> Sample: ...
     @overload
     def __getitem__(self, place: slice) -> "Samples": ...
     def __getitem__(self, place: int | slice) -> "Sample | Samples":
-        found = self._places[place]
-        if isinstance(found, range):
-            return Samples(self._draws, self._prompts, self._n, self.failures, found)
-        return self._sample(self._read(found // self._n), found % self._n)
-
-    def _read(self, place: int) -> DrawnPrompt:
-        try:
-            return DrawnPrompt.model_validate(self._draws[place])
-        except ValidationError as error:
-            raise AnswerError(f"what the server sent is not a sample: {error}") from error
-
-    def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
-        return Sample(
-            draw.index,
-            self._prompts[draw.index],
-            draw.completions[number],
-            draw.prompt_ids,
-            None if draw.rewards is None else draw.rewards[number],
-            None if draw.reward_errors is None else draw.reward_errors[number],
-        )
+        found = self._samples[place]
+        return found if isinstance(found, Sample) else Samples(found, self.failures)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
@@ -212,31 +156,6 @@ async def rate(reward: Reward, row: Row, prompt: str, text: str) -> Rating:
     return Rating(number)
 
 
-_keep_all = with_config(ConfigDict(extra="allow"))
-
-
-@_keep_all
-class _SampledText(TypedDict):
-    text: str
-
-
-@_keep_all
-class _SampledPrompt(TypedDict):
-    completions: list[_SampledText]
-
-
-class SampledBatch(BaseModel):
-    """What sampling needs of a `GenerateAnswer`; the rest of its results stays as it came.
-
-    An answer read into its own objects takes three times as long.
-    """
-
-    id: str
-    model: str
-    provenance: dict[str, Any]
-    results: list[_SampledPrompt]
-
-
 class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
@@ -283,8 +202,8 @@ class SamplingRun:
         request = read_request("generate", {**self._values, self._field: first})
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
-        self._draws: dict[int, dict[str, Any]] = {}
-        self._answered_by: tuple[str, str | None] | None = None
+        self._draws: dict[int, list[Sample]] = {}
+        self._answered_by: tuple[str, str] | None = None
         draws = range(len(self._prompts))
         self._batches = (draws[at : at + batch_size] for at in draws[::batch_size])
         self._halves: list[range] = []
@@ -306,20 +225,20 @@ class SamplingRun:
         seed = self._seed + batch.start * self._n
         return {**self._values, "prompts": None, self._field: given, "seed": seed}
 
-    async def rate(self, batch: range, answer: SampledBatch) -> list[Rating]:
+    async def rate(self, batch: range, answer: GenerateAnswer) -> list[Rating]:
         """Return the rating of each continuation; none if not asked for.
 
         Raises AnswerError where there are not `n` continuations for each draw, and for those of
         another model than before.
         """
-        sizes = [len(result["completions"]) for result in answer.results]
+        sizes = [len(result.completions) for result in answer.results]
         if sizes != [self._n] * len(batch):
             raise AnswerError(
                 f"asked for {self._n} continuations of {len(batch)} prompts, got {sizes}: a fault "
                 "of the server",
                 request_id=answer.id,
             )
-        answered_by = answer.model, answer.provenance.get("weights_digest")
+        answered_by = answer.model, answer.provenance.weights_digest
         self._answered_by = self._answered_by or answered_by
         if answered_by != self._answered_by:
             raise AnswerError(
@@ -329,25 +248,25 @@ class SamplingRun:
         if self._reward is None:
             return []
         return await asyncio.gather(*(
-            rate(self._reward, drawn.row, drawn.prompt, completion["text"])
+            rate(self._reward, drawn.row, drawn.prompt, completion.text)
             for drawn, result in zip(
                 self._prompts[batch.start : batch.stop], answer.results, strict=True
             )
-            for completion in result["completions"]
+            for completion in result.completions
         ))  # fmt: skip
 
-    def keep(self, batch: range, answer: SampledBatch, ratings: Sequence[Rating]) -> None:
-        """Keep the answer for these draws."""
-        for place, (index, result) in enumerate(zip(batch, answer.results, strict=True)):
-            draw: dict[str, Any] = {"index": index, **result}
-            rated = ratings[place * self._n : (place + 1) * self._n]
-            if rated:
-                draw["rewards"] = [rating.value for rating in rated]
-                errors = [rating.error for rating in rated]
-                if any(errors):
-                    draw["reward_errors"] = errors
-                    self._reward_errors += filter(None, errors)
-            self._draws[index] = draw
+    def keep(self, batch: range, answer: GenerateAnswer, ratings: Sequence[Rating]) -> None:
+        """Keep the samples of these draws."""
+        rated = iter(ratings)
+        for index, result in zip(batch, answer.results, strict=True):
+            self._draws[index] = [
+                Sample(
+                    index, self._prompts[index], completion, result.prompt_ids,
+                    *next(rated, Rating(None)),
+                )
+                for completion in result.completions
+            ]  # fmt: skip
+        self._reward_errors += [rating.error for rating in ratings if rating.error]
         self._failed_in_a_row = 0
         self.bar.count(len(batch))
 
@@ -383,19 +302,19 @@ class SamplingRun:
                 f"{self._reward_errors[0]}",
                 stacklevel=4,
             )
-        draws = [self._draws[index] for index in sorted(self._draws)]
-        return Samples(draws, self._prompts, self._n, self._failures)
+        samples = [sample for index in sorted(self._draws) for sample in self._draws[index]]
+        return Samples(samples, self._failures)
 
 
 T = TypeVar("T")
-_Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
+_Rated: TypeAlias = tuple[GenerateAnswer, list[Rating]]
 
 
-def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> None:
+def sample_in_threads(run: SamplingRun, ask: Callable[..., GenerateAnswer]) -> None:
     """Send the batches of a run from threads; see `sample_in_tasks`."""
     pool = ThreadPoolExecutor(run.concurrency, "logsteer-sample")
 
-    async def draw(**values: Any) -> SampledBatch:
+    async def draw(**values: Any) -> GenerateAnswer:
         return await asyncio.get_running_loop().run_in_executor(pool, partial(ask, **values))
 
     try:
@@ -418,7 +337,7 @@ def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
         return pool.submit(asyncio.run, work).result()
 
 
-async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> None:
+async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[GenerateAnswer]]) -> None:
     """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
     under_way: dict[asyncio.Task[_Rated], range] = {}
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import AnswerError
-from logsteer.extras.tensors import TensorFile, import_numpy
+from logsteer.extras.tensors import import_numpy, read_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Floats: TypeAlias = npt.NDArray[np.floating[Any]]
     Ids: TypeAlias = npt.NDArray[np.int32]
-
-_DTYPES = ("F32", "F16", "I32")
 
 
 class TeacherScores:
@@ -34,9 +32,8 @@ class TeacherScores:
     def __init__(self, file: bytes) -> None:
         np = import_numpy()
         try:
-            found = TensorFile(bytearray(file))  # which torch may write to
-            arrays = {name: found.read(name, _DTYPES) for name in found.entries}
-            self.answer: dict[str, Any] = json.loads(found.metadata["answer"])
+            arrays, metadata = read_tensors(file)
+            self.answer: dict[str, Any] = json.loads(metadata["answer"])
             targets = [result["targets"][0] for result in self.answer["results"]]
             self.row_starts: Ids = arrays["row_starts"]
             ids = [number for target in targets for number in target["token_ids"]]

@@ -1,14 +1,9 @@
-"""Safetensors files as numpy arrays, and vectors that torch has saved as such files.
-
-The layout: eight bytes that say how long the header is, the header as JSON (for each tensor its
-dtype, shape and place), the numbers, little-endian.
-"""
+"""Safetensors files as numpy arrays, and vectors that torch has saved as such files."""
 
 import io
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
@@ -17,88 +12,33 @@ from typing import Any
 from logsteer.errors import InvalidRequestError
 from logsteer.extras import import_package
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
-FLOATS = ("F64", "F32", "F16", "BF16")
 _LENGTH = 8
-
+"""Bytes that say how long the header of a safetensors file is."""
 TORCH = "pt"
 """The format of files that torch.save writes."""
-MAX_TENSORS = 4096
-MAX_BYTES = 2**30
-"""Bytes of float32 that a file of torch may unfold to: a few kilobytes can say terabytes."""
 _TORCH_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
 _HOOKS = {"decoder_block": "hook_resid_post", "self_attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 """The kinds of layer of the package steering-vectors -> TransformerLens' name of their output."""
 
 
-class TensorFile:
-    """The tensors of a safetensors file, each read from `data` when it is needed.
+def read_tensors(file: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays of a safetensors file by name, and its metadata.
 
-    `data` is bytes, or a numpy.memmap, of which only what is needed is read. Raises ValueError
-    for any other data, and for a tensor that is not there, not whole, or of a type that
-    is not read; ImportError that says what to install.
+    Errors: ValueError for another file; ImportError that says what to install.
     """
-
-    def __init__(self, data: Any) -> None:
-        self._data = import_numpy().frombuffer(data, dtype="u1")
-        self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH].tobytes(), "little")
-        try:
-            header = json.loads(self._data[_LENGTH : self._start].tobytes())
-            self.metadata: dict[str, Any] = dict(header.pop("__metadata__", {}))
-        except (ValueError, RecursionError, TypeError, AttributeError) as error:
-            raise ValueError("it is not a safetensors file") from error
-        self.entries: dict[str, Any] = header
-
-    def read(self, name: str, dtypes: Sequence[str], *index: Any) -> Any:
-        """Return a tensor of one of these types, or what `index` selects of it, as an array.
-
-        Numbers in bfloat16 are given as float32; all others share the memory of `data`.
-        """
-        if name not in self.entries:
-            raise ValueError(f"it has no tensor {name}")
-        try:
-            entry = self.entries[name]
-            dtype, shape = str(entry["dtype"]), [int(size) for size in entry["shape"]]
-            first, end = (self._start + int(place) for place in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"it has a damaged entry for tensor {name}") from error
-        if dtype not in dtypes:
-            raise ValueError(f"it has {name} in type {dtype}; {', '.join(dtypes)} are read")
-        size = math.prod(shape) * int(_DTYPES[dtype][-1])
-        is_inside = self._start <= first <= end <= len(self._data)
-        if min(shape, default=0) < 0 or not is_inside or end - first != size:
-            raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
-        found = self._data[first:end].view(_DTYPES[dtype]).reshape(shape)
-        try:
-            found = found[index]
-        except IndexError as error:
-            raise ValueError(f"it has {name} with shape {shape}, and no {index} in it") from error
-        # bfloat16 is the upper half of a float32.
-        return (found.astype("u4") << 16).view("f4") if dtype == "BF16" else found
-
-
-def render_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return a safetensors file of arrays, in float32. Errors: OverflowError beyond float32."""
-    np = import_numpy()
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    parts, place = [], 0
-    for name, numbers in tensors.items():
-        with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(numbers, "<f4")
-        if not np.isfinite(array).all():
-            raise OverflowError(f"tensor {name} has numbers beyond float32, or NaN")
-        parts.append(array.tobytes())
-        end = place + array.nbytes
-        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [place, end]}
-        place = end
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % _LENGTH)
-    return b"".join((len(head).to_bytes(_LENGTH, "little"), head, *parts))
+    missing = ImportError('arrays need numpy and safetensors: pip install "logsteer[arrays]"')
+    library, reader = (import_package(f"safetensors{of}", missing) for of in ("", ".numpy"))
+    try:
+        arrays: dict[str, Any] = reader.load(file)
+        end = _LENGTH + int.from_bytes(file[:_LENGTH], "little")
+        return arrays, json.loads(file[_LENGTH:end]).get("__metadata__") or {}
+    except (library.SafetensorError, KeyError) as error:
+        raise ValueError(f"it cannot be read as safetensors: {error}") from error
 
 
 def import_numpy() -> Any:
     """Return the module numpy; ImportError that says what to install where it is missing."""
-    return import_package("numpy", ImportError("tensors are numpy arrays: pip install numpy"))
+    return import_package("numpy", ImportError('arrays need numpy: pip install "logsteer[arrays]"'))
 
 
 # ------------------------------------------------------------------ torch.save
@@ -147,12 +87,15 @@ def convert_torch(data: bytes) -> bytes:
     It is a dictionary of layer, or name of a hook, -> tensor; or a vector of steering-vectors.
     Errors: InvalidRequestError that says what to save instead; ImportError without torch.
     """
-    torch = import_package(
-        "torch",
-        ImportError(
-            "a file of torch is converted on this machine, which takes torch: pip install torch; "
-            "or save the vector as safetensors"
-        ),
+    torch, writer = (
+        import_package(
+            name,
+            ImportError(
+                "a file of torch is converted on this machine, which takes torch and safetensors: "
+                "pip install torch safetensors; or save the vector as safetensors"
+            ),
+        )
+        for name in ("torch", "safetensors.torch")
     )
     known: Any = (SavedVector, "steering_vectors.steering_vector.SteeringVector")
     try:
@@ -167,19 +110,14 @@ def convert_torch(data: bytes) -> bytes:
         raise _refuse(f"torch cannot read it: {' '.join(str(error).split())[:200]}") from error
     tensors = _name_tensors(loaded)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise _refuse(f"entry {name[:80]!r} is a {type(tensor).__name__}, not a tensor")
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
-            raise _refuse(f"entry {name[:80]!r} is not a dense tensor of floating-point numbers")
-    # An expanded tensor counts for what it comes to once it is laid out.
-    size = sum(4 * tensor.numel() for tensor in tensors.values())
-    if size > MAX_BYTES:
-        raise _refuse(f"its tensors come to {size} bytes, at most {MAX_BYTES} are converted")
-    arrays = {name: one.detach().to(torch.float32).numpy() for name, one in tensors.items()}
-    try:
-        return render_tensors(arrays)
-    except OverflowError as error:
-        raise _refuse(str(error)) from error
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise _refuse(f"entry {name[:80]!r} is not a tensor of floating-point numbers")
+    content: bytes = writer.save({
+        # A copy, as the layers may share memory, which safetensors refuses.
+        name: tensor.detach().to_dense().to(torch.float32).contiguous().clone()
+        for name, tensor in tensors.items()
+    })  # fmt: skip
+    return content
 
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:
@@ -198,8 +136,6 @@ def _name_tensors(loaded: Any) -> dict[str, Any]:
         raise _refuse(
             f"it holds a {type(loaded).__name__}; save a dictionary of layer -> 1-D tensor"
         )
-    if len(loaded) > MAX_TENSORS:
-        raise _refuse(f"it has {len(loaded)} entries, at most {MAX_TENSORS} are read")
     return {str(name): tensor for name, tensor in loaded.items()}
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
-from logsteer.extras.tensors import FLOATS, TensorFile
 from logsteer.schemas.steering import FLOAT32_MAX
 
 Vector = npt.NDArray[np.float32]
 Array = npt.NDArray[np.floating]
+
+FLOAT_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""The types of safetensors that are read -> numpy's, which has none for bfloat16."""
 
 RESID_POST = "resid_post"
 MAX_LAYERS = 4096
@@ -201,15 +203,28 @@ def parse_readouts(text: str) -> dict[int, Readout]:
         ) from error
 
 
+def widen(numbers: npt.NDArray[Any], dtype: str) -> Array:
+    """Return numbers of one of FLOAT_TYPES as numpy has them: bfloat16 as float32."""
+    # bfloat16 is the upper half of a float32.
+    return (numbers.astype("<u4") << 16).view("<f4") if dtype == "BF16" else numbers
+
+
 def parse_safetensors(data: bytes) -> LayerVectors:
     """Return the vectors of a safetensors file. Errors: APIError `invalid_vector`."""
+    tensors: dict[str, Array] = {}
     try:
-        deserialize(data)  # type: ignore[no-untyped-call]  # compares all sizes with what is there
-        file = TensorFile(data)
-        tensors = {name: file.read(name, FLOATS) for name in file.entries}
+        for name, entry in deserialize(data):  # type: ignore[no-untyped-call]
+            if (dtype := entry["dtype"]) not in FLOAT_TYPES:
+                raise ValueError(
+                    f"it has {name} in type {dtype}; {', '.join(FLOAT_TYPES)} are read"
+                )
+            numbers = np.frombuffer(entry["data"], FLOAT_TYPES[dtype])
+            tensors[name] = widen(numbers, dtype).reshape(entry["shape"])
     except (SafetensorError, ValueError) as error:
         raise invalid_vector(f"the safetensors file cannot be read: {str(error)[:400]}.") from error
-    return place_tensors(tensors, file.metadata.get(READOUTS, "{}"))
+    end = 8 + int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8:end]).get("__metadata__") or {}
+    return place_tensors(tensors, metadata.get(READOUTS, "{}"))
 
 
 def place_tensors(tensors: Mapping[str, Array], readouts: str) -> LayerVectors:

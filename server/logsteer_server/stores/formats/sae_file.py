@@ -1,9 +1,24 @@
 """Sparse autoencoders: SAELens' two files, and labels of the features, stored as one.
 
-The client's `extras/sae.py` says what SAELens' configuration means and which of them are refused.
+These are `cfg.json` and `sae_weights.safetensors`. With x an activation, s the factor that
+activations are multiplied by before the autoencoder (1 for most), w the feature's column of W_enc
+and d its row of W_dec:
+
+    z = (s x - b_dec) . w + b_enc        without b_dec where `apply_b_dec_to_input` is false
+    the feature adds relu(z) d / s to the reconstruction, where z is above its threshold
+
+| architecture | z and its threshold |
+|---|---|
+| `standard` | 0 |
+| `jumprelu` | `threshold`, at least 0 |
+| `gated` | z has the slope exp(r_mag) and the bias b_mag; the gate x . w + b_gate > 0 is a |
+| | threshold on the same product, b_mag - exp(r_mag) b_gate (arXiv 2404.16014, section 3.2) |
+| `topk` | among the k largest of all features: no matter of this feature alone |
 """
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,22 +28,19 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from logsteer.errors import APIError, LogsteerError, api_error
-from logsteer.extras.sae import SaeConfig, extract_feature, read_sizes
-from logsteer.extras.tensors import FLOATS, TensorFile
+from logsteer.errors import APIError, api_error
 from logsteer.schemas.common import MAX_COUNT
 from logsteer_server.numerics.sae import SaeEncoder
 from logsteer_server.stores.formats.tensor_file import (
+    TensorFile,
     TensorFileError,
     copy_with_metadata,
     read_content,
 )
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, Readout
 
 SAE_KEY = "logsteer.sae"
 """The entry of a joined file's metadata that has all but the weights: JSON."""
-CONFIG = Path("cfg.json")
-"""What messages call the configuration."""
 ENCODED = {
     "standard": ("b_enc",),
     "jumprelu": ("b_enc", "threshold"),
@@ -36,6 +48,14 @@ ENCODED = {
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
 """Architectures whose encoders are known -> their tensors [features]."""
+TRAINED = ("batchtopk", "matryoshka_batchtopk")
+"""Architectures that SAELens trains, whose features depend on the batch."""
+MEASURED = ("layer_norm", "constant_norm_rescale")
+"""Ways of normalising that divide each activation by what is measured on it."""
+SCALED = "expected_average_only_in"
+"""The way that multiplies all activations by one constant."""
+_BLOCK = re.compile(r"blocks\.([0-9]+|\{layer\})\.(?:hook_)?([A-Za-z0-9_.]+)")
+_MODULE = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.([0-9]+)")
 MAX_LABEL = 512
 """Characters of a label."""
 MAX_CONFIG_BYTES, MAX_TENSORS = 2**16, 64
@@ -90,6 +110,95 @@ def _read_labels(data: bytes) -> dict[str, str]:
     return {str(int(feature)): label for feature, label in labels.items()}
 
 
+class SaeConfig:
+    """What `cfg.json` says, and an upload beside it; since SAELens 6 a part of it is in `metadata`.
+
+    Errors: APIError `invalid_sae`.
+    """
+
+    def __init__(self, document: Any, layer: int | None, scale: float | None) -> None:
+        if not isinstance(document, dict):
+            raise invalid_sae("cfg.json is not a JSON object")
+        self._document = document
+        self.architecture = self._name_architecture()
+        normalized = self.get("normalize_activations") or "none"
+        self.normalization = SCALED if normalized is True else str(normalized)
+        if self.normalization not in (known := ("none", SCALED, *MEASURED)):
+            raise invalid_sae(
+                f"cfg.json: normalize_activations {self.normalization[:80]!r} is not known; "
+                f"{', '.join(known)} are"
+            )
+        self.has_centre = self.get("apply_b_dec_to_input") is not False
+        self.scale = self._choose_scale(scale)
+        self.layer, self.hook = self._choose_place(layer)
+
+    def get(self, *names: str) -> Any:
+        """Return the first of these fields that is there, of the whole or of `metadata`."""
+        metadata = self._document.get("metadata")
+        for name in names:
+            for part in (self._document, metadata if isinstance(metadata, dict) else {}):
+                if part.get(name) is not None:
+                    return part[name]
+        return None
+
+    def _name_architecture(self) -> str:
+        name = str(self.get("architecture") or "standard")
+        function = self.get("activation_fn", "activation_fn_str") or "relu"
+        if name == "standard" and function == "topk":
+            name = "topk"
+        if name in TRAINED:
+            raise invalid_sae(
+                f"architecture {name} is what SAELens trains, whose features depend on the batch: "
+                f"save it by save_inference_model; {', '.join(ENCODED)} are read"
+            )
+        if name != "topk" and function != "relu":
+            name += f" with {function}"
+        if name not in ENCODED:
+            raise invalid_sae(
+                f"cfg.json: architecture {name[:80]!r} is not known; {', '.join(ENCODED)} are read"
+            )
+        return name
+
+    def _choose_scale(self, given: float | None) -> float:
+        """Return the constant that activations are multiplied by."""
+        if self.normalization == SCALED and given is None:
+            raise invalid_sae(
+                "cfg.json: activations are multiplied by a constant before this autoencoder, and "
+                "the files do not have it: give --activation-scale (activation_scale), SAELens' "
+                "norm_scaling_factor; 1 where it was folded in"
+            )
+        if self.normalization != SCALED and given is not None:
+            raise invalid_sae(
+                f"cfg.json: normalize_activations is {self.normalization}, so there is no "
+                "activation scale: leave it out"
+            )
+        return 1.0 if given is None else given
+
+    def _choose_place(self, layer: int | None) -> tuple[int, str]:
+        """Return the layer and hook of the activations."""
+        if self.get("hook_head_index", "hook_point_head_index") is not None:
+            raise invalid_sae("cfg.json: it reads a single head, which no vector stands for")
+        name = str(self.get("hook_name", "hook_point") or "")
+        hook, own = RESID_POST, None
+        if found := _BLOCK.fullmatch(name):
+            hook = RESID_POST if found[2] == "out" else found[2]
+            own = self.get("hook_layer", "hook_point_layer") if "{" in found[1] else int(found[1])
+        elif found := _MODULE.fullmatch(name):
+            own = int(found[1])
+        chosen = own if layer is None else layer
+        if type(chosen) is not int or not 0 <= chosen <= MAX_COUNT:
+            told = f"hook_name {name[:80]!r} is not known" if name else "it names no hook"
+            if chosen is not None:
+                told = f"there is no layer {chosen!r:.40}"
+            raise invalid_sae(
+                f"cfg.json: {told}; give --layer (layer), the block whose output it reads"
+            )
+        if hook == "resid_pre" and chosen:
+            # The stream that enters a block is the one that leaves the block before.
+            return chosen - 1, RESID_POST
+        return chosen, hook
+
+
 class SaeFile:
     """A joined file, of which only the requested parts are read.
 
@@ -98,32 +207,38 @@ class SaeFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._tensors = TensorFile(np.memmap(path, mode="r"))
-            about = json.loads(self._tensors.metadata[SAE_KEY])
-            self.config = config = SaeConfig.parse(json.dumps(about["config"]), CONFIG)
-            self.layer, self.hook = self._place = config.choose_place(about["layer"])
-            if self.layer > MAX_COUNT:
-                raise invalid_sae(f"there is no layer {self.layer}"[:80])
-            self._scale = config.choose_scale(about["activation_scale"])
-            self.size, self.width = read_sizes(self._tensors, config)
-            self.encoder = self._describe_encoder()
-        except (LogsteerError, ValueError, KeyError, RecursionError) as error:
-            if isinstance(error, APIError):
-                raise
+            self._file = TensorFile(path)
+            about = json.loads(self._file.metadata[SAE_KEY])
+            self.config = SaeConfig(about["config"], about["layer"], about["activation_scale"])
+            self.size, self.width = self._read_sizes()
+        except (ValueError, KeyError, RecursionError) as error:
             raise invalid_sae(str(error)) from error
+        self.layer, self.hook = self.config.layer, self.config.hook
+        self.encoder = self._describe_encoder()
         self.labels: Mapping[str, str] = about["labels"]
 
+    def _read_sizes(self) -> tuple[int, int]:
+        """Return the number of features and the width."""
+        config, shape = self.config, list(self._file.view("W_dec").shape)
+        if len(shape) != 2:
+            raise invalid_sae(f"W_dec has shape {shape}, not [features, width]")
+        size, width = shape
+        expected = {"W_enc": [width, size], **({"b_dec": [width]} if config.has_centre else {})}
+        expected |= {name: [size] for name in ENCODED[config.architecture]}
+        for name, wanted in expected.items():
+            if (found := list(self._file.view(name).shape)) != wanted:
+                raise invalid_sae(
+                    f"{name} has shape {found}, W_dec {shape}: they do not belong together"
+                )
+        for name, count in (("d_in", width), ("d_sae", size)):
+            if config.get(name) not in (None, count):
+                raise invalid_sae(
+                    f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}"
+                )
+        return size, width
+
     def _describe_encoder(self) -> SaeEncoder:
-        config, name = self.config, self.config.architecture
-        if name not in ENCODED:
-            raise invalid_sae(
-                f"architecture {name} is what SAELens trains, whose features depend on the batch: "
-                f"save it by save_inference_model; {', '.join(ENCODED)} are read"
-            )
-        for tensor in ENCODED[name]:
-            if (shape := list(self._tensors.read(tensor, FLOATS).shape)) != [self.size]:
-                raise invalid_sae(f"{tensor} has shape {shape}, and there are {self.size} features")
-        k = None
+        config, name, k = self.config, self.config.architecture, None
         if name == "topk":
             given = config.get("k", "activation_fn_kwargs")
             k = given.get("k") if isinstance(given, dict) else given
@@ -135,15 +250,14 @@ class SaeFile:
             self.width,
             self._read,
             centres=config.has_centre,
-            scale=self._scale,
+            scale=config.scale,
             normalization=config.normalization,
             k=k,
             rescales=name == "topk" and bool(config.get("rescale_acts_by_decoder_norm")),
         )
 
     def _read(self, name: str, *index: Any) -> npt.NDArray[np.float32]:
-        found: npt.NDArray[np.float32] = self._tensors.read(name, FLOATS, *index)
-        return found.astype(np.float32, copy=False)
+        return self._file.read(name, *index).astype(np.float32, copy=False)
 
     def find(self, feature: int | str) -> int:
         """Return the id of a feature, given as an id or a label. Errors: APIError."""
@@ -163,13 +277,51 @@ class SaeFile:
         """Return what a feature writes, its decoder row, or what its encoder `reads`.
 
         What it reads has a readout, which makes its activation of a projection, where there is one.
-        Errors: APIError `invalid_sae` for a feature of zeros.
+        Errors: APIError `invalid_sae` for a feature of zeros, or of numbers beyond float32.
         """
+        numbers_D: Any
         try:
-            found = extract_feature(self._tensors, self.config, feature, self._place, self._scale)
-        except (LogsteerError, ValueError) as error:
-            raise invalid_sae(str(error)) from error
-        return parse_content(found.probe if reads else found.vector)
+            if not reads:
+                numbers_D, readout = self._read_written(feature), None
+            else:
+                numbers_D = self._file.read("W_enc", slice(None), feature).astype(np.float64)
+                readout = self._read_out(feature, numbers_D)
+            readouts = {} if readout is None else {self.layer: readout}
+            return LayerVectors({self.layer: numbers_D}, self.hook, readouts)
+        except (APIError, OverflowError) as error:
+            told = error.detail if isinstance(error, APIError) else error
+            raise invalid_sae(f"feature {feature}: {told}") from error
+
+    def _read_written(self, feature: int) -> npt.NDArray[np.float64]:
+        """Return what a feature of activation 1 adds to the activations."""
+        written_D = self._file.read("W_dec", feature).astype(np.float64)
+        factor, tuned = 1 / self.config.scale, "finetuning_scaling_factor"
+        if self.config.get(tuned) and tuned in self._file.entries:
+            factor *= self._read_one(tuned, feature)
+        return written_D * (factor / np.linalg.norm(written_D) if self.encoder.rescales else factor)
+
+    def _read_out(self, feature: int, read_D: npt.NDArray[np.float64]) -> Readout | None:
+        """Return what a projection on `read_D` means; None where it does not say the activation."""
+        config = self.config
+        if config.architecture == "topk" or config.normalization in MEASURED:
+            return None
+        slope, centre, threshold = config.scale * float(np.linalg.norm(read_D)), 0.0, 0.0
+        if config.has_centre:
+            centre = math.fsum(self._file.read("b_dec").astype(np.float64) * read_D)
+        if config.architecture == "gated":
+            growth = math.exp(self._read_one("r_mag", feature))
+            magnitude = self._read_one("b_mag", feature)
+            # The gate opens where slope c - centre > -b_gate, with the slope before it grows.
+            threshold = magnitude - growth * self._read_one("b_gate", feature)
+            return Readout("relu", growth * slope, magnitude - growth * centre, max(threshold, 0.0))
+        if config.architecture == "jumprelu":
+            threshold = self._read_one("threshold", feature)
+        return Readout(
+            "relu", slope, self._read_one("b_enc", feature) - centre, max(threshold, 0.0)
+        )
+
+    def _read_one(self, name: str, feature: int) -> float:
+        return float(self._file.read(name, feature))
 
 
 @lru_cache(maxsize=OPENED)

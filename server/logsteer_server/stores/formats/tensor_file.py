@@ -5,7 +5,7 @@ The file is mapped and read a piece at a time, because it can be as large as a m
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from logsteer.errors import APIError, api_error
 from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, Factors, pair_factors
+from logsteer_server.stores.layer_vectors import FLOAT_TYPES, widen
 
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
@@ -26,8 +27,6 @@ PIECE = 2**22
 """Numbers that are looked at together."""
 COPIED = 2**20
 """Bytes that are copied at once."""
-
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,39 @@ class TensorContent:
 
 class TensorFileError(ValueError):
     """The file cannot be used; the message says why."""
+
+
+class TensorFile:
+    """The tensors of a safetensors file, each read from the disk where it is needed.
+
+    Errors: TensorFileError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            header, self._start = read_header(file)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.entries: dict[str, Any] = header
+        self._bytes = np.memmap(path, mode="r")
+
+    def view(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor as it is on the disk: bfloat16 as 16-bit integers."""
+        if name not in self.entries:
+            raise TensorFileError(f"it has no tensor {name}")
+        entry = self.entries[name]
+        if entry["dtype"] not in FLOAT_TYPES:
+            types = ", ".join(FLOAT_TYPES)
+            raise TensorFileError(f"{name} has type {entry['dtype']}; {types} are read")
+        first, end = entry["data_offsets"]
+        numbers = self._bytes[self._start + first : self._start + end]
+        try:
+            return numbers.view(FLOAT_TYPES[entry["dtype"]]).reshape(entry["shape"])
+        except ValueError as error:  # more axes than numpy has; other sizes than it says
+            raise TensorFileError(f"{name} cannot be read: {error}") from error
+
+    def read(self, name: str, *index: Any) -> npt.NDArray[np.floating]:
+        """Return a tensor, or what an index selects of it; bfloat16 as float32."""
+        return widen(self.view(name)[index], self.entries[name]["dtype"])
 
 
 def invalid_direction(detail: str) -> APIError:
@@ -57,22 +89,22 @@ def read_direction(path: Path) -> TensorContent:
 
 def read_content(path: Path) -> TensorContent:
     """Return what the file holds. Errors: TensorFileError."""
-    with path.open("rb") as file:
-        header, start = read_header(file)
-    header.pop("__metadata__", None)
+    file = TensorFile(path)
     try:
         # The library compares every announced size with the bytes that are there.
         with safe_open(path, "numpy"):
             pass
     except SafetensorError as error:
         raise TensorFileError(f"it cannot be read as safetensors: {error}") from error
-    if not header:
+    if not (count := len(file.entries)):
         raise TensorFileError("it has no tensors")
-    if len(header) > MAX_TENSORS:
-        raise TensorFileError(f"it has {len(header)} tensors, at most {MAX_TENSORS} are allowed")
+    if count > MAX_TENSORS:
+        raise TensorFileError(f"it has {count} tensors, at most {MAX_TENSORS} are allowed")
     square = 0.0
-    for name, entry in header.items():
-        for numbers in _read_numbers(path, start, name, entry):
+    for name, entry in file.entries.items():
+        flat = file.view(name).reshape(-1)
+        for begin in range(0, len(flat), PIECE):
+            numbers = widen(flat[begin : begin + PIECE], entry["dtype"])
             if not np.isfinite(numbers).all():
                 raise TensorFileError(f"{name} has a number that is NaN or infinite")
             with np.errstate(over="ignore"):
@@ -81,7 +113,7 @@ def read_content(path: Path) -> TensorContent:
         raise TensorFileError("every number is 0, so it would change nothing")
     if not math.isfinite(square):
         raise TensorFileError("its length is beyond float64; scale it down")
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in file.entries.items()}
     return TensorContent(shapes, math.sqrt(square))
 
 
@@ -117,25 +149,6 @@ def copy_with_metadata(
     write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     while piece := file.read(COPIED):
         write(piece)
-
-
-def _read_numbers(
-    path: Path, start: int, name: str, entry: dict[str, Any]
-) -> Iterator[npt.NDArray[np.floating]]:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise TensorFileError(f"{name} has type {entry['dtype']}; F32, F16, BF16 and F64 are read")
-    first, end = entry["data_offsets"]
-    count = (end - first) // np.dtype(dtype).itemsize
-    if not count:
-        return
-    mapped = np.memmap(path, dtype, "r", start + first, (count,))
-    for begin in range(0, count, PIECE):
-        piece = mapped[begin : begin + PIECE]
-        if entry["dtype"] == "BF16":  # numpy has no such type: its bits are float32's upper half
-            yield (piece.astype("<u4") << 16).view("<f4")
-        else:
-            yield piece
 
 
 @dataclass(frozen=True, slots=True)

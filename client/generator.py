@@ -1,4 +1,4 @@
-"""Writes the code that follows from other code: `python -m logsteer._generator`, or `make client`.
+"""Writes the client's code that follows from other code: `make client`.
 
 `_async_methods.py` follows from the table of endpoints: a method's parameters are the fields of its
 endpoint's messages, its docstring their descriptions. Those of `CONVENIENCES` have parameters of
@@ -94,7 +94,7 @@ CONVENIENCES = (
             Parameter(
                 "source",
                 "PromptSource",
-                "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "A list of prompts or of rows, a path of JSON lines or Parquet, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
             Parameter(
@@ -192,7 +192,7 @@ CONVENIENCES = (
             Parameter(
                 "source",
                 "PromptSource",
-                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "A list of texts or of rows, a path of JSON lines or Parquet, or `KIND:NAME` of "
                 "`logsteer.extras.datasets`.",
             ),
             Parameter("name", "str", "What the data set of activations is called."),
@@ -257,7 +257,7 @@ CONVENIENCES = (
 
 
 WIDTH = 100
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "logsteer"
 METHODS = "_async_methods.py"
 BLOCKING = {
     "_async_caller.py": "_sync_caller.py",
