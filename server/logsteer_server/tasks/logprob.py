@@ -320,7 +320,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         """
         vocab_size = self.info.vocab_size
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
-        exported = reserve_references(jobs, vocab_size, planner, self._scratch, "items")
+        exported = reserve_references(jobs, vocab_size, planner, self._scratch)
         async with exported as files:
             exports = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
             yield Batch(exports, collector.take)

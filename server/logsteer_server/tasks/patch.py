@@ -211,7 +211,7 @@ class PatchTask(BodyTask[PatchRequest]):
                 first = [pair.runs["clean"].jobs[0] for pair in pairs]
                 clean = await planner.run(self.interventions.apply, first)
                 files = await stack.enter_async_context(
-                    reserve_references(clean, info.vocab_size, planner, self._scratch, "pairs")
+                    reserve_references(clean, info.vocab_size, planner, self._scratch)
                 )
                 yield Batch(export_jobs(clean, files), purpose="reference")
                 pairs = [pair.compare(file) for pair, file in zip(pairs, files, strict=True)]

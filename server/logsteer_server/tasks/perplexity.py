@@ -34,7 +34,7 @@ from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
-from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
+from logsteer_server.text.windows import Window, WindowCutter, Windowing
 
 READ_AT_ONCE = 65_536
 """Tokens of the windows that are cut in one step."""
@@ -98,7 +98,7 @@ class TextWindows:
             special_id = self._codec.prefix_id()
         elif options.protocol == "llamacpp":
             special_id = next(iter(self._codec.bos_ids(options.bos)), None)
-        return make_cutter(options, special_id)
+        return WindowCutter(options, special_id)
 
     @property
     def tokens_at_once(self) -> int:

@@ -161,9 +161,7 @@ class SweepTask(BodyTask[SweepRequest]):
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
         unsteered = await planner.run(self.interventions.apply, plan.next_jobs)
-        async with reserve_references(
-            unsteered, info.vocab_size, planner, self._scratch, "items"
-        ) as files:
+        async with reserve_references(unsteered, info.vocab_size, planner, self._scratch) as files:
             if unsteered:
                 yield Batch(export_jobs(unsteered, files), purpose="reference")
             compared = compare_jobs(plan.next_jobs, files)
