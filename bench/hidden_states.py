@@ -16,7 +16,7 @@ from bench.models import MEMORY
 from bench.servers import answer_questions
 
 
-class Connector(files.ExampleHiddenStatesConnector):
+class Connector(files.ExampleHiddenStatesConnector):  # type: ignore[misc]
     """vLLM's connector, which also runs without a GPU.
 
     There torch has no pinned memory, and vLLM's stand-in for an event has no `query`.
@@ -26,7 +26,7 @@ class Connector(files.ExampleHiddenStatesConnector):
         if torch.cuda.is_available():
             super()._submit_async_write(pending)
             return
-        type(torch.cuda.Event()).query = lambda _: True  # type: ignore[method-assign]
+        type(torch.cuda.Event()).query = lambda _: True  # type: ignore[method-assign, no-untyped-call]
         empty_like = torch.empty_like
 
         def ignore_pinned(like: torch.Tensor, **options: Any) -> torch.Tensor:

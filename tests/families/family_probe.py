@@ -26,7 +26,6 @@ from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import HOOKS, Engine, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
