@@ -28,7 +28,7 @@ from logsteer_server.tasks.comparison import REFERENCE_COLUMNS, Comparison, comp
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
-from logsteer_server.tasks.targets import ColumnOptions, show_columns
+from logsteer_server.tasks.targets import describe_rows, show_columns
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.prompts import find_longest_prompt
@@ -66,7 +66,7 @@ class TextWindows:
         self,
         text: int,
         options: Windowing,
-        read: ColumnOptions,
+        read: ScoreJob,
         codec: TextCodec,
         info: EngineInfo,
         *,
@@ -133,14 +133,8 @@ class TextWindows:
             if self._read.reads_end:
                 tokens.append(targets[-1])
                 targets.append(0)
-            job = ScoreJob(
-                np.array(tokens, dtype=np.int32),
-                np.array(targets, dtype=np.int32),
-                self._read.columns,
-                policy=self._read.policy,
-                double=self._read.double,
-                reads_end=self._read.reads_end,
-            )
+            read, scored = np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.int32)
+            job = replace(self._read, tokens=read, targets=scored)
             # A prefix that is the text's own first token is in its first window.
             start = window.start and max(0, window.start - shift)
             jobs.append(TextWindow(self._text, start, end, counts, job))
@@ -153,7 +147,7 @@ class TextWindows:
 def cut_texts(
     texts: Sequence[str | list[int]],
     options: Windowing,
-    read: ColumnOptions,
+    read: ScoreJob,
     codec: TextCodec,
     info: EngineInfo,
     cover: Cover,
@@ -213,7 +207,7 @@ class StreamedText:
     """
 
     def __init__(
-        self, options: Windowing, read: ColumnOptions, codec: TextCodec, info: EngineInfo
+        self, options: Windowing, read: ScoreJob, codec: TextCodec, info: EngineInfo
     ) -> None:
         self._encoder = IncrementalEncoder(codec)
         self._windows = TextWindows(0, options, read, codec, info)
@@ -435,7 +429,7 @@ class PerplexityTask(WindowTask):
         reads_end = bool(self.interventions.probes)
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
-        read = ColumnOptions.of(body.columns, policy, body.precision, reads_end=reads_end)
+        read = describe_rows(body.columns, policy, body.precision, reads_end=reads_end)
         self.windowing = Windowing.of(body).fit(info.context_length)
         if reads_end and self.windowing.protocol == "rolling":
             _check_room(self.windowing, info.context_length)
@@ -524,7 +518,7 @@ class PerplexityStreamTask(WindowTask):
         self.interventions = await planner.capacity.call(
             Interventions.resolve, given, self._stores, info, self.codec
         )
-        read = ColumnOptions.of((), precision=query.precision)
+        read = describe_rows((), precision=query.precision)
         self.windowing = Windowing.of(query).fit(info.context_length)
         text = StreamedText(self.windowing, read, self.codec, info)
         waiting: list[TextWindow] = []
