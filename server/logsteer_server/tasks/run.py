@@ -15,7 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -403,7 +403,7 @@ class Run:
             "queue_ms": round(1e3 * self.record.queue_s, 3),
             "engine_ms": round(1e3 * engine_s, 3),
         }
-        usage, applied = self.record.usage.read(), self._applied.write()
+        usage, applied = asdict(self.record.usage), self._applied.write()
         return self.task.write(Facts(usage, timing, applied, self._describe()))
 
 
