@@ -263,7 +263,7 @@ def configure_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> 
         app,
         http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
         log_config=None,  # its lines are written as all others
-        log_level="warning",
+        log_level="error",  # it warns of each request that is none, which strangers may send
         access_log=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=max(1, round(end_s)),

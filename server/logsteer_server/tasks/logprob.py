@@ -38,13 +38,13 @@ from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
     Column,
-    ColumnOptions,
     PlannedItem,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
     aggregate_columns,
     check_items,
+    describe_rows,
     find_longest,
     plan_targets,
     show_columns,
@@ -336,7 +336,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         policy = NEUTRAL
         if "policy" in body.model_fields_set:
             policy = plan_policy(body.policy, self.codec, info)
-        read = ColumnOptions.of(
+        read = describe_rows(
             body.columns, policy, body.precision, top, reads_end=reads_end, tail=body.tail
         )
         plan = plan_targets(
