@@ -324,10 +324,12 @@ class TrainedVectors:
     held: Mapping[int, Double]
 
 
-def choose_middle(values: Mapping[int, float], num_layers: int) -> dict[int, float]:
-    """Return the values of layers in the middle of the model's depth."""
-    first, last = (share * (num_layers - 1) for share in MIDDLE)
-    return {layer: value for layer, value in values.items() if first <= layer <= last}
+def choose_middle(
+    values: Mapping[int, float], num_layers: int, last: float = MIDDLE[1]
+) -> dict[int, float]:
+    """Return the values of layers in the middle of the model's depth, up to a share of it."""
+    first, end = MIDDLE[0] * (num_layers - 1), last * (num_layers - 1)
+    return {layer: value for layer, value in values.items() if first <= layer <= end}
 
 
 def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recommendation | str:
