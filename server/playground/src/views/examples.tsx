@@ -46,7 +46,7 @@ function ExamplesView({ state, setState, model, isShown }: ViewProps<State>) {
       attempt(() =>
         model === null || vectors === null || vectors.length + saes.value.length === 0
           ? null
-          : makeCapture(state, model.id, vectors, file === null ? texts : null, replaced.overwrite),
+          : makeCapture(state, model.id, vectors, file === null ? texts : null, file?.size ?? state.texts.length, replaced.overwrite),
       ),
     [state, model?.id, vectors, saes.value, texts, file, replaced.overwrite],
   );

@@ -174,7 +174,7 @@ function Entry({ number: rank, example, token, share, note, href }: EntryProps) 
         </span>
       </span>
       <p class="example-text" dir="auto">
-        {before}
+        {before.trimStart()}
         {marked && (
           <>
             <wbr />

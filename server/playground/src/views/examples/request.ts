@@ -21,6 +21,9 @@ export type FormState = {
 /** Beyond the last token of any text. */
 const END = 2 ** 31 - 1;
 
+/** Of few texts examples are seen as soon as they can be; many such shards would make a long index. */
+const FEW = { bytes: 2 ** 24, shardRows: 2 ** 13 };
+
 interface Probe {
   vector: string;
   /** As they were typed. */
@@ -75,6 +78,7 @@ export function makeCapture(
   cards: readonly VectorCard[],
   /** null: they were uploaded. */
   texts: string[] | null,
+  bytes: number,
   overwrite: true | undefined,
 ) {
   const placed = state.probes.map((probe) => place(probe, state.read, cards));
@@ -88,6 +92,7 @@ export function makeCapture(
     hook: hooks[0] === "resid_post" ? undefined : hooks[0],
     positions: state.skipsFirst ? { slices: [[1, END]] } : undefined,
     max_length: state.length || undefined,
+    shard_rows: bytes <= FEW.bytes ? FEW.shardRows : undefined,
     reduce: { top: placed.map(({ probe }) => probe), k: state.k },
     overwrite,
   } satisfies JsonObject;
