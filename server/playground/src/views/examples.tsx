@@ -82,6 +82,10 @@ function ExamplesView({ state, setState, model, isShown }: ViewProps<State>) {
   };
   const change = (at: number, probe: string): void =>
     setState({ probes: state.probes.map((old, index) => (index === at ? probe : old)) });
+  const add = (): void => {
+    const used = state.probes.map((probe) => findVector(splitProbe(probe).vector, vectors ?? [])?.name);
+    setState({ probes: [...state.probes, vectors?.find((card) => !used.includes(card.name))?.name ?? ""] });
+  };
   return (
     <Panes
       form={
@@ -118,7 +122,7 @@ function ExamplesView({ state, setState, model, isShown }: ViewProps<State>) {
             />
           ))}
           <div class="actions">
-            <button type="button" class="quiet" onClick={() => setState({ probes: [...state.probes, ""] })}>
+            <button type="button" class="quiet" onClick={add}>
               <Icon name="plus" /> Add a vector
             </button>
           </div>

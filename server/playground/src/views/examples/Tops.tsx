@@ -77,7 +77,7 @@ export function Tops({ card, tops, state, setState }: TopsProps) {
       <div class="beside">
         {lists.map((top, at) => (
           <TopList
-            key={nameTop(top)}
+            key={at}
             top={top}
             model={card.model}
             tokens={tokens}
