@@ -153,11 +153,12 @@ class CausalModel:
         if positions_BT is not None and self._takes_positions:
             options["position_ids"] = positions_BT.to(self.device)
         body = self._choose_body()
-        is_changed = self._is_hooked or self.parameters.are_replaced
-        # Of float64 see `overflow`.
-        is_checked = is_changed or (mask_BT is not None and self.dtype == torch.float64)
-        checked = CheckedAttention(mask_BT, shows_overflow=is_changed)
-        with checked if is_checked else nullcontext():
+        # Steering by at most `LARGEST_CHANGE` makes no score overflow in float32 or bfloat16.
+        is_checked = self.parameters.are_replaced or (
+            self._is_hooked and self.dtype == torch.float16
+        )
+        is_padded = mask_BT is not None and self.dtype == torch.float64
+        with CheckedAttention(mask_BT) if is_checked or is_padded else nullcontext():
             output = body(input_ids=tokens_BT.to(self.device), **options)
         hidden_BTD: Tensor = output.last_hidden_state
         if cast and hidden_BTD.dtype in HALF:

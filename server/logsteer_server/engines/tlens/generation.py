@@ -22,19 +22,20 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.plan import ParameterDelta
 from logsteer_server.engines.drawn import DrawnTokens
-from logsteer_server.engines.tlens.captures import CapturedRow, hook_captures
+from logsteer_server.engines.tlens.captures import CapturedRow
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
     JobQueue,
     Results,
     accept_row,
+    hooked,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import RowSampler
 
@@ -165,16 +166,13 @@ class RunningBatch:
         mask_BT = None
         if any(self._pads):
             mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
-        ranges = [TokenRange(max(0, -start), max(0, start), start + width) for start in starts]
-        captured = [row.captured for row in self.rows]
-        before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
-        model = self._model
-        with model.hooked([*before, *self._steering.hooks(ranges, width), *self._hooks, *after]):
-            hidden_BTD = model.read(
+        first_B = np.array(starts)
+        tokens = PassTokens.of(first_B, first_B + width, width)
+        with hooked(self._model, self.rows, self._steering, tokens, self._hooks):
+            hidden_BTD = self._model.read(
                 self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
             )
-        self._steering.end_pass()
-        return model.project(hidden_BTD[:, -1])
+        return self._model.project(hidden_BTD[:, -1])
 
     def _sample(self, logits_BV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample each row's next token.

@@ -8,7 +8,8 @@ changes nothing. Axis letters: B sequences, T tokens, D hidden size.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,8 +25,8 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point
-from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+from logsteer_server.engines.tlens.tokens import PassTokens
 
 Results = list[tuple[int, JobResult]]
 
@@ -210,6 +211,25 @@ def pad_right(sequences: Sequence[np.ndarray]) -> Tensor:
     return tokens_BT
 
 
+@contextmanager
+def hooked(
+    model: CausalModel,
+    rows: Sequence[Entry],
+    steering: BatchSteering,
+    tokens: PassTokens,
+    hooks: Sequence[tuple[Point, HookFunction]] = (),
+) -> Iterator[None]:
+    """Steer, probe and capture a batch's rows in the one forward pass of this context.
+
+    `hooks` act after the steering. Captures are taken before or after both.
+    """
+    captured = [row.captured for row in rows]
+    before, after = (hook_captures(captured, tokens, before=b) for b in (True, False))
+    with model.hooked([*before, *steering.hooks(tokens), *hooks, *after]):
+        yield
+    steering.end_pass()
+
+
 def read_batch(
     model: CausalModel,
     batch: Sequence[Entry],
@@ -217,16 +237,14 @@ def read_batch(
 ) -> Tensor:
     """Return the hidden states [B, T, D] of a batch, steered, with `hooks` after the steering.
 
-    The jobs have one parameter delta, which the model is under. The traces of the batch's steered
-    rows then hold what was measured. Errors: as `CausalModel.read`.
+    The jobs have one parameter delta, which is applied. Afterwards the traces of the batch's
+    steered rows have their measurements. Errors: as `CausalModel.read`.
     """
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
-    ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
-    steering, width = BatchSteering([entry.steered for entry in batch]), tokens_BT.shape[1]
-    captured = [entry.captured for entry in batch]
-    before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
-    with model.hooked([*before, *steering.hooks(ranges, width), *hooks, *after]):
+    lengths_B = np.array([len(entry.job.tokens) for entry in batch])
+    tokens = PassTokens.of(np.zeros_like(lengths_B), lengths_B, tokens_BT.shape[1])
+    steering = BatchSteering([entry.steered for entry in batch])
+    with hooked(model, batch, steering, tokens, hooks):
         hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
-    steering.end_pass()
     steering.collect()
     return hidden_BTD
