@@ -123,11 +123,11 @@ class SteeredRow:
         return [*(placed.point for placed in chain.from_iterable(self.parts)), *read]
 
     def take_readings(self) -> Readings | None:
-        """Return what was read and not taken before; None where nothing is kept."""
+        """Return the readings since the last call; None where none are kept."""
         return self.probed.sequence.take() if self.probed else None
 
     def trace(self, num_tokens: int) -> SteeringTrace:
-        """Return what was measured, for a sequence of which so many tokens were read."""
+        """Return the measurements of a sequence of which so many tokens were read."""
         sites = {
             placed.site.name: (sums[0], average_changes(*sums))
             for placed in chain.from_iterable(self.parts)
@@ -249,8 +249,8 @@ class BatchSteering:
         self._groups = [_SiteGroup(found, rows_Q, self._probes) for found in sites.values()]
 
     def hooks(self, tokens: PassTokens) -> list[tuple[Point, HookFunction]]:
-        """Return what steers and reads a forward pass over these tokens: at one activation, what
-        reads it before, steers it, reads it after.
+        """Return the hooks of a forward pass over these tokens: at one activation probes before
+        steering, the steering, and probes after it.
         """
         if self._probes.points:
             self._probes.begin(tokens)
