@@ -104,7 +104,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state.large_bodies = BodyTurns()
     state.store_threads = threads = StoreThreads()
     stack.callback(threads.close)
-    objects = Objects.open(settings)
+    state.objects = objects = Objects.open(settings)
     state.content_files = ContentFiles(objects, settings.store_cache_bytes)
     stack.callback(state.content_files.close)
     state.namespaces = NamespaceRegistry(settings, objects, state.content_files)
