@@ -1,7 +1,7 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -35,36 +35,15 @@ def encode_msgpack(document: Any) -> bytes:
 
     Numbers that are not finite become nil, but stay NaN inside arrays.
     """
-    given = document if _is_finite([document], set()) else _finite(document)
-    packed: bytes = msgpack.packb(given, default=_to_buffer)
+    packed: bytes = msgpack.packb(_finite(document), default=_to_buffer)
     return packed
-
-
-def _is_finite(values: Iterable[Any], seen: set[int]) -> bool:
-    """Return whether no number of some documents, outside of arrays, is NaN or infinite.
-
-    `seen` are the addresses of lists that were looked at: equal entries share theirs.
-    """
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            continue
-        if kind is float:
-            if not math.isfinite(value):
-                return False
-        elif kind is dict:
-            if not _is_finite(value.values(), seen):
-                return False
-        elif kind is not list or id(value) not in seen:
-            if kind is not list or not _is_finite(value, seen):
-                return False
-            seen.add(id(value))
-    return True
 
 
 def _finite(value: Any) -> Any:
     """Return a document with None in the place of numbers that are not finite."""
     match value:
+        case FiniteDocuments():
+            return value
         case float():
             return value if math.isfinite(value) else None
         case dict():
@@ -75,8 +54,6 @@ def _finite(value: Any) -> Any:
             return value
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
-"""Types of values that MessagePack takes as they are."""
 PACKED = {np.dtype(name): name for name in ("<f4", "<f2", "<i4")}
 """Arrays whose buffers are packed as they are; others become one of them."""
 
