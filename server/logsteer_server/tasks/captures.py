@@ -16,12 +16,12 @@ import orjson
 from safetensors.numpy import load, save
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas import Deleted
 from logsteer.schemas.captures import (
     CaptureIndex,
     CaptureRequest,
     CaptureSource,
     CaptureState,
-    DeletedCapture,
 )
 from logsteer_server.keys.caller import Requester
 from logsteer_server.stores.captures import (
@@ -240,7 +240,7 @@ class CaptureJobs:
                     self._launch(place, self._run(caller.namespace, index))
         return index
 
-    async def delete(self, name: str, caller: Requester) -> DeletedCapture:
+    async def delete(self, name: str, caller: Requester) -> Deleted:
         """Stop a job, and remove all of its files, its data set too."""
         store = self.find(caller)
         place = store.locate(name)
@@ -250,7 +250,7 @@ class CaptureJobs:
                 await self._threads.run(store.read, name)
             await self._stop(place)
             await self._threads.run(store.remove, name)
-        return DeletedCapture(name=name, sha256=source)
+        return Deleted(name=name, sha256=source)
 
     def read_moments(self, store: CaptureStore, name: str) -> bytes:
         """Return means and covariances as a safetensors file; it blocks."""

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f1288d90874d99ad81b66e68111d0858af3df53ee96b904eaaf33a418e820c72
+// Written by build/types.mjs from openapi.json, sha256 f803726183227fb923fc3b5c16619f08d8e885e1669be94001d11f4abf2bb514
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -461,19 +461,7 @@ export interface components {
             negative: string | components["schemas"]["Message"][];
             positive: string | components["schemas"]["Message"][];
         };
-        DeletedSae: {
-            name: string;
-            sha256: string | null;
-        } & {
-            [key: string]: unknown;
-        };
-        DeletedVariant: {
-            name: string;
-            sha256: string | null;
-        } & {
-            [key: string]: unknown;
-        };
-        DeletedVector: {
+        Deleted: {
             name: string;
             sha256: string | null;
         } & {
@@ -2289,7 +2277,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedSae"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {
@@ -2476,7 +2464,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedVariant"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {
@@ -2631,7 +2619,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedVector"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {

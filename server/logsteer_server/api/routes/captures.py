@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from logsteer.errors import api_error
+from logsteer.schemas import Deleted
 from logsteer.schemas.captures import (
     CaptureCard,
     CaptureIndex,
@@ -12,7 +13,6 @@ from logsteer.schemas.captures import (
     CaptureName,
     CaptureRequest,
     CaptureSource,
-    DeletedCapture,
     name_shard,
 )
 from logsteer_server.api.dependencies import (
@@ -117,9 +117,7 @@ async def resume_capture(name: CaptureName, request: Request, captures: Captures
     return _show(request, await captures.change(name, request.state.caller, "running"))
 
 
-@router.delete(
-    "/captures/{name}", name="delete_capture", responses={200: {"model": DeletedCapture}}
-)
+@router.delete("/captures/{name}", name="delete_capture", responses={200: {"model": Deleted}})
 async def delete(name: CaptureName, request: Request, captures: CapturesDep) -> Response:
     """Cancel a job, and remove its shards and its data set."""
     return answer(request, (await captures.delete(name, request.state.caller)).model_dump())
