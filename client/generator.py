@@ -398,7 +398,7 @@ def _write_classes() -> Iterator[str]:
             yield from _write_endpoint(endpoint)
     yield from map(_write_convenience, CONVENIENCES)
     for resource, name in RESOURCES.items():
-        stored = [ENDPOINTS[f"{resource}.{verb}"].answer for verb in ("list", "get", "delete")]
+        stored = [ENDPOINTS[f"{resource}.{verb}"].answer for verb in ("list", "get")]
         answers = ", ".join(answer.__name__ for answer in stored if answer)
         yield f"\n\nclass Async{name}(AsyncStoreMethods[{answers}]):\n"
         yield f'    """Methods of `AsyncClient.{resource}`."""\n\n'

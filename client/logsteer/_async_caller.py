@@ -9,7 +9,7 @@ do what takes more than one call or reads the answer.
 
 from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -26,17 +26,20 @@ from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
 from logsteer._progress import CountingProgress
 from logsteer.errors import APIError, LogsteerError
 from logsteer.extras.activations import (
+    INDEX,
     Activations,
     ActivationShards,
-    Downloads,
+    list_missing,
     load_activations,
     read_remotely,
+    write_part,
 )
 from logsteer.extras.datasets import RowLines
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Samples, SamplingRun, sample_in_tasks
 from logsteer.extras.teacher import TeacherScores, list_items
-from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
+from logsteer.schemas import CaptureIndex, Deleted, ItemScore, SpacePolicy
+from logsteer.schemas.captures import name_shard
 
 POLL_S = 0.5
 """Between two questions how far a capture has come."""
@@ -44,7 +47,6 @@ POLL_S = 0.5
 A = TypeVar("A", bound=BaseModel)
 L = TypeVar("L", bound=BaseModel)
 C = TypeVar("C", bound=BaseModel)
-D = TypeVar("D", bound=BaseModel)
 
 
 class AsyncCaller:
@@ -76,11 +78,13 @@ class AsyncCaller:
     async def _attempt(self, call: ApiCall[A], exchange: Exchange[A]) -> AsyncGenerator[A, None]:
         try:
             content = call.body if call.upload is None else call.upload.async_chunks()
-            request = self._http.build_request(
-                call.method, call.path, content=content, params=dict(call.params) or None,
-                headers=exchange.write_headers(),
-            )  # fmt: skip
-            response = await self._http.send(request, stream=bool(call.events))
+            with ExitStack() as opened:
+                files = {part: opened.enter_context(p.open("rb")) for part, p in call.files.items()}
+                request = self._http.build_request(
+                    call.method, call.path, content=content, params=dict(call.params) or None,
+                    files=files or None, headers=exchange.write_headers(),
+                )  # fmt: skip
+                response = await self._http.send(request, stream=bool(call.events))
         finally:
             # An error keeps its request, and with it what was being sent.
             if call.upload is not None:
@@ -182,11 +186,11 @@ class AsyncCaller:
         return index
 
     async def _download(self, index: CaptureIndex, directory: str | PathLike[str]) -> None:
-        downloads = Downloads(directory, index)
-        for number in downloads.missing:
+        for number in list_missing(directory, index):
             file = await self._ask("captures.shard", name=index.name, number=str(number))
-            downloads.write(number, file.data)
-        downloads.finish()
+            write_part(directory, name_shard(number), file.data)
+        # Last, as what it names is there.
+        write_part(directory, INDEX, index.model_dump_json(indent=1).encode())
 
     async def _activation_loader(
         self,
@@ -207,10 +211,10 @@ class AsyncCaller:
         return load_activations(shards, batch_size, shuffle_buffer, layer, seed, repeat)
 
 
-class AsyncStoreMethods(Generic[L, C, D]):
+class AsyncStoreMethods(Generic[L, C]):
     """Contents that the server stores under names: cards of type C in a list of type L.
 
-    A deletion is answered by D. Methods raise the errors of `logsteer.errors`.
+    Methods raise the errors of `logsteer.errors`.
     """
 
     _name: ClassVar[str]
@@ -226,6 +230,6 @@ class AsyncStoreMethods(Generic[L, C, D]):
         """Return the card of one name; NotFoundError where nothing has it."""
         return await self._ask(f"{self._name}.get", name=name)
 
-    async def delete(self, name: str) -> D:
+    async def delete(self, name: str) -> Deleted:
         """Delete a name; return it, and the content that it stood for."""
         return await self._ask(f"{self._name}.delete", name=name)

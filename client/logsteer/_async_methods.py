@@ -40,12 +40,6 @@ from logsteer.schemas import (
     Column,
     ComparedColumn,
     ContentFormat,
-    DeletedAdapter,
-    DeletedCapture,
-    DeletedOverride,
-    DeletedSae,
-    DeletedVariant,
-    DeletedVector,
     DetokenizeAnswer,
     DivergenceAnswer,
     GenerateAnswer,
@@ -2658,7 +2652,7 @@ class AsyncClientMethods(AsyncCaller):
         )
 
 
-class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector]):
+class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard]):
     """Methods of `AsyncClient.vectors`."""
 
     _name = "vectors"
@@ -2789,7 +2783,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         return file.data
 
 
-class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverride]):
+class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard]):
     """Methods of `AsyncClient.overrides`."""
 
     _name = "overrides"
@@ -2818,7 +2812,7 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
         )
 
 
-class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
+class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard]):
     """Methods of `AsyncClient.adapters`."""
 
     _name = "adapters"
@@ -2847,7 +2841,7 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
         )
 
 
-class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
+class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard]):
     """Methods of `AsyncClient.saes`."""
 
     _name = "saes"
@@ -2885,7 +2879,7 @@ class AsyncSaes(AsyncStoreMethods[SaeList, SaeCard, DeletedSae]):
         )
 
 
-class AsyncCaptures(AsyncStoreMethods[CaptureList, CaptureCard, DeletedCapture]):
+class AsyncCaptures(AsyncStoreMethods[CaptureList, CaptureCard]):
     """Methods of `AsyncClient.captures`."""
 
     _name = "captures"
@@ -3049,7 +3043,7 @@ class AsyncCaptures(AsyncStoreMethods[CaptureList, CaptureCard, DeletedCapture])
         return file.data
 
 
-class AsyncVariants(AsyncStoreMethods[VariantList, VariantCard, DeletedVariant]):
+class AsyncVariants(AsyncStoreMethods[VariantList, VariantCard]):
     """Methods of `AsyncClient.variants`."""
 
     _name = "variants"

@@ -33,7 +33,7 @@ from pydantic_core import PydanticSerializationError
 
 from logsteer import schemas
 from logsteer._endpoints import ENDPOINTS, LAST_EVENT, Content, Endpoint
-from logsteer._upload import Form, UploadBody
+from logsteer._upload import UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
 from logsteer.schemas.faults import describe_faults
@@ -172,6 +172,8 @@ class ApiCall(Generic[A_co]):
     answer: type[A_co] | None = None
     body: bytes | None = None
     upload: UploadBody | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Part -> file, of a form that is sent in place of a body."""
     media_type: str = "application/json"
     """Of the body or the upload."""
     file_type: str | None = None
@@ -219,7 +221,7 @@ def build_call(
     endpoint = ENDPOINTS[name]
     given = dict(values)
     path = _fill_path(endpoint.path, given)
-    source = given.pop(SOURCES[endpoint.upload]) if endpoint.upload else None
+    source: Any = given.pop(SOURCES[endpoint.upload]) if endpoint.upload else None
     fields = _complete(endpoint, given, default_model)
     body, params = None, {}
     if endpoint.request is not None:
@@ -229,6 +231,7 @@ def build_call(
     elif endpoint.query is not None:
         params = _build_query(endpoint.query, fields)
     upload, media_type = _open_upload(endpoint, source)
+    files = list_files(name, Path(source)) if endpoint.upload == "form" else {}
     answer = Download if endpoint.file_type else endpoint.answer
     return ApiCall(
         endpoint.method,
@@ -236,6 +239,7 @@ def build_call(
         None if events else answer,
         body,
         upload,
+        files,
         media_type,
         endpoint.file_type.format(**params) if endpoint.file_type else None,
         params,
@@ -378,13 +382,10 @@ def _measure(objects: Mapping[str, str]) -> int:
 
 def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, str]:
     """Return what is sent, and its media type."""
-    if endpoint.upload is None:
+    if endpoint.upload in (None, "form"):
         return None, "application/json"
     if endpoint.upload == "text":
         return UploadBody(source), "text/plain; charset=utf-8"
-    if endpoint.upload == "form":
-        form = Form(list_files(endpoint.name, Path(source)))
-        return UploadBody(form), form.content_type
     return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 

@@ -95,7 +95,6 @@ def _store(
     noun: str,
     listed: type[BaseModel],
     card: type[BaseModel],
-    deleted: type[BaseModel],
     *,
     upload: Content,
     query: type[BaseModel],
@@ -126,8 +125,8 @@ def _store(
         ),
         # A second attempt would not find what the first has deleted.
         Endpoint(
-            f"{name}.delete", "DELETE", path, name, deleted, positional=("name",), retry_safe=False,
-            scope="write",
+            f"{name}.delete", "DELETE", path, name, s.Deleted,
+            positional=("name",), retry_safe=False, scope="write",
         ),
     ]  # fmt: skip
 
@@ -306,7 +305,7 @@ _ACTIVATIONS = [
 
 _VECTORS = [
     *_store(
-        "vectors", "steering vector", s.VectorList, s.VectorCard, s.DeletedVector,
+        "vectors", "steering vector", s.VectorList, s.VectorCard,
         upload="file", query=UploadQuery,
         source=("source", _FILE + "safetensors, or a GGUF control vector."), listing=FitQuery,
     ),
@@ -333,7 +332,7 @@ _VECTORS = [
 ]  # fmt: skip
 
 _OVERRIDES = _store(
-    "overrides", "direction of the parameters", s.OverrideList, s.OverrideCard, s.DeletedOverride,
+    "overrides", "direction of the parameters", s.OverrideList, s.OverrideCard,
     upload="file", query=StoreQuery,
     source=(
         "source",
@@ -343,7 +342,7 @@ _OVERRIDES = _store(
 )  # fmt: skip
 
 _ADAPTERS = _store(
-    "adapters", "LoRA adapter", s.AdapterList, s.AdapterCard, s.DeletedAdapter,
+    "adapters", "LoRA adapter", s.AdapterList, s.AdapterCard,
     upload="form", query=StoreQuery,
     source=(
         "directory",
@@ -353,7 +352,7 @@ _ADAPTERS = _store(
 )  # fmt: skip
 
 _SAES = _store(
-    "saes", "sparse autoencoder", s.SaeList, s.SaeCard, s.DeletedSae,
+    "saes", "sparse autoencoder", s.SaeList, s.SaeCard,
     upload="form", query=SaeQuery,
     source=(
         "directory",
@@ -387,7 +386,7 @@ def _file_of_capture(verb: str, path: str, summary: str, *further: str) -> Endpo
 _CAPTURES = [
     Endpoint("captures.list", "GET", "/captures", "captures", s.CaptureList),
     _of_capture("get", "GET", "", s.CaptureCard, "score", ""),
-    _of_capture("delete", "DELETE", "", s.DeletedCapture, "write", ""),
+    _of_capture("delete", "DELETE", "", s.Deleted, "write", ""),
     Endpoint(
         "captures.put", "PUT", "/captures/{name}/source", "captures", s.CaptureSource,
         query=CaptureQuery, upload="file", positional=("name", "source"), scope="write",
@@ -433,7 +432,7 @@ _VARIANTS = [
         summary="Store a steered model under a name, which is then a model in every endpoint.",
     ),
     Endpoint(
-        "variants.delete", "DELETE", "/variants/{name}", "variants", s.DeletedVariant,
+        "variants.delete", "DELETE", "/variants/{name}", "variants", s.Deleted,
         positional=("name",), retry_safe=False, scope="write",
     ),
 ]  # fmt: skip

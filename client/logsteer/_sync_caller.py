@@ -10,7 +10,7 @@ Written by `make client` from `_async_caller.py`: change that.
 # What an endpoint is answered with is of the type that the table of endpoints has for it.
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -28,17 +28,20 @@ from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
 from logsteer._progress import CountingProgress
 from logsteer.errors import APIError, LogsteerError
 from logsteer.extras.activations import (
+    INDEX,
     Activations,
     ActivationShards,
-    Downloads,
+    list_missing,
     load_activations,
     read_remotely,
+    write_part,
 )
 from logsteer.extras.datasets import RowLines
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.sampling import Samples, SamplingRun, sample_in_threads
 from logsteer.extras.teacher import TeacherScores, list_items
-from logsteer.schemas import CaptureIndex, ItemScore, SpacePolicy
+from logsteer.schemas import CaptureIndex, Deleted, ItemScore, SpacePolicy
+from logsteer.schemas.captures import name_shard
 
 POLL_S = 0.5
 """Between two questions how far a capture has come."""
@@ -46,7 +49,6 @@ POLL_S = 0.5
 A = TypeVar("A", bound=BaseModel)
 L = TypeVar("L", bound=BaseModel)
 C = TypeVar("C", bound=BaseModel)
-D = TypeVar("D", bound=BaseModel)
 
 
 class Caller:
@@ -77,11 +79,13 @@ class Caller:
     def _attempt(self, call: ApiCall[A], exchange: Exchange[A]) -> Generator[A, None]:
         try:
             content = call.body if call.upload is None else call.upload.chunks()
-            request = self._http.build_request(
-                call.method, call.path, content=content, params=dict(call.params) or None,
-                headers=exchange.write_headers(),
-            )  # fmt: skip
-            response = self._http.send(request, stream=bool(call.events))
+            with ExitStack() as opened:
+                files = {part: opened.enter_context(p.open("rb")) for part, p in call.files.items()}
+                request = self._http.build_request(
+                    call.method, call.path, content=content, params=dict(call.params) or None,
+                    files=files or None, headers=exchange.write_headers(),
+                )  # fmt: skip
+                response = self._http.send(request, stream=bool(call.events))
         finally:
             # An error keeps its request, and with it what was being sent.
             if call.upload is not None:
@@ -183,11 +187,11 @@ class Caller:
         return index
 
     def _download(self, index: CaptureIndex, directory: str | PathLike[str]) -> None:
-        downloads = Downloads(directory, index)
-        for number in downloads.missing:
+        for number in list_missing(directory, index):
             file = self._ask("captures.shard", name=index.name, number=str(number))
-            downloads.write(number, file.data)
-        downloads.finish()
+            write_part(directory, name_shard(number), file.data)
+        # Last, as what it names is there.
+        write_part(directory, INDEX, index.model_dump_json(indent=1).encode())
 
     def _activation_loader(
         self,
@@ -208,10 +212,10 @@ class Caller:
         return load_activations(shards, batch_size, shuffle_buffer, layer, seed, repeat)
 
 
-class StoreMethods(Generic[L, C, D]):
+class StoreMethods(Generic[L, C]):
     """Contents that the server stores under names: cards of type C in a list of type L.
 
-    A deletion is answered by D. Methods raise the errors of `logsteer.errors`.
+    Methods raise the errors of `logsteer.errors`.
     """
 
     _name: ClassVar[str]
@@ -227,6 +231,6 @@ class StoreMethods(Generic[L, C, D]):
         """Return the card of one name; NotFoundError where nothing has it."""
         return self._ask(f"{self._name}.get", name=name)
 
-    def delete(self, name: str) -> D:
+    def delete(self, name: str) -> Deleted:
         """Delete a name; return it, and the content that it stood for."""
         return self._ask(f"{self._name}.delete", name=name)

@@ -40,12 +40,6 @@ from logsteer.schemas import (
     Column,
     ComparedColumn,
     ContentFormat,
-    DeletedAdapter,
-    DeletedCapture,
-    DeletedOverride,
-    DeletedSae,
-    DeletedVariant,
-    DeletedVector,
     DetokenizeAnswer,
     DivergenceAnswer,
     GenerateAnswer,
@@ -2654,7 +2648,7 @@ class ClientMethods(Caller):
         )
 
 
-class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
+class VectorMethods(StoreMethods[VectorList, VectorCard]):
     """Methods of `Client.vectors`."""
 
     _name = "vectors"
@@ -2785,7 +2779,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         return file.data
 
 
-class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
+class Overrides(StoreMethods[OverrideList, OverrideCard]):
     """Methods of `Client.overrides`."""
 
     _name = "overrides"
@@ -2814,7 +2808,7 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
         )
 
 
-class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
+class Adapters(StoreMethods[AdapterList, AdapterCard]):
     """Methods of `Client.adapters`."""
 
     _name = "adapters"
@@ -2843,7 +2837,7 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
         )
 
 
-class Saes(StoreMethods[SaeList, SaeCard, DeletedSae]):
+class Saes(StoreMethods[SaeList, SaeCard]):
     """Methods of `Client.saes`."""
 
     _name = "saes"
@@ -2881,7 +2875,7 @@ class Saes(StoreMethods[SaeList, SaeCard, DeletedSae]):
         )
 
 
-class Captures(StoreMethods[CaptureList, CaptureCard, DeletedCapture]):
+class Captures(StoreMethods[CaptureList, CaptureCard]):
     """Methods of `Client.captures`."""
 
     _name = "captures"
@@ -3045,7 +3039,7 @@ class Captures(StoreMethods[CaptureList, CaptureCard, DeletedCapture]):
         return file.data
 
 
-class Variants(StoreMethods[VariantList, VariantCard, DeletedVariant]):
+class Variants(StoreMethods[VariantList, VariantCard]):
     """Methods of `Client.variants`."""
 
     _name = "variants"

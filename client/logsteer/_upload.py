@@ -2,8 +2,7 @@
 
 import asyncio
 import io
-import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Iterator
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -13,34 +12,6 @@ Source: TypeAlias = str | PathLike[str] | IO[bytes] | IO[str] | Iterable[bytes] 
 AsyncSource: TypeAlias = Source | AsyncIterable[bytes] | AsyncIterable[str]
 
 _CHUNK = 64 * 1024
-
-
-class Form:
-    """The body of a form of files (multipart/form-data), again each time it is iterated over.
-
-    `files` is part -> path. Raises OSError for a file that cannot be read.
-    """
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        for path in files.values():
-            _check_path(path)
-        self._files = dict(files)
-        self._boundary = uuid.uuid4().hex
-
-    @property
-    def content_type(self) -> str:
-        """The media type of the body, with the boundary between its parts."""
-        return f"multipart/form-data; boundary={self._boundary}"
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part, path in self._files.items():
-            head = f'form-data; name="{part}"; filename="{path.name}"'
-            yield f"--{self._boundary}\r\nContent-Disposition: {head}\r\n".encode()
-            yield b"Content-Type: application/octet-stream\r\n\r\n"
-            with path.open("rb") as file:
-                yield from _read(file)
-            yield b"\r\n"
-        yield f"--{self._boundary}--\r\n".encode()
 
 
 class UploadBody:
@@ -104,9 +75,7 @@ class UploadBody:
                 self._source.seek(self._start)
             yield from _read(self._source)
         else:
-            # Not by map, which would not close a form's file that is open when this is closed.
-            for chunk in self._source:
-                yield _encode(chunk)
+            yield from map(_encode, self._source)
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the same bytes for an event loop; a thread reads files, so as not to block it."""
@@ -114,7 +83,7 @@ class UploadBody:
             self._started = True
             async for chunk in self._source:
                 yield _encode(chunk)
-        elif isinstance(self._source, str | PathLike | Form) or _is_file(self._source):
+        elif isinstance(self._source, str | PathLike) or _is_file(self._source):
             chunks = self._start_chunks()
             while (block := await asyncio.to_thread(next, chunks, None)) is not None:
                 yield block

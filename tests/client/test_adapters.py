@@ -1,6 +1,5 @@
 """`client.adapters`, `logsteer adapters` and `--adapter`: what is sent, and what comes back."""
 
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from email import message_from_bytes
 from pathlib import Path
@@ -128,23 +127,23 @@ class Breaking(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
-    """Every file that is opened by its path, and the thread that does."""
-    files: list[tuple[Any, int]] = []
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every file that is opened by its path."""
+    files: list[Any] = []
     plain = Path.open
 
     def record(path: Path, *arguments: Any, **more: Any) -> Any:
-        files.append((plain(path, *arguments, **more), threading.get_ident()))
-        return files[-1][0]
+        files.append(plain(path, *arguments, **more))
+        return files[-1]
 
     monkeypatch.setattr(Path, "open", record)
     return files
 
 
 def test_a_break_in_the_middle_is_followed_by_whole_files(
-    call: Caller, pauses: list[float], directory: Path, opened: list[tuple[Any, int]]
+    call: Caller, pauses: list[float], directory: Path, opened: list[Any]
 ) -> None:
-    transport = Breaking(lambda: opened[-1][0].tell())
+    transport = Breaking(lambda: opened[-1].tell())
     call(transport, lambda client: client.adapters.put("lora", directory))
     assert transport.request is not None and len(pauses) == 1
     assert parts_of(transport.request, b"".join(transport.chunks)) == WHOLE
@@ -153,19 +152,17 @@ def test_a_break_in_the_middle_is_followed_by_whole_files(
     assert max(map(len, transport.chunks)) == 64 * 1024
 
 
-def test_files_are_closed_whatever_comes(
-    call: Caller, directory: Path, opened: list[tuple[Any, int]]
-) -> None:
+def test_files_are_closed_whatever_comes(call: Caller, directory: Path, opened: list[Any]) -> None:
     broken = Breaking(lambda: 0)
     with pytest.raises(TransportError, match="reset") as caught:
         call(broken, lambda client: client.adapters.put("lora", directory), max_retries=0)
     # The error holds the request, and with it what was being sent.
     assert isinstance(caught.value.__cause__, httpx.WriteError)
-    assert len(opened) == 4 and all(file.closed for file, _ in opened)
+    assert len(opened) == 2 and all(file.closed for file in opened)
     opened.clear()
     with pytest.raises(OverloadedError):
         call(Script(BUSY), lambda client: client.adapters.put("lora", directory), max_retries=0)
-    assert len(opened) == 4 and all(file.closed for file, _ in opened)
+    assert len(opened) == 2 and all(file.closed for file in opened)
 
 
 @pytest.mark.parametrize(

@@ -260,3 +260,20 @@ def test_documents_of_a_parquet_file(
         index = client.capture(plain, "plain", [1], read="last", overwrite=True)
         found, wanted = (client.captures.shard(one, "0") for one in (column, "plain"))
     assert index.documents == 3000 and found == wanted
+
+
+def test_captures_are_listed_and_deleted(
+    fake_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(fake_server.url) as client:
+        client.capture(TEXTS, "listed", [1], read="last", overwrite=True)
+    here = ["--base-url", fake_server.url]
+    assert main(["captures", "list", "--format", "jsonl", *here]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    told = [(row["state"], row["documents"]) for row in rows if row["name"] == "listed"]
+    assert told == [("done", len(TEXTS))]
+    assert main(["captures", "list", *here]) == 0
+    assert "listed" in capsys.readouterr().out
+    assert main(["captures", "delete", "listed", *here]) == 0
+    assert "deleted listed" in capsys.readouterr().out
+    assert main(["captures", "delete", "listed", *here]) == 1

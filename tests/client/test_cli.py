@@ -248,8 +248,8 @@ COMMANDS: dict[str, tuple[list[str], Any, str, Any, list[list[str]], list[str]]]
     ),
     "steer beside the baseline": (
         ["steer", "I am", "--vector", "mood", "--baseline", "--n", "2"],
-        stream(piece(" glad"), piece(" sad", steered=False), baseline=True, n=2), "POST /steer",
-        {"prompts": ["I am"], "steering": MOOD, "n": 2, "baseline": True, "stream": True},
+        steer_answer(baseline=True, n=2), "POST /steer",
+        {"prompts": ["I am"], "steering": MOOD, "n": 2, "baseline": True},
         [["steered", "unsteered"], ["glad", "0", "sad", "0"], ["glad", "1", "sad", "1"]],
         ["steered 5 tokens"],
     ),

@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -261,14 +260,6 @@ def test_a_file_that_steers_nothing_is_told(
     assert server.requests == []
 
 
-def test_side_by_side_grows_on_a_terminal(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    pieces = [piece(" half", steered=True), piece(" other", steered=False), piece(" done")]
-    assert run(stream(*pieces, baseline=True), "steer", "I", "--vector", "m", "--baseline") == 0
-    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert out.index("half") < out.index("other") < out.index("half done") < out.index("glad 0")
-
-
 def test_what_probes_read_stands_under_each_completion(capsys: Output) -> None:
     read = {"name": "mood", "sha256": "0" * 64, "layer": 3, "hook": "resid_post",
             "read": "projection", "before": [0.25, -4.5]}  # fmt: skip
@@ -276,9 +267,8 @@ def test_what_probes_read_stands_under_each_completion(capsys: Output) -> None:
     (result,) = document["results"]
     for side, first in (("completions", 0.25), ("baseline", 0.75)):
         result[side][0]["probes"] = [read | {"before": [first, -4.5]}]
-    server = Script(event_stream(events(("start", START), ("result", document))))
     argv = ["steer", "I am", "--vector", "mood", "--baseline", "--probe", "mood@3"]
-    assert run(server, *argv) == 0
+    assert run(Script(httpx.Response(200, json=document)), *argv) == 0
     found = rows(capsys)
     assert found.index(["steered", "completion", "0"]) < found.index(["'g'", "-0.5", "0.25"])
     assert found.index(["unsteered", "completion", "0"]) < found.index(["'s'", "-0.5", "0.75"])

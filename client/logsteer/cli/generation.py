@@ -25,7 +25,6 @@ from logsteer.cli.output import (
     draw_sweep,
     show,
     stream_one,
-    stream_side_by_side,
     wants_json,
 )
 from logsteer.client import Client
@@ -67,19 +66,31 @@ def add_generate(add: AddCommand) -> None:
 
 
 def _generate(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, *_SAMPLING, *_DIAGNOSTICS, "probes")
-    options: Any = {**own, **read_changes(arguments)}
-    prompts: list[str] = arguments.prompts
-    form: dict[str, Any] = {"prompts": prompts}
+    own = given(arguments, *_SAMPLING, *_DIAGNOSTICS)
+    _continue(client, "generate", arguments, arguments.prompts, own)
+
+
+def _continue(
+    client: Client,
+    name: str,
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    own: Mapping[str, Any],
+) -> None:
+    """Show the continuations of prompts; on a terminal a single one as it comes."""
+    options: dict[str, Any] = {**own, **given(arguments, "probes"), **read_changes(arguments)}
+    options["prompts"] = prompts
     if arguments.chat:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        form = {"prompts": None, "messages": turns}
-    if len(prompts) == 1 and (arguments.n or 1) == 1 and not wants_json(arguments):
-        with closing(client.generate_events(**form, **options)) as events:
+        options |= {"prompts": None, "messages": turns}
+    alone = len(prompts) == 1 and (arguments.n or 1) == 1 and not options.get("baseline")
+    if alone and not wants_json(arguments):
+        with closing(getattr(client, f"{name}_events")(**options)) as events:
             answer = stream_one(events, TerminalConsole(), "" if arguments.chat else prompts[0])
         show(arguments, answer, *draw_grown(answer))
         return
-    answer = client.generate(**form, **options)
+    with Waiting("generating"):
+        answer = getattr(client, name)(**options)
     show(arguments, answer, *draw_generated(answer, prompts))
 
 
@@ -214,24 +225,7 @@ def add_sweep(add: AddCommand) -> None:
 
 
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, *_STEER_SAMPLING, "probes")
-    options: Any = {**own, **read_changes(arguments)}
-    steering = options.pop("steering")
-    prompt: str | None = arguments.prompt
-    if arguments.chat:
-        options = {**options, "messages": [{"role": "user", "content": prompt}]}
-        prompt = None
-    if wants_json(arguments):
-        show(arguments, client.steer(prompt, steering, **options))
-        return
-    alone = (arguments.n or 1) == 1 and not arguments.baseline
-    console = TerminalConsole()
-    with closing(client.steer_events(prompt, steering, **options)) as events:
-        if alone:
-            answer = stream_one(events, console, prompt or "")
-        else:
-            answer = stream_side_by_side(events, console, bool(arguments.baseline))
-    show(arguments, answer, *(draw_grown(answer) if alone else draw_generated(answer, [])))
+    _continue(client, "steer", arguments, [arguments.prompt], given(arguments, *_STEER_SAMPLING))
 
 
 def _sweep(client: Client, arguments: argparse.Namespace) -> None:

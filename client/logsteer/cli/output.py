@@ -9,12 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +26,7 @@ from logsteer.schemas import (
     AdapterList,
     AppliedInterventions,
     AppliedParameters,
+    CaptureList,
     Completion,
     GenerateAnswer,
     ItemScore,
@@ -38,7 +38,6 @@ from logsteer.schemas import (
     SelftestCheck,
     SteerAnswer,
     SteerPiece,
-    SteerStart,
     SweepAnswer,
     TokenizeAnswer,
     TrainAnswer,
@@ -162,6 +161,17 @@ _COLUMNS: Mapping[type, tuple[str, ...]] = {
     OverrideList: ("name", "model", "tensors", "moved", "total", "norm", *_STORED),
     VariantList: ("name", "model", "steering", "adapter", "override", "description", *_STORED),
     SaeList: ("name", "architecture", "hook", "layer", "features", "k", *_STORED),
+    CaptureList: (
+        "name",
+        "state",
+        "model",
+        "layers",
+        "hook",
+        "documents",
+        "rows",
+        "bytes",
+        "error",
+    ),
     TokenizeAnswer: ("token_id", "token", "start", "end"),
 }
 """Answer -> the columns of its rows that a terminal has room for; all of any other."""
@@ -333,9 +343,6 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-A = TypeVar("A", SteerAnswer, GenerateAnswer)
-
-
 def draw_generated(
     answer: SteerAnswer | GenerateAnswer, prompts: Sequence[str]
 ) -> Iterator[Table | Text]:
@@ -368,8 +375,8 @@ def draw_read(completion: Completion) -> Iterator[Table | Text]:
 
 
 def stream_one(
-    events: Generator[SteerStart | SteerPiece | A, None, None], console: Console, prompt: str
-) -> A:
+    events: Generator[Any, None, None], console: Console, prompt: str
+) -> SteerAnswer | GenerateAnswer:
     """Return the answer; print the prompt and its completion as pieces come."""
     shown = False
     try:
@@ -387,39 +394,14 @@ def stream_one(
     return event
 
 
-def stream_side_by_side(
-    events: Generator[SteerStart | SteerPiece | A, None, None], console: Console, baseline: bool
-) -> A:
-    """Return the answer; on a terminal the completions grow in a table, cleared at the end."""
-    texts: dict[tuple[int, bool], str] = {}
-    sides = [True, False] if baseline else [True]
-    heads = ["steered", "unsteered"][: len(sides)]
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-        for event in events:
-            if isinstance(event, SteerPiece) and console.is_terminal:
-                key = event.completion, event.steered
-                texts[key] = texts.get(key, "") + event.text
-                count = 1 + max(index for index, _ in texts)
-                rows = [[(texts.get((n, side), ""), "") for side in sides] for n in range(count)]
-                live.update(_draw_side_by_side(heads, rows), refresh=True)
-    assert isinstance(event, SteerAnswer | GenerateAnswer), "a stream ends with its result"
-    return event
-
-
 def _draw_completions(result: PromptCompletions, is_steered: bool) -> Table:
     """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
     columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
     heads = ["steered" if is_steered else "continuation", "unsteered"][: len(columns)]
-    cells = [[(one.text, _sum_up(one)) for one in column] for column in columns]
-    return _draw_side_by_side(heads, list(zip(*cells, strict=True)))
-
-
-def _draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    """Draw texts in columns, a remark under each."""
-    table = Table(*heads, box=box.SIMPLE_HEAD, show_lines=len(rows) > 1)
-    for row in rows:
-        cells = ((Text(escape_controls(text)), f"\n{note}") for text, note in row)
-        table.add_row(*(text.append(note, "dim") for text, note in cells))
+    table = Table(*heads, box=box.SIMPLE_HEAD, show_lines=len(result.completions) > 1)
+    for row in zip(*columns, strict=True):
+        cells = (Text(escape_controls(one.text)).append(f"\n{_sum_up(one)}", "dim") for one in row)
+        table.add_row(*cells)
     return table
 
 

@@ -29,6 +29,7 @@ from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.extras.labels import label_layers
 from logsteer.schemas import (
     AdapterList,
+    CaptureList,
     ContentFormat,
     OverrideCard,
     OverrideList,
@@ -41,13 +42,13 @@ from logsteer.schemas import (
 
 _CARDS: Mapping[str, type[BaseModel]] = {
     "vectors": VectorList, "adapters": AdapterList, "overrides": OverrideList, "saes": SaeList,
-    "variants": VariantList,
+    "variants": VariantList, "captures": CaptureList,
 }  # fmt: skip
 """What is stored -> the list of its cards."""
 
 
 def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> None:
-    """Add `logsteer vectors`, `adapters`, `saes`, `overrides`, `variants`, and their commands."""
+    """Add `logsteer vectors`, `adapters`, `saes`, `overrides`, `captures`, and their commands."""
     parser = add(
         "vectors", None, "store, make and fetch steering vectors",
         """
@@ -108,6 +109,9 @@ def add_stored_commands(add: AddCommand, common: argparse.ArgumentParser) -> Non
     text = "one direction: what it moves, and how far"
     examples = "\n  logsteer overrides show gradient\n"
     add_one("show", _show_override, text, examples, answer=OverrideCard)
+    text = "list and delete data sets of activations; `logsteer capture` makes them"
+    parser = add("captures", None, text, "\n  logsteer captures list\n")
+    _begin_store(begin_commands(parser, common), "captures", "res2")
 
 
 _VARIANT = {"adapter": "NAME", "chat_template_kwargs": "JSON", "description": "TEXT",
@@ -154,8 +158,8 @@ def _begin_store(add: AddCommand, resource: str, example: str) -> AddCommand:
     def list_cards(client: Client, arguments: argparse.Namespace) -> None:
         answer = getattr(client, resource).list()
         table = draw_answer(answer)
-        if answer.damaged:
-            table.caption = f"damaged: {', '.join(answer.damaged)}; put or delete them"
+        if damaged := getattr(answer, "damaged", None):
+            table.caption = f"damaged: {', '.join(damaged)}; put or delete them"
         show(arguments, answer, table)
 
     def delete(client: Client, arguments: argparse.Namespace) -> None:

@@ -10,13 +10,12 @@ Axis letters: N rows of all items, T rows of one item, D width of an activation.
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import httpx
 from pydantic import ValidationError
@@ -64,25 +63,7 @@ class ActivationsOfItem:
     feature_activations: "Floats | None" = None
 
 
-S = TypeVar("S")
-
-
-class OpenedSequence(Sequence[S]):
-    """A sequence that makes each entry when it is read; a slice is a list of entries."""
-
-    @overload
-    def __getitem__(self, place: int) -> S: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[S]: ...
-    def __getitem__(self, place: int | slice) -> S | list[S]:
-        found = range(len(self))[place]  # IndexError, and places from the end
-        return self._open(found) if isinstance(found, int) else [*map(self._open, found)]
-
-    @abstractmethod
-    def _open(self, index: int) -> S: ...
-
-
-class Activations(OpenedSequence[ActivationsOfItem]):
+class Activations(list[ActivationsOfItem]):
     """The activations of some texts, in their order.
 
     `layers` has, by layer, the rows of all of them, in order: float32 [N, D]; those of
@@ -92,6 +73,7 @@ class Activations(OpenedSequence[ActivationsOfItem]):
     """
 
     def __init__(self, file: bytes) -> None:
+        super().__init__()
         try:
             tensors, metadata = read_tensors(file)
             document = json.loads(metadata["answer"])
@@ -108,15 +90,13 @@ class Activations(OpenedSequence[ActivationsOfItem]):
         except (KeyError, ValueError, TypeError, ValidationError) as error:
             raise AnswerError(f"no file of /activations: {error}") from error
         self.file = file
+        self += map(self._cut, range(len(self.row_starts) - 1))
 
     def __repr__(self) -> str:
         rows = int(self.row_starts[-1])
         return f"<Activations: {len(self)} texts, {rows} rows, layers {sorted(self.layers)}>"
 
-    def __len__(self) -> int:
-        return len(self.row_starts) - 1
-
-    def _open(self, index: int) -> ActivationsOfItem:
+    def _cut(self, index: int) -> ActivationsOfItem:
         rows = slice(*self.row_starts[index : index + 2].tolist())
         read = slice(*self._token_starts[index : index + 2].tolist())
         return ActivationsOfItem(
@@ -202,7 +182,7 @@ class ActivationShard:
     token_ids: "Ids"
 
 
-class ActivationShards(OpenedSequence[ActivationShard]):
+class ActivationShards:
     """The shards of a data set of activations, each read when it is needed.
 
     `contents` says what they hold, and `read` returns the file of a number. Errors of reading:
@@ -233,7 +213,7 @@ class ActivationShards(OpenedSequence[ActivationShard]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def _open(self, index: int) -> ActivationShard:
+    def __getitem__(self, index: int) -> ActivationShard:
         try:
             arrays, _ = read_tensors(self._read(self._numbers[index]))
             layers = {
@@ -246,43 +226,28 @@ class ActivationShards(OpenedSequence[ActivationShard]):
             raise AnswerError(f"no shard of activations: {error}") from error
 
 
-class Downloads:
-    """The shards of a data set that a directory has not yet, of `index`; the index comes last."""
+def list_missing(directory: str | PathLike[str], index: CaptureIndex) -> list[int]:
+    """Return the numbers of a data set's shards that a directory, made if need be, has not whole.
 
-    def __init__(self, directory: str | PathLike[str], index: CaptureIndex) -> None:
-        self._directory = Path(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._index = index
-        known = self._directory / INDEX
-        if known.exists():
-            of = ActivationShards.of_directory(directory).contents
-            if (of.name, of.digest, of.created) != (index.name, index.digest, index.created):
-                detail = f"{directory} has {of.name!r} of {of.created}; name another directory"
-                raise InvalidRequestError("invalid_request", detail, param="directory")
+    Errors: InvalidRequestError for the directory of another data set.
+    """
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    if Path(directory, INDEX).exists():
+        of = ActivationShards.of_directory(directory).contents
+        if (of.name, of.digest, of.created) != (index.name, index.digest, index.created):
+            detail = f"{directory} has {of.name!r} of {of.created}; name another directory"
+            raise InvalidRequestError("invalid_request", detail, param="directory")
+    sizes = {path.name: path.stat().st_size for path in Path(directory).iterdir()}
+    return [
+        number
+        for number, shard in enumerate(index.shards)
+        if shard.bytes and sizes.get(name_shard(number)) != shard.bytes
+    ]
 
-    @property
-    def missing(self) -> list[int]:
-        """The numbers of shards that are not there whole."""
-        sizes = {path.name: path.stat().st_size for path in self._directory.iterdir()}
-        return [
-            number
-            for number, shard in enumerate(self._index.shards)
-            if shard.bytes and sizes.get(name_shard(number)) != shard.bytes
-        ]
 
-    def write(self, number: int, data: bytes) -> None:
-        """Write the file of a shard."""
-        self._replace(name_shard(number), data)
-
-    def finish(self) -> None:
-        """Write the index."""
-        self._replace(INDEX, self._index.model_dump_json(indent=1).encode())
-
-    def _replace(self, name: str, content: bytes) -> None:
-        """Write a file that is whole as soon as it has its name."""
-        new = self._directory / f"{name}.new"
-        new.write_bytes(content)
-        new.replace(self._directory / name)
+def write_part(directory: str | PathLike[str], name: str, content: bytes) -> None:
+    """Write a file of a directory of shards."""
+    Path(directory, name).write_bytes(content)
 
 
 def read_remotely(settings: ClientSettings, name: str) -> Callable[[int], bytes]:

@@ -18,6 +18,8 @@ from logsteer.extras.labels import label_layers
 from logsteer.schemas import (
     AdapterCard,
     AdapterList,
+    CaptureCard,
+    CaptureList,
     Completion,
     GenerateAnswer,
     GradientAnswer,
@@ -489,6 +491,8 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     OverrideList: {"override": _of_each("overrides", _write_plain)},
     SaeCard: {"sae": _write_plain},
     SaeList: {"sae": _of_each("saes", _write_plain)},
+    CaptureCard: {"capture": _write_plain},
+    CaptureList: {"capture": _of_each("captures", _write_plain)},
     VariantCard: {"variant": _write_variant},
     VariantList: {"variant": _of_each("variants", _write_variant)},
 }

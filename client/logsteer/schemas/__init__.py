@@ -12,7 +12,6 @@ from logsteer.schemas.captures import (
     CaptureReduce,
     CaptureRequest,
     CaptureSource,
-    DeletedCapture,
 )
 from logsteer.schemas.chat import (
     ChatFields,
@@ -60,9 +59,6 @@ from logsteer.schemas.interventions import (
     AppliedInterventions,
     AppliedParameters,
     CaptureOptions,
-    DeletedAdapter,
-    DeletedOverride,
-    DeletedVariant,
     InterventionFields,
     OverrideCard,
     OverrideList,
@@ -184,12 +180,11 @@ from logsteer.schemas.steering import (
     UsedVector,
     VectorReference,
 )
+from logsteer.schemas.stored import Deleted
 from logsteer.schemas.vectors import (
     CombineRequest,
     ContentFormat,
     ContrastPair,
-    DeletedSae,
-    DeletedVector,
     LayerQuality,
     PairLike,
     Recommendation,
@@ -248,12 +243,7 @@ __all__ = [
     "Completion",
     "ContentFormat",
     "ContrastPair",
-    "DeletedAdapter",
-    "DeletedCapture",
-    "DeletedOverride",
-    "DeletedSae",
-    "DeletedVariant",
-    "DeletedVector",
+    "Deleted",
     "DetokenizeAnswer",
     "DetokenizeRequest",
     "DiagnosticsRequest",

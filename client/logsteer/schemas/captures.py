@@ -9,7 +9,6 @@ from logsteer.schemas.common import (
     OVERWRITE,
     ByLayer,
     Count,
-    DeletedName,
     Float,
     Layers,
     Reply,
@@ -210,10 +209,6 @@ class CaptureList(Tabled):
     """Every data set of activations, by name."""
 
     captures: list[CaptureCard]
-
-
-class DeletedCapture(DeletedName):
-    """The name that is gone, with its shards; `sha256` was that of its data set."""
 
 
 class CaptureShard(Reply):

@@ -396,13 +396,6 @@ class NamedContent(Reply):
     sha256: str
 
 
-class DeletedName(Reply):
-    """The name that is gone, and the content that it pointed to."""
-
-    name: str
-    sha256: str | None = Field(description="null where the card was damaged.")
-
-
 class Usage(Reply):
     """Tokens that a request cost."""
 

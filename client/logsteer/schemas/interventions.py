@@ -9,12 +9,10 @@ from pydantic import Field
 
 from logsteer.schemas.common import (
     OVERWRITE,
-    DeletedName,
     Layers,
     NamedContent,
     Reply,
     Request,
-    Tabled,
 )
 from logsteer.schemas.steering import (
     HOOK,
@@ -26,17 +24,16 @@ from logsteer.schemas.steering import (
     SteeringReceipt,
     VectorName,
 )
+from logsteer.schemas.stored import StoredCard, StoredList
 
 
 class UsedAdapter(NamedContent):
     """The adapter that an answer was computed under, and its digest."""
 
 
-class AdapterCard(Tabled):
+class AdapterCard(StoredCard):
     """One stored adapter."""
 
-    name: str
-    sha256: str = Field(description="Content address: SHA-256 of its configuration and weights.")
     model: str = Field(description="Id of the model that it was checked against.")
     weights_digest: str
     rank: int
@@ -49,25 +46,12 @@ class AdapterCard(Tabled):
         "null: sent to an older server.",
     )
     norm: float = Field(description="Euclidean norm of all its factors together.")
-    bytes: int
-    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
 
 
-class AdapterList(Tabled):
+class AdapterList(StoredList):
     """Every stored adapter, by name."""
 
     adapters: list[AdapterCard]
-    damaged: list[str] = Field(
-        default=[],
-        description="Names whose card or content is not as it was written: PUT them again, or "
-        "DELETE them.",
-    )
-    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
-    max_bytes: int = Field(description="What they may come to.")
-
-
-class DeletedAdapter(DeletedName):
-    """The name that is gone, and the content that it pointed to."""
 
 
 class ParameterOverride(Request):
@@ -99,36 +83,21 @@ class UsedOverride(NamedContent):
     )
 
 
-class OverrideCard(Tabled):
+class OverrideCard(StoredCard):
     """One stored direction."""
 
-    name: str
-    sha256: str = Field(description="Content address: SHA-256 of the file as it was uploaded.")
     model: str = Field(description="Id of the model whose parameters it was checked against.")
     weights_digest: str
     tensors: int
     moved: int = Field(description="How many of the model's numbers it moves.")
     total: int = Field(description="How many numbers the model's parameters are.")
     norm: float = Field(description="Euclidean norm of the whole direction.")
-    bytes: int
-    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
 
 
-class OverrideList(Tabled):
+class OverrideList(StoredList):
     """Every stored direction, by name."""
 
     overrides: list[OverrideCard]
-    damaged: list[str] = Field(
-        default=[],
-        description="Names whose card or content is not as it was written: PUT them again, or "
-        "DELETE them.",
-    )
-    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
-    max_bytes: int = Field(description="What they may come to.")
-
-
-class DeletedOverride(DeletedName):
-    """The name that is gone, and the content that it pointed to."""
 
 
 class ParameterFields(Request):
@@ -176,36 +145,21 @@ class VariantRequest(VariantFields):
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
-class VariantCard(Tabled):
+class VariantCard(StoredCard):
     """One variant of a model."""
 
-    name: str
-    sha256: str = Field(description="SHA-256 of all that it stands for.")
     model: str = Field(description="Id of the model that it is a variant of.")
     steering: dict[str, Any] | None = None
     adapter: str | None = None
     override: ParameterOverride | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     description: str | None = None
-    bytes: int
-    created: str = Field(
-        description="When it was stored: RFC 3339, UTC; empty: in the server's file."
-    )
 
 
-class VariantList(Tabled):
+class VariantList(StoredList):
     """Every variant that a caller sees: those of the server's file, then stored ones, by name."""
 
     variants: list[VariantCard]
-    damaged: list[str] = Field(
-        default=[], description="Names that are not as they were written: PUT or DELETE them."
-    )
-    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
-    max_bytes: int = Field(description="What they may come to.")
-
-
-class DeletedVariant(DeletedName):
-    """The name that is gone, and the digest of what it stood for."""
 
 
 ActivationRead = Literal["each", "last", "mean"]

@@ -14,7 +14,6 @@ from logsteer.schemas.common import (
     Answer,
     BosPolicy,
     ByLayer,
-    DeletedName,
     Float,
     Index,
     Layers,
@@ -23,10 +22,10 @@ from logsteer.schemas.common import (
     Reply,
     Request,
     SpecialTokens,
-    Tabled,
     name_refusal,
 )
 from logsteer.schemas.steering import HOOK, CaptureName, Finite, HookName, VectorName
+from logsteer.schemas.stored import StoredCard, StoredList
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
@@ -159,14 +158,9 @@ class VectorReadout(Reply):
     threshold: float = 0.0
 
 
-class VectorCard(Plotted):
+class VectorCard(StoredCard, Plotted):
     """One stored vector."""
 
-    name: str
-    sha256: str = Field(
-        description="Content address: of its safetensors file, which depends on hook, numbers and "
-        "readouts alone."
-    )
     hook: str
     layers: list[int]
     width: int = Field(description="Numbers of each layer: the model's hidden size.")
@@ -174,8 +168,6 @@ class VectorCard(Plotted):
     readouts: ByLayer[VectorReadout] | None = Field(
         default=None, description="What a projection on the vector means, by layer; null: unknown."
     )
-    bytes: int
-    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
     other_weights: bool = Field(
         default=False,
         description="In a list for a model: whether it was trained on other weights than the "
@@ -184,21 +176,10 @@ class VectorCard(Plotted):
     about: VectorAbout
 
 
-class VectorList(Tabled):
+class VectorList(StoredList):
     """Every stored vector, by name."""
 
     vectors: list[VectorCard]
-    damaged: list[str] = Field(
-        default=[],
-        description="Names whose card or content is not as it was written: PUT them again, or "
-        "DELETE them.",
-    )
-    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
-    max_bytes: int = Field(description="What they may come to.")
-
-
-class DeletedVector(DeletedName):
-    """The name that is gone, and the content that it pointed to."""
 
 
 class ContrastPair(Request):
@@ -361,11 +342,9 @@ class SaeQuery(Query):
     overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
-class SaeCard(Tabled):
+class SaeCard(StoredCard):
     """One stored sparse autoencoder."""
 
-    name: str
-    sha256: str = Field(description="Content address: SHA-256 of its configuration and weights.")
     architecture: str
     hook: str
     layer: int = Field(description="Its activations are those of this layer's hook.")
@@ -376,25 +355,12 @@ class SaeCard(Tabled):
         default=None, description="What its configuration says of its model."
     )
     labels: int = Field(description="Features that have a label.")
-    bytes: int
-    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
 
 
-class SaeList(Tabled):
+class SaeList(StoredList):
     """Every stored sparse autoencoder, by name."""
 
     saes: list[SaeCard]
-    damaged: list[str] = Field(
-        default=[],
-        description="Names whose card or content is not as it was written: PUT them again, or "
-        "DELETE them.",
-    )
-    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
-    max_bytes: int = Field(description="What they may come to.")
-
-
-class DeletedSae(DeletedName):
-    """The name that is gone, and the content that it pointed to."""
 
 
 class FitQuery(Query):

@@ -203,27 +203,37 @@ def parse_readouts(text: str) -> dict[int, Readout]:
         ) from error
 
 
+def view_tensor(numbers: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return a tensor of a safetensors file, given the bytes of all its numbers.
+
+    bfloat16 is given as 16-bit integers. Errors: ValueError.
+    """
+    if (dtype := entry["dtype"]) not in FLOAT_TYPES:
+        raise ValueError(f"it has type {dtype}; {', '.join(FLOAT_TYPES)} are read")
+    first, end = entry["data_offsets"]
+    return numbers[first:end].view(FLOAT_TYPES[dtype]).reshape(entry["shape"])
+
+
 def widen(numbers: npt.NDArray[Any], dtype: str) -> Array:
-    """Return numbers of one of FLOAT_TYPES as numpy has them: bfloat16 as float32."""
+    """Return what `view_tensor` gives as floating-point numbers: bfloat16 as float32."""
     # bfloat16 is the upper half of a float32.
     return (numbers.astype("<u4") << 16).view("<f4") if dtype == "BF16" else numbers
 
 
 def parse_safetensors(data: bytes) -> LayerVectors:
     """Return the vectors of a safetensors file. Errors: APIError `invalid_vector`."""
-    tensors: dict[str, Array] = {}
     try:
-        for name, entry in deserialize(data):  # type: ignore[no-untyped-call]
-            if (dtype := entry["dtype"]) not in FLOAT_TYPES:
-                raise ValueError(
-                    f"it has {name} in type {dtype}; {', '.join(FLOAT_TYPES)} are read"
-                )
-            numbers = np.frombuffer(entry["data"], FLOAT_TYPES[dtype])
-            tensors[name] = widen(numbers, dtype).reshape(entry["shape"])
+        deserialize(data)  # type: ignore[no-untyped-call]  # compares all sizes with what is there
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        metadata = header.pop("__metadata__", None) or {}
+        numbers = np.frombuffer(data, np.uint8)[start:]
+        tensors = {
+            name: widen(view_tensor(numbers, entry), entry["dtype"])
+            for name, entry in header.items()
+        }
     except (SafetensorError, ValueError) as error:
         raise invalid_vector(f"the safetensors file cannot be read: {str(error)[:400]}.") from error
-    end = 8 + int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8:end]).get("__metadata__") or {}
     return place_tensors(tensors, metadata.get(READOUTS, "{}"))
 
 

@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import orjson
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas import Deleted
 from logsteer.schemas.captures import (
     CaptureIndex,
     CaptureRequest,
     CaptureSource,
     CaptureState,
-    DeletedCapture,
 )
 from logsteer_server.keys.caller import Requester
 from logsteer_server.stores.captures import (
@@ -237,7 +237,7 @@ class CaptureJobs:
                     self._launch(place, self._run(caller.namespace, index))
         return index
 
-    async def delete(self, name: str, caller: Requester) -> DeletedCapture:
+    async def delete(self, name: str, caller: Requester) -> Deleted:
         """Stop a job, and remove all of its files, its data set too."""
         store = self.find(caller)
         place = store.locate(name)
@@ -247,7 +247,7 @@ class CaptureJobs:
                 await self._threads.run(store.read, name)
             await self._stop(place)
             await self._threads.run(store.remove, name)
-        return DeletedCapture(name=name, sha256=source)
+        return Deleted(name=name, sha256=source)
 
 
 def _refuse_name(there: CaptureIndex) -> APIError:

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 6414be164a4987a120fa594d38e03974e7657c34982c65b71e2f3dba5bd79b82
+// Written by build/types.mjs from openapi.json, sha256 ce2298c2911b35c2ce487955439d04f2c6e8f0af84a51a52e4c7f7d0e122baff
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -759,25 +759,7 @@ export interface components {
             negative: string | components["schemas"]["Message"][];
             positive: string | components["schemas"]["Message"][];
         };
-        DeletedCapture: {
-            name: string;
-            sha256: string | null;
-        } & {
-            [key: string]: unknown;
-        };
-        DeletedSae: {
-            name: string;
-            sha256: string | null;
-        } & {
-            [key: string]: unknown;
-        };
-        DeletedVariant: {
-            name: string;
-            sha256: string | null;
-        } & {
-            [key: string]: unknown;
-        };
-        DeletedVector: {
+        Deleted: {
             name: string;
             sha256: string | null;
         } & {
@@ -2242,7 +2224,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedCapture"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {
@@ -2874,7 +2856,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedSae"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {
@@ -3061,7 +3043,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedVariant"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {
@@ -3216,7 +3198,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DeletedVector"];
+                    "application/json": components["schemas"]["Deleted"];
                 };
             };
             default: {

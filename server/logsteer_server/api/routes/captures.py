@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request, Response
 from safetensors.numpy import save
 
 from logsteer.errors import api_error
+from logsteer.schemas import Deleted
 from logsteer.schemas.captures import (
     CaptureCard,
     CaptureIndex,
     CaptureList,
     CaptureRequest,
     CaptureSource,
-    DeletedCapture,
     name_shard,
 )
 from logsteer.schemas.steering import CaptureName
@@ -119,9 +119,7 @@ async def resume_capture(name: CaptureName, request: Request, captures: Captures
     return _show(request, await captures.change(name, request.state.caller, "running"))
 
 
-@router.delete(
-    "/captures/{name}", name="delete_capture", responses={200: {"model": DeletedCapture}}
-)
+@router.delete("/captures/{name}", name="delete_capture", responses={200: {"model": Deleted}})
 async def delete(name: CaptureName, request: Request, captures: CapturesDep) -> Response:
     """Cancel a job, and remove its shards and its data set."""
     return answer(request, (await captures.delete(name, request.state.caller)).model_dump())

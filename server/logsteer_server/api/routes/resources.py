@@ -18,11 +18,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     AdapterCard,
     AdapterList,
-    DeletedAdapter,
-    DeletedOverride,
-    DeletedSae,
-    DeletedVariant,
-    DeletedVector,
+    Deleted,
     OverrideCard,
     OverrideList,
     SaeCard,
@@ -101,7 +97,6 @@ class Resource(Generic[C]):
 
     kind: Kind[C]
     listed: type[BaseModel]
-    deleted: type[BaseModel]
     find: Callable[[Stores], Namespace[C]]
     deletion: str = ""
     """What else its documentation says of a deletion."""
@@ -110,24 +105,21 @@ class Resource(Generic[C]):
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
-    VECTORS, VectorList, DeletedVector, lambda stores: stores.vectors.files, choose=choose_fitting
+    VECTORS, VectorList, lambda stores: stores.vectors.files, choose=choose_fitting
 )
 OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
-    OVERRIDES, OverrideList, DeletedOverride, lambda stores: stores.overrides
+    OVERRIDES, OverrideList, lambda stores: stores.overrides
 )
 ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
     ADAPTERS,
     AdapterList,
-    DeletedAdapter,
     lambda stores: stores.adapters,
     "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
 )
 VARIANT_RESOURCE: Resource[VariantCard] = Resource(
-    VARIANTS, VariantList, DeletedVariant, lambda stores: stores.variants
+    VARIANTS, VariantList, lambda stores: stores.variants
 )
-SAE_RESOURCE: Resource[SaeCard] = Resource(
-    SAES, SaeList, DeletedSae, lambda stores: stores.saes.names
-)
+SAE_RESOURCE: Resource[SaeCard] = Resource(SAES, SaeList, lambda stores: stores.saes.names)
 
 
 def make_router(resource: Resource[C]) -> APIRouter:
@@ -175,7 +167,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
         name=f"delete_{kind.noun}",
         description="The name is gone. Its content goes too where no other name has it: at once "
         "where it is old, else within a few hours (`store_grace_s`)." + resource.deletion,
-        responses={200: {"model": resource.deleted}},
+        responses={200: {"model": Deleted}},
     )
     async def delete(
         name: VectorName, request: Request, stores: StoresDep, threads: StoreThreadsDep

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from logsteer.errors import APIError, api_error
 from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, Factors, pair_factors
-from logsteer_server.stores.layer_vectors import FLOAT_TYPES, widen
+from logsteer_server.stores.layer_vectors import view_tensor, widen
 
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
@@ -49,24 +49,18 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            header, self._start = read_header(file)
+            header, start = read_header(file)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self.entries: dict[str, Any] = header
-        self._bytes = np.memmap(path, mode="r")
+        self._numbers = np.memmap(path, mode="r")[start:]
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor as it is on the disk: bfloat16 as 16-bit integers."""
         if name not in self.entries:
             raise TensorFileError(f"it has no tensor {name}")
-        entry = self.entries[name]
-        if entry["dtype"] not in FLOAT_TYPES:
-            types = ", ".join(FLOAT_TYPES)
-            raise TensorFileError(f"{name} has type {entry['dtype']}; {types} are read")
-        first, end = entry["data_offsets"]
-        numbers = self._bytes[self._start + first : self._start + end]
         try:
-            return numbers.view(FLOAT_TYPES[entry["dtype"]]).reshape(entry["shape"])
-        except ValueError as error:  # more axes than numpy has; other sizes than it says
+            return view_tensor(self._numbers, self.entries[name])
+        except ValueError as error:  # other sizes than it says; more axes than numpy has
             raise TensorFileError(f"{name} cannot be read: {error}") from error
 
     def read(self, name: str, *index: Any) -> npt.NDArray[np.floating]:
