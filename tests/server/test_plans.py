@@ -24,6 +24,7 @@ from tokenizers import (
 
 from logsteer.errors import APIError
 from logsteer.schemas import ActivationsRequest, Boundary, LogprobItem, Message, Steering
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
@@ -46,7 +47,7 @@ from logsteer_server.tasks.targets import (
 from logsteer_server.text.boundaries import Cut, cut_pairs
 from logsteer_server.text.division import _list_clauses, divides_at_spaces, may_divide
 from logsteer_server.text.tokenizer import TextCodec, split_sizes
-from logsteer_server.text.windows import Windowing
+from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
     INFO,
@@ -292,7 +293,7 @@ class TestGradients:
         assert [job.tokens.tolist() for job in jobs] == [[6, 7, 8], [5, 6, 7]]
 
 
-WINDOWS = Windowing(bos="never").fit(INFO.context_length)
+WINDOWS = fit_windows(WindowOptions(bos="never"), INFO.context_length)
 
 
 class TestSweeps:

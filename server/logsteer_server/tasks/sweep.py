@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import LogprobItem, Steering, SweepRequest
-from logsteer.schemas.perplexity import exp_mean
+from logsteer.schemas.perplexity import WindowOptions, exp_mean
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
@@ -35,7 +35,7 @@ from logsteer_server.tasks.targets import (
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Windowing
+from logsteer_server.text.windows import fit_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def plan_settings(
 def plan_sweep(
     items: Sequence[LogprobItem],
     texts: Sequence[str],
-    windowing: Windowing,
+    windowing: WindowOptions,
     codec: TextCodec,
     info: EngineInfo,
     options: TargetOptions,
@@ -204,7 +204,7 @@ class SweepTask(BodyTask[SweepRequest]):
             chat=body,
         )
         read = describe_rows((), precision=body.precision)
-        windowing = Windowing(bos=body.bos).fit(info.context_length)
+        windowing = fit_windows(WindowOptions(bos=body.bos), info.context_length)
         if body.texts:
             self.windowing = windowing
         plan = plan_sweep(
