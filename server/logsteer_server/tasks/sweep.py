@@ -28,8 +28,8 @@ from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
-    TargetOptions,
     TargetPlan,
+    TargetsRequest,
     describe_rows,
     find_longest,
     plan_targets,
@@ -91,7 +91,7 @@ def plan_sweep(
     windowing: WindowOptions,
     codec: TextCodec,
     info: EngineInfo,
-    options: TargetOptions,
+    options: TargetsRequest,
     read: ScoreJob,
     cover: Cover,
 ) -> SweepPlan:
@@ -197,19 +197,11 @@ class SweepTask(BodyTask[SweepRequest]):
         for setting in settings:
             planner.cover(0)
             self._settings.append(setting)
-        options = TargetOptions(
-            body.boundary,
-            bos=body.bos,
-            on_overflow=body.on_overflow,
-            chat=body,
-        )
         read = describe_rows((), precision=body.precision)
         windowing = fit_windows(WindowOptions(bos=body.bos), info.context_length)
         if body.texts:
             self.windowing = windowing
-        plan = plan_sweep(
-            body.items, body.texts, windowing, codec, info, options, read, planner.cover
-        )
+        plan = plan_sweep(body.items, body.texts, windowing, codec, info, body, read, planner.cover)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
             steered[0].interventions.check_reach(plan.jobs)
