@@ -23,7 +23,15 @@ from tokenizers import (
 )
 
 from logsteer.errors import APIError
-from logsteer.schemas import ActivationsRequest, Boundary, LogprobItem, Message, Steering
+from logsteer.schemas import (
+    ActivationsRequest,
+    Boundary,
+    LogprobItem,
+    LogprobRequest,
+    Message,
+    Steering,
+)
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
@@ -38,7 +46,6 @@ from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import (
-    TargetOptions,
     TargetPlan,
     describe_rows,
     plan_targets,
@@ -46,7 +53,7 @@ from logsteer_server.tasks.targets import (
 from logsteer_server.text.boundaries import Cut, cut_pairs
 from logsteer_server.text.division import _list_clauses, divides_at_spaces, may_divide
 from logsteer_server.text.tokenizer import TextCodec, split_sizes
-from logsteer_server.text.windows import Windowing
+from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
     INFO,
@@ -61,6 +68,12 @@ from tests.server.scripted_model import (
 CODEC = load_codec()
 BOS = 1
 READ = describe_rows(["rank"])
+
+
+def options_of(**fields: Any) -> LogprobRequest:
+    return LogprobRequest.model_construct(**fields)
+
+
 ONE = [0.0] * (INFO.hidden_size - 1) + [1.0]
 
 ids_of = st.lists(st.integers(0, INFO.vocab_size - 1), min_size=1, max_size=12)
@@ -68,12 +81,12 @@ ids_of = st.lists(st.integers(0, INFO.vocab_size - 1), min_size=1, max_size=12)
 
 def plan(
     *items: dict[str, Any],
-    options: TargetOptions | None = None,
+    options: LogprobRequest | None = None,
     read: ScoreJob = READ,
     info: EngineInfo = INFO,
 ) -> TargetPlan:
     given = [LogprobItem(**item) for item in items]
-    return plan_targets(given, CODEC, info, options or TargetOptions(), read, free)
+    return plan_targets(given, CODEC, info, options or options_of(), read, free)
 
 
 def refusal(*items: dict[str, Any], **more: Any) -> tuple[str, str | None]:
@@ -99,7 +112,7 @@ class TestTargets:
         assert target.offsets == [(-1, 5)]
 
     def test_a_separate_target_is_encoded_alone(self) -> None:
-        options = TargetOptions("separate", bos="never")
+        options = options_of(boundary="separate", bos="never")
         made = plan({"context": "ca", "targets": ["ts"]}, options=options)
         (target,) = made.planned
         assert made.context(target).tolist() == CODEC.encode_ids(["ca"])[0]
@@ -125,7 +138,7 @@ class TestTargets:
     def test_ids_without_a_context_begin_with_bos(self) -> None:
         made = plan({"context_ids": [], "target_ids": [[9]]})
         assert read_text(made.jobs[0]) == ([BOS], [9])
-        alone = TargetOptions(bos="never")
+        alone = options_of(bos="never")
         made = plan({"context_ids": [], "target_ids": [[9, 10]]}, options=alone)
         assert read_text(made.jobs[0]) == ([9], [10])
         assert made.planned[0].finding == "no_context"
@@ -156,7 +169,7 @@ class TestTargets:
             INFO,
             free,
         )
-        options = TargetOptions(boundary)
+        options = options_of(boundary=boundary)
         made = plan_targets([chat], codec, INFO, options, READ, free)
         (target,) = made.planned
         context = made.context(target).tolist()
@@ -178,7 +191,7 @@ class TestTargets:
         assert [item.targets for item in made.items] == [[0, 1, 2], [3]]
 
     def test_both_spaces_are_two_targets_of_which_one_was_given(self) -> None:
-        options = TargetOptions(space="both")
+        options = options_of(space="both")
         made = plan({"context": "It is", "targets": [" Paris", "London"]}, options=options)
         assert [target.text for target in made.planned] == [" Paris", "Paris", " London", "London"]
         assert made.items[0].targets == [0, 3]
@@ -188,7 +201,7 @@ class TestTargets:
         info = replace(INFO, context_length=4)
         item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10]]}
         assert refusal(item, info=info) == ("context_too_long", "items[0].target_ids[0]")
-        options = TargetOptions(on_overflow="truncate_left")
+        options = options_of(on_overflow="truncate_left")
         made = plan(item, info=info, options=options)
         assert made.planned[0].truncated == 1
         assert read_text(made.jobs[0]) == ([6, 7, 8, 9], [9, 10])
@@ -218,7 +231,7 @@ class TestTargets:
     def test_what_cannot_be_scored_is_named(
         self, item: dict[str, Any], found: tuple[str, str]
     ) -> None:
-        assert refusal(item, options=TargetOptions(space="both")) == found
+        assert refusal(item, options=options_of(space="both")) == found
 
     @given(
         st.lists(
@@ -231,7 +244,7 @@ class TestTargets:
     ) -> None:
         """Whatever shares jobs and rows, each target gets what it would get alone."""
         items = [{"context_ids": context, "target_ids": targets} for context, targets in given_]
-        options = TargetOptions(on_overflow="truncate_left")
+        options = options_of(on_overflow="truncate_left")
         info = replace(INFO, context_length=14)
 
         def score(*some: dict[str, Any]) -> list[Any]:
@@ -285,14 +298,14 @@ class TestGradients:
         ] * 2
 
     def test_what_was_truncated_is_not_read(self) -> None:
-        options = TargetOptions(on_overflow="truncate_left")
+        options = options_of(on_overflow="truncate_left")
         info = replace(INFO, context_length=3)
         targets = plan(*self.ITEMS, info=info, options=options)
         jobs = plan_gradients(targets, ((0, "resid_post"),), Positions(), None, 1000)
         assert [job.tokens.tolist() for job in jobs] == [[6, 7, 8], [5, 6, 7]]
 
 
-WINDOWS = Windowing(bos="never").fit(INFO.context_length)
+WINDOWS = fit_windows(WindowOptions(bos="never"), INFO.context_length)
 
 
 class TestSweeps:
@@ -329,9 +342,7 @@ class TestSweeps:
             LogprobItem(context="Once", targets=[" upon"]),
         ]
         texts = ["Once upon a time there was", "a cat"]
-        made = plan_sweep(
-            items, texts, WINDOWS, CODEC, INFO, TargetOptions(bos="never"), READ, free
-        )
+        made = plan_sweep(items, texts, WINDOWS, CODEC, INFO, options_of(bos="never"), READ, free)
         assert [read_text(job) for job in made.next_jobs] == [
             ([5, 6], [7]),
             (CODEC.encode_ids(["Once"])[0], CODEC.encode_ids(["Once upon"])[0][1:][:1]),
@@ -346,7 +357,7 @@ class TestSweeps:
 
     def test_next_tokens_follow_what_is_left_of_a_context(self) -> None:
         item = LogprobItem(context_ids=[5, 6, 7, 8], target_ids=[[9, 10]])
-        options = TargetOptions(on_overflow="truncate_left")
+        options = options_of(on_overflow="truncate_left")
         info = replace(INFO, context_length=4)
         made = plan_sweep([item], [], WINDOWS, CODEC, info, options, READ, free)
         assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
@@ -355,7 +366,7 @@ class TestSweeps:
         item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
         read = describe_rows((), precision="float64")
         texts = ["Once upon a time"]
-        made = plan_sweep([item], texts, WINDOWS, CODEC, INFO, TargetOptions(), read, free)
+        made = plan_sweep([item], texts, WINDOWS, CODEC, INFO, options_of(), read, free)
         assert [job.double for job in made.jobs] == [True, True, True]
 
 

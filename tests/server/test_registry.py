@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import ResultPart, ScoreOutputs
 from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import Job, JobResult, Policy, Routing, ScoreJob, ScoreOutput
@@ -44,7 +45,6 @@ from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import ContentFiles, JobContents
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.text.windows import Windowing
 from tests.own_time import run_in_own_time
 from tests.refusals import refused
 from tests.server import steering_cases
@@ -125,7 +125,8 @@ class TestReadiness:
         assert (card.num_layers, card.hidden_size) == (INFO.num_layers, INFO.hidden_size)
         assert card.provenance.tokenizer_digest == load_codec().digest
         assert (card.provenance.protocol, card.provenance.context_length) == (None, None)
-        told = make_model().provenance(Windowing("exl3", 64, 32, 5), "float64")
+        windows = WindowOptions(protocol="exl3", context_length=64, stride=32, rows=5)
+        told = make_model().provenance(windows, "float64")
         assert (told.protocol, told.precision) == ("exl3", "float64")
         assert (told.context_length, told.stride, told.rows) == (64, 32, 5)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from logsteer.errors import APIError
 from logsteer.schemas import BosPolicy, Message, Protocol, SamplingPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -43,7 +44,7 @@ from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.targets import aggregate_columns, describe_rows, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
-from logsteer_server.text.windows import Windowing
+from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
     INFO,
@@ -93,7 +94,9 @@ class TestPrompts:
 def cut(
     *texts: str, read: ScoreJob = READ, info: EngineInfo = INFO, **options: Any
 ) -> tuple[list[Any], list[int]]:
-    return cut_texts(texts, Windowing(**options).fit(info.context_length), read, CODEC, info, free)
+    return cut_texts(
+        texts, fit_windows(WindowOptions(**options), info.context_length), read, CODEC, info, free
+    )
 
 
 class TestTexts:
@@ -134,7 +137,6 @@ class TestTexts:
         ("options", "code", "param"),
         [
             ({"context_length": 129}, "context_too_long", "context_length"),
-            ({"context_length": 8, "stride": 9}, "invalid_request", "stride"),
             ({"stride": 129}, "invalid_request", "stride"),
             ({"protocol": "rolling", "bos": "never"}, "invalid_request", "bos"),
             ({"protocol": "llamacpp"}, "invalid_request", "texts[0]"),
@@ -183,7 +185,15 @@ class TestTexts:
     def test_a_text_in_pieces_gives_the_windows_of_the_whole(
         self, seams: list[int], length: int, moves: tuple[Protocol, int | None], rows: int | None
     ) -> None:
-        options = Windowing(moves[0], length, moves[1], rows).fit(INFO.context_length)
+        options = fit_windows(
+            WindowOptions(
+                protocol=moves[0],
+                context_length=length,
+                stride=moves[1],
+                rows=rows if moves[0] == "exl3" else None,
+            ),
+            INFO.context_length,
+        )
         text = StreamedText(options, READ, CODEC, INFO)
         edges = [0, *sorted(seams), len(TEXT)]
         windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer.schemas import Protocol
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.text.incremental import IncrementalEncoder
 from logsteer_server.text.sums import TextSums, count_text, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Window, WindowCutter, Windowing
+from logsteer_server.text.windows import Window, WindowCutter, fit_windows
 from tests.conftest import STORIES_MODEL, needs_shared
 from tests.refusals import refused
 from tests.server.scripted_model import load_codec
@@ -29,6 +30,11 @@ def logprob(read: Sequence[int], target: int) -> float:
     return -0.1 - (hash((tuple(read), target)) % 1000) / 250
 
 
+def fit(limit: int, protocol: Protocol, *numbers: int | None) -> WindowOptions:
+    named = dict(zip(("context_length", "stride", "rows"), numbers, strict=False))
+    return fit_windows(WindowOptions(protocol=protocol, **named), limit)
+
+
 def cut(
     protocol: Protocol,
     ids: Sequence[int],
@@ -37,7 +43,7 @@ def cut(
     step: int,
     rows: int | None = None,
 ) -> list[Window]:
-    cutter = WindowCutter(Windowing(protocol, length, stride, rows).fit(length), BOS)
+    cutter = WindowCutter(fit(length, protocol, length, stride, rows), BOS)
     windows = [w for i in range(0, len(ids), step) for w in cutter.feed(ids[i : i + step])]
     return windows + cutter.finish()
 
@@ -160,8 +166,9 @@ def test_exl3_is_the_sum_of_exllamas_script(
 
 
 def test_exl3_has_the_numbers_of_the_script_unless_told() -> None:
-    assert Windowing("exl3", 8).fit(64) == Windowing("exl3", 8, 8, 100)
-    assert Windowing("exl3").fit(64) == Windowing("exl3", 64, 64, 100)
+    for asked, length in ((8, 8), (None, 64)):
+        found = fit(64, "exl3", asked)
+        assert (found.context_length, found.stride, found.rows) == (length, length, 100)
     # Its last token is read by no row: 8 tokens are one row of 4, not two.
     assert [(w.start, w.end) for w in cut("exl3", range(8), 4, None, 8)] == [(0, 4)]
     assert [(w.start, w.end) for w in cut("exl3", range(9), 4, None, 8)] == [(0, 4), (4, 8)]
@@ -179,7 +186,9 @@ def test_a_cutter_keeps_no_more_than_two_windows(
     moves: tuple[Protocol, int | None], ids: list[int], length: int
 ) -> None:
     protocol, stride = moves
-    cutter = WindowCutter(Windowing(protocol, length, stride, rows=3).fit(length), BOS)
+    cutter = WindowCutter(
+        fit(length, protocol, length, stride, 3 * (protocol == "exl3") or None), BOS
+    )
     for token in ids:
         cutter.feed([token])
         assert len(cutter._kept) <= 2 * length + 1

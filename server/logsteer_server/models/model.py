@@ -14,6 +14,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import (
     OutputPart,
     change_all,
@@ -31,7 +32,6 @@ from logsteer_server.observation.metrics import ModelMetrics, ModelReading
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Windowing
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class ResidentModel:
 
     def provenance(
         self,
-        windowing: Windowing | None = None,
+        windowing: WindowOptions | None = None,
         precision: Precision = "float32",
         cast: Cast | None = None,
     ) -> Provenance:

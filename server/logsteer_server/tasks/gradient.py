@@ -25,7 +25,6 @@ from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
     PlannedTarget,
-    TargetOptions,
     TargetPlan,
     check_items,
     describe_rows,
@@ -228,14 +227,8 @@ class GradientTask(BodyTask[GradientRequest]):
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         self._along = resolve_direction(wrt.override if wrt else None, self._stores.overrides)
-        options = TargetOptions(
-            body.boundary,
-            bos=body.bos,
-            on_overflow=body.on_overflow,
-            chat=body,
-        )
         targets = plan_targets(
-            body.items, self.codec, info, options, describe_rows(), planner.cover, problems
+            body.items, self.codec, info, body, describe_rows(), planner.cover, problems
         )
         if not targets.planned:
             return targets, ()

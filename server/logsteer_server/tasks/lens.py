@@ -32,7 +32,6 @@ from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
-    TargetOptions,
     TargetPlan,
     check_items,
     describe_rows,
@@ -107,14 +106,11 @@ class LensTask(BodyTask[LensRequest]):
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(
-            body.boundary, bos=body.bos, on_overflow=body.on_overflow, chat=body
-        )
         top = min(body.top, info.vocab_size)
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
         read = describe_rows(body.columns, policy, body.precision, top, tail=body.tail)
-        plan = plan_targets(items, self.codec, info, options, read, planner.cover, problems)
+        plan = plan_targets(items, self.codec, info, body, read, planner.cover, problems)
         return plan, layers
 
     def _list_jobs(

@@ -40,7 +40,6 @@ from logsteer_server.tasks.targets import (
     Column,
     PlannedItem,
     PlannedTarget,
-    TargetOptions,
     TargetPlan,
     aggregate_columns,
     check_items,
@@ -330,7 +329,6 @@ class LogprobTask(BodyTask[LogprobRequest]):
     def _plan(self, planner: Planner) -> tuple[TargetPlan, Sequence[ScoreJob]]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow, body)
         top = min(body.top, info.vocab_size)
         reads_end = bool(self.interventions.probes)
         policy = NEUTRAL
@@ -339,9 +337,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         read = describe_rows(
             body.columns, policy, body.precision, top, reads_end=reads_end, tail=body.tail
         )
-        plan = plan_targets(
-            body.items, self.codec, info, options, read, planner.cover, self._problems
-        )
+        plan = plan_targets(body.items, self.codec, info, body, read, planner.cover, self._problems)
         if body.step_tokens is not None:
             check_feature("step_tokens", info, "step_tokens")
             like = replace(plan.jobs.like, step_tokens=body.step_tokens)

@@ -36,7 +36,6 @@ from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
     PlannedTarget,
-    TargetOptions,
     TargetPlan,
     describe_rows,
     find_longest,
@@ -223,15 +222,9 @@ class PatchTask(BodyTask[PatchRequest]):
         body, codec, info = self._body, self.codec, self.info
         check_feature("steering", info, "hook")
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
-        options = TargetOptions(
-            body.boundary,
-            bos=body.bos,
-            on_overflow=body.on_overflow,
-            chat=body,
-        )
         read = describe_rows((), precision=body.precision)
         items, problems = _list_items(body.pairs), PairProblems("pairs")
-        plan = plan_targets(items, codec, info, options, read, planner.cover, problems)
+        plan = plan_targets(items, codec, info, body, read, planner.cover, problems)
         pairs = []
         for n, pair in enumerate(body.pairs):
             clean, corrupted = (

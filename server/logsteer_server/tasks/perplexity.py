@@ -16,7 +16,7 @@ from logsteer.schemas import (
     PerplexityStreamQuery,
     list_conversations,
 )
-from logsteer.schemas.perplexity import exp_mean
+from logsteer.schemas.perplexity import WindowOptions, exp_mean
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
@@ -33,7 +33,7 @@ from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
-from logsteer_server.text.windows import Window, WindowCutter, Windowing
+from logsteer_server.text.windows import Window, WindowCutter, fit_windows
 
 READ_AT_ONCE = 65_536
 """Tokens of the windows that are cut in one step."""
@@ -64,7 +64,7 @@ class TextWindows:
     def __init__(
         self,
         text: int,
-        options: Windowing,
+        options: WindowOptions,
         read: ScoreJob,
         codec: TextCodec,
         info: EngineInfo,
@@ -88,7 +88,7 @@ class TextWindows:
         self._counts_from = 0
         self._cutter = self._make_cutter(options)
 
-    def _make_cutter(self, options: Windowing) -> WindowCutter:
+    def _make_cutter(self, options: WindowOptions) -> WindowCutter:
         special_id = None
         if options.protocol == "rolling":
             if options.bos == "never":
@@ -145,7 +145,7 @@ class TextWindows:
 
 def cut_texts(
     texts: Sequence[str | list[int]],
-    options: Windowing,
+    options: WindowOptions,
     read: ScoreJob,
     codec: TextCodec,
     info: EngineInfo,
@@ -206,7 +206,7 @@ class StreamedText:
     """
 
     def __init__(
-        self, options: Windowing, read: ScoreJob, codec: TextCodec, info: EngineInfo
+        self, options: WindowOptions, read: ScoreJob, codec: TextCodec, info: EngineInfo
     ) -> None:
         self._encoder = IncrementalEncoder(codec)
         self._windows = TextWindows(0, options, read, codec, info)
@@ -426,7 +426,7 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
         read = describe_rows(body.columns, policy, body.precision, reads_end=reads_end)
-        self.windowing = Windowing.of(body).fit(info.context_length)
+        self.windowing = fit_windows(body, info.context_length)
         if reads_end and self.windowing.protocol == "rolling":
             _check_room(self.windowing, info.context_length)
         form = ChatForm.of(body, is_whole=True)
@@ -435,9 +435,10 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
             if isinstance(text, APIError):
                 self._problems.add(index, text)
             texts.append("" if isinstance(text, APIError) else text)
-        windowing = self.windowing
+        windowing: WindowOptions = self.windowing
         if self._conversations and body.bos == "auto" and body.protocol in ("sliding", "disjoint"):
-            windowing = replace(windowing, bos="never")  # it stands in the template, or nowhere
+            # It stands in the template, or nowhere.
+            windowing = windowing.model_copy(update={"bos": "never"})
         windows, lengths = cut_texts(
             texts, windowing, read, self.codec, info, planner.cover, self._problems
         )
@@ -470,7 +471,7 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
         return {**document, "divergence": divergence}
 
 
-def _check_room(windowing: Windowing, limit: int) -> None:
+def _check_room(windowing: WindowOptions, limit: int) -> None:
     """Make sure that a model can read the last token of a full window of `rolling`, too."""
     if windowing.context_length == limit:
         detail = (
@@ -511,7 +512,7 @@ class PerplexityStreamTask(WindowTask[PerplexityStreamQuery]):
             Interventions.resolve, given, self._stores, info, self.codec
         )
         read = describe_rows((), precision=query.precision)
-        self.windowing = Windowing.of(query).fit(info.context_length)
+        self.windowing = fit_windows(query, info.context_length)
         text = StreamedText(self.windowing, read, self.codec, info)
         waiting: list[TextWindow] = []
         limit = WINDOWS_IN_FLIGHT

@@ -26,6 +26,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance, SpecialTokens, TrainRequest
 from logsteer.schemas.common import SequenceOptions
 from logsteer.schemas.openai import CompatibleRequest
+from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job, Routing
@@ -44,7 +45,6 @@ from logsteer_server.observation.requests import RequestRecord
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "readout", "reference"]
 """What a batch counts for: `work` for usage and receipts, `readout` (of captured activations) for
@@ -133,7 +133,7 @@ class Task(ABC):
 
     kind: ClassVar[str]
     """The prefix of an answer's id."""
-    windowing: Windowing | None = None
+    windowing: WindowOptions | None = None
     """How texts were cut, for provenance; set by `plan`."""
     precision: Precision = "float32"
     """The precision of softmax and columns."""

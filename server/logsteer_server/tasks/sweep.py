@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import LogprobItem, Steering, SweepRequest
-from logsteer.schemas.perplexity import exp_mean
+from logsteer.schemas.perplexity import WindowOptions, exp_mean
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
@@ -28,14 +28,14 @@ from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
-    TargetOptions,
     TargetPlan,
+    TargetsRequest,
     describe_rows,
     find_longest,
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Windowing
+from logsteer_server.text.windows import fit_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ def plan_settings(
 def plan_sweep(
     items: Sequence[LogprobItem],
     texts: Sequence[str],
-    windowing: Windowing,
+    windowing: WindowOptions,
     codec: TextCodec,
     info: EngineInfo,
-    options: TargetOptions,
+    options: TargetsRequest,
     read: ScoreJob,
     cover: Cover,
 ) -> SweepPlan:
@@ -197,19 +197,11 @@ class SweepTask(BodyTask[SweepRequest]):
         for setting in settings:
             planner.cover(0)
             self._settings.append(setting)
-        options = TargetOptions(
-            body.boundary,
-            bos=body.bos,
-            on_overflow=body.on_overflow,
-            chat=body,
-        )
         read = describe_rows((), precision=body.precision)
-        windowing = Windowing(bos=body.bos).fit(info.context_length)
+        windowing = fit_windows(WindowOptions(bos=body.bos), info.context_length)
         if body.texts:
             self.windowing = windowing
-        plan = plan_sweep(
-            body.items, body.texts, windowing, codec, info, options, read, planner.cover
-        )
+        plan = plan_sweep(body.items, body.texts, windowing, codec, info, body, read, planner.cover)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
             steered[0].interventions.check_reach(plan.jobs)

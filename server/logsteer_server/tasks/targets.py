@@ -19,12 +19,16 @@ import numpy.typing as npt
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     BosPolicy,
-    ChatFields,
+    GradientRequest,
+    LensRequest,
     LogprobItem,
+    LogprobRequest,
     OverflowPolicy,
+    PatchRequest,
+    SweepRequest,
 )
 from logsteer.schemas.common import Precision
-from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
+from logsteer.schemas.logprob import BoundaryFinding, SpacePolicy
 from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import NEUTRAL, NO_TOKENS, Ids, Policy, ScoreJob
@@ -33,7 +37,7 @@ from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.chat import ChatForm, count_chars
-from logsteer_server.text.tokenizer import ANSWERED, Offsets, TextCodec, check_ids
+from logsteer_server.text.tokenizer import Offsets, TextCodec, check_ids
 
 Column = npt.NDArray[Any]
 
@@ -112,15 +116,8 @@ MAX_TARGETS = 65_536
 """Targets of one request, all items: four for each of as many items as a request may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """How contexts and targets are cut into tokens."""
-
-    boundary: Boundary = "joint"
-    space: SpacePolicy = "as_given"
-    bos: BosPolicy = "auto"
-    on_overflow: OverflowPolicy = "error"
-    chat: ChatFields | None = None
+TargetsRequest = LogprobRequest | GradientRequest | LensRequest | PatchRequest | SweepRequest
+"""Requests with contexts and targets: their options say how these are cut into tokens."""
 
 
 def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
@@ -214,7 +211,7 @@ def plan_targets(
     given: Sequence[LogprobItem],
     codec: TextCodec,
     info: EngineInfo,
-    options: TargetOptions,
+    options: TargetsRequest,
     read: ScoreJob,
     cover: Cover,
     problems: ItemProblems | None = None,
@@ -225,7 +222,8 @@ def plan_targets(
     APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
     problems = ItemProblems("items") if problems is None else problems
-    laid = _lay_out_items(given, codec, info, options, cover, problems)
+    space: SpacePolicy = getattr(options, "space", "as_given")
+    laid = _lay_out_items(given, codec, info, options, space, cover, problems)
     decoded: dict[int, str] = {}  # by the list's address
     targets = list(laid.distinct.values())
     for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
@@ -244,7 +242,7 @@ def plan_targets(
             text, cut = target[1], next(text_cuts)
         if isinstance(cut, APIError):
             numbers[place] = None
-            if options.space != "best" or cut.param or not laid.has_twin(place, numbers):
+            if space != "best" or cut.param or not laid.has_twin(place, numbers):
                 laid.add_problem(problems, place, cut)
             continue
         try:
@@ -303,7 +301,8 @@ def _lay_out_items(
     given: Sequence[LogprobItem],
     codec: TextCodec,
     info: EngineInfo,
-    options: TargetOptions,
+    options: TargetsRequest,
+    space: SpacePolicy,
     cover: Cover,
     problems: ItemProblems,
 ) -> _LaidItems:
@@ -322,13 +321,13 @@ def _lay_out_items(
             else:
                 context, rendered = item.context or "", False
                 if item.messages is not None:
-                    form = ChatForm.of(options.chat) if options.chat else ANSWERED
+                    form = ChatForm.of(options)
                     context, rendered = codec.render_chat(item.messages, form), True
                 targets = item.targets or []
                 if "" in targets:
                     raise _empty_target(f"targets[{targets.index('')}]")
                 variants: list[tuple[int, ...]] | None = None
-                if options.space == "as_given":
+                if space == "as_given":
                     places = list(range(first, first + len(targets)))
                     scored += [(context, text, rendered) for text in targets]
                 else:

@@ -47,49 +47,31 @@ the tokenizer has; here they count, as everywhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy, Protocol
 from logsteer.schemas.perplexity import DEFAULT_ROWS, WindowOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Windowing:
-    """How a text is cut into windows, as `WindowOptions` says; None: set by `fit`."""
+def fit_windows(options: WindowOptions, limit: int) -> WindowOptions:
+    """Return the options with every number, for a model that reads `limit` tokens.
 
-    protocol: Protocol = "sliding"
-    context_length: int | None = None
-    stride: int | None = None
-    rows: int | None = None
-    bos: BosPolicy = "auto"
-
-    @classmethod
-    def of(cls, options: WindowOptions) -> "Windowing":
-        """Return the windowing of a request's fields."""
-        return cls(
-            options.protocol, options.context_length, options.stride, options.rows, options.bos
+    Errors: APIError `context_too_long`, `invalid_request` for numbers that do not fit.
+    """
+    length = options.context_length or limit
+    if length > limit:
+        detail = (
+            f"context_length {length} is more than the {limit} tokens that "
+            "this model reads; send a smaller one."
         )
-
-    def fit(self, limit: int) -> "Windowing":
-        """Return the windowing with every number, for a model that reads `limit` tokens.
-
-        Errors: APIError `context_too_long`, `invalid_request` for numbers that do not fit.
-        """
-        length = self.context_length or limit
-        if length > limit:
-            detail = (
-                f"context_length {length} is more than the {limit} tokens that "
-                "this model reads; send a smaller one."
-            )
-            raise api_error("context_too_long", detail, param="context_length")
-        slides = self.protocol == "sliding"
-        stride = self.stride or (max(1, length // 2) if slides else length)
-        if slides and stride > length:
-            detail = f"stride {stride} is more than context_length {length}; lower it."
-            raise api_error("invalid_request", detail, param="stride")
-        rows = self.rows or DEFAULT_ROWS if self.protocol == "exl3" else None
-        return replace(self, context_length=length, stride=stride, rows=rows)
+        raise api_error("context_too_long", detail, param="context_length")
+    slides = options.protocol == "sliding"
+    stride = options.stride or (max(1, length // 2) if slides else length)
+    if slides and stride > length:
+        detail = f"stride {stride} is more than context_length {length}; lower it."
+        raise api_error("invalid_request", detail, param="stride")
+    rows = options.rows or DEFAULT_ROWS if options.protocol == "exl3" else None
+    return options.model_copy(update={"context_length": length, "stride": stride, "rows": rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +96,13 @@ class Window:
 class WindowCutter:
     """Cuts one text into the windows of a protocol.
 
-    `windowing` is fitted to a model. `special_id` is the prefix token of `rolling`, which needs
+    `windowing` was fitted to a model. `special_id` is the prefix token of `rolling`, which needs
     one, and the BOS of `llamacpp` (None: the first token stays).
     """
 
-    def __init__(self, windowing: Windowing, special_id: int | None) -> None:
+    def __init__(self, windowing: WindowOptions, special_id: int | None) -> None:
         length, stride, protocol = windowing.context_length, windowing.stride, windowing.protocol
-        assert length is not None and stride is not None, "fit has not been called"
+        assert length is not None and stride is not None, "fit_windows has not been called"
         self.context_length = length
         self.stride = stride
         self.count = 0
