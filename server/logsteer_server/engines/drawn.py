@@ -54,7 +54,7 @@ class GrowingText:
         self._out = 0
 
     def add(self, token: int, may_end: bool = True) -> bool:
-        """Take a token in, and return whether a stop string ends the text here, if it may."""
+        """Add a token; return whether a stop string ends the text here, if it may."""
         self._ids.append(token)
         piece = self._decode_piece()
         waits = not piece or piece.endswith(INCOMPLETE)
@@ -66,7 +66,7 @@ class GrowingText:
         return self._extend(piece, may_end)
 
     def add_all(self, tokens: Sequence[int]) -> None:
-        """Take in all tokens of a text without stop strings.
+        """Add all tokens of a text without stop strings.
 
         They are decoded at once, unless bytes are no character, whose text depends on the steps.
         """
@@ -80,13 +80,13 @@ class GrowingText:
             self._begin = self._done = len(self._ids)
 
     def end(self) -> bool:
-        """Take in what is left of a character that no token completed, and return as `add` does."""
+        """Add the rest of an incomplete character; return as `add` does."""
         piece = self._decode_piece()
         self._begin = self._done = len(self._ids)
         return self._extend(piece, may_end=True)
 
     def _decode_piece(self) -> str:
-        """Return what the tokens add whose text is not out to the text before them."""
+        """Return the text that tokens add after the last piece."""
         before = self._decode(self._ids[self._begin : self._done])
         return self._decode(self._ids[self._begin :])[len(before) :]
 
@@ -104,7 +104,7 @@ class GrowingText:
         return bool(found)
 
     def take(self, is_last: bool) -> str:
-        """Return the text that is new and certain; all that is left where it is the last."""
+        """Return the new text that can no longer change; all of it in the last piece."""
         end = len(self._text) if is_last else max(self._out, len(self._text) - self._held)
         piece = self._text[self._out : end]
         self._out = end
@@ -115,10 +115,10 @@ class GrowingText:
 
 
 class DrawnValues:
-    """Hold the values of tokens that no output has had yet; `spec` says what they are.
+    """Values of the tokens since the last output; `spec` names them.
 
-    They are in one buffer: an array for each token would break up the memory that an engine's cache
-    leaves and takes at each step, and none of it could be used again.
+    They are in one buffer: small arrays that are kept between steps fragment the heap, so that a
+    cache that is copied at each step always needs fresh memory.
     """
 
     def __init__(self, spec: RowSpec) -> None:
@@ -127,11 +127,11 @@ class DrawnValues:
         self._buffer = bytearray()
 
     def add(self, values_NW: np.ndarray) -> None:
-        """Take in the values of the next N tokens; others may follow them in a row."""
+        """Add the values of the next N tokens; a row may have further ones after them."""
         self._buffer += values_NW[:, : self._width].astype(self._dtype).tobytes()
 
     def take(self) -> dict[str, Any]:
-        """Return those of all tokens, as fields of a `GenerateOutput`.
+        """Return and clear the values, as fields of a `GenerateOutput`.
 
         All of them have no entries where the job asks for no log-probabilities.
         """
@@ -150,7 +150,7 @@ class DrawnValues:
 
 
 class DrawnTokens:
-    """The tokens drawn for a job, until an output takes them.
+    """The tokens drawn for a job since its last output.
 
     Their text is decoded as they come only where somebody waits for it: a stream or a stop string.
     """
@@ -185,7 +185,7 @@ class DrawnTokens:
         return "stop" if self._grows and self._text.end() else "length"
 
     def take(self, finish_reason: str | None, **others: Any) -> GenerateOutput:
-        """Return all tokens that no output has had yet; with a reason, the last output.
+        """Return the tokens since the last output; with a reason, the final output.
 
         `others` are further fields of the output.
         """

@@ -1,4 +1,4 @@
-"""What is wrong where an engine raised what it should not have, and how the job fails then."""
+"""Failures of jobs over which an engine raised an unexpected error."""
 
 import logging
 

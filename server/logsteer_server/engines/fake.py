@@ -281,7 +281,7 @@ class FakeEngine:
         return self._add_activations(job, self._answers[type(job)](job))
 
     def _add_activations(self, job: Job, results: list[JobResult]) -> list[JobResult]:
-        """Give the last output what the job captures."""
+        """Add the job's captures to its last output."""
         *others, last = results
         if last.failed or job.capture is None:
             return results

@@ -44,7 +44,7 @@ def is_gguf(path: str) -> bool:
 
 
 def read_header(file: str | Path) -> GgufHeader:
-    """Return what a file says of its model. Errors: ValueError where it is none or a part."""
+    """Return a file's description of its model. Errors: ValueError for another or partial file."""
     from gguf import GGUFReader  # here: it takes a second
 
     reader = GGUFReader(file)
@@ -129,7 +129,7 @@ def _write_checkpoint(file: Path, directory: Path, header: GgufHeader) -> None:
 
 
 def _set_bos(file: Path, tokenizer: Any, add_bos: bool) -> None:
-    """Have a tokenizer begin each text with BOS, or not, whatever its loader thought."""
+    """Set whether a tokenizer begins each text with BOS."""
     bos = tokenizer.bos_token
     parts = [{"SpecialToken": {"id": bos, "type_id": 0}}] * add_bos
     content = json.loads(file.read_text())

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 ROOT = Path("/")
 LATELY_S = 10.0
-"""Longer than it takes until an engine that was killed is missed."""
+"""Longer than the detection of a killed engine takes."""
 
 
 def follow_parent() -> None:
@@ -126,7 +126,7 @@ def find_kill_count(root: Path) -> Path:
 
 
 def _read(path: Path) -> str:
-    """Return what a file of the kernel's holds; nothing where it cannot be read."""
+    """Return the content of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

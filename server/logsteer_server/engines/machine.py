@@ -1,4 +1,4 @@
-"""The machine that an engine runs on: which of its GPUs, and what its numbers depend on."""
+"""The machine that an engine runs on: its GPUs, and what numbers depend on."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def separate_compiled_code() -> None:
 
 
 def let_threads_sleep() -> None:
-    """Have OpenMP's threads sleep while they wait; only before PyTorch is imported.
+    """Make OpenMP's threads sleep while they wait; call it before PyTorch is imported.
 
     They would spin, which takes the core from whatever else runs: the HTTP process, a client, a
     second engine. On a busy machine of 2 cores an item of 22 tokens then took 2.5 ms of CPU time
@@ -61,7 +61,7 @@ def take_share(spec: EngineSpec) -> None:
 
 
 def show_devices(indices: Sequence[int]) -> None:
-    """Have CUDA see these GPUs alone, of those that it may see; only before its first use.
+    """Restrict CUDA to these of its visible GPUs; call it before CUDA is first used.
 
     Where a scheduler has set `4,5,6`, or UUIDs, 0 and 1 mean its first two entries: `4,5`.
 
@@ -87,7 +87,7 @@ def _pick(indices: Sequence[int], given: str | None) -> list[str]:
 
 
 def describe_machine(device_type: str) -> tuple[str, ...]:
-    """Return what the same model's numbers may change with: libraries, and GPUs or the CPU."""
+    """Return what a model's numbers depend on besides the model: libraries, GPUs or the CPU."""
     import torch
 
     found = [f"torch {torch.__version__}", f"transformers {version('transformers')}"]

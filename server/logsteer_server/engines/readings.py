@@ -1,4 +1,4 @@
-"""What was read of one sequence, step by step: by probes and by its conditions.
+"""Readings of one sequence by its probes and conditions, step by step.
 
 Axis letters: T tokens, G probes, C conditions, R numbers of a reading.
 """
@@ -16,10 +16,10 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What is read of one sequence, as plain data that goes to workers.
+    """What to read of one sequence, as plain data for workers.
 
-    `first_kept`: the position from which on readings are kept; None: none are. `positions` are, by
-    condition of its plan, where that is waited for, for counting the tokens where it holds.
+    `first_kept`: the first position whose readings are kept; None: none are. `positions`, by
+    condition of the plan: those of the sites that it decides, to count the tokens where it holds.
     """
 
     prompt_len: int
@@ -30,7 +30,7 @@ class ReadRequest:
 
     @classmethod
     def of(cls, plan: SteeringPlan, prompt_len: int) -> "ReadRequest":
-        """Return what a plan reads of a sequence with a prompt of this length."""
+        """Return a plan's request for a sequence with a prompt of this length."""
         first_kept = plan.first_kept(prompt_len)
         positions = tuple(map(plan.find_positions, range(len(plan.conditions))))
         return cls(prompt_len, len(plan.probes), first_kept, positions, plan.conditions)
@@ -38,9 +38,9 @@ class ReadRequest:
 
 @dataclass(slots=True, eq=False)
 class SequenceReadings:
-    """The readings of one sequence, as far as it has been read.
+    """The readings of one sequence so far.
 
-    Tokens in front of `counted` are counted, or came from the prefix cache. `decided`: bit c says
+    Tokens before `counted` are counted, or came from the prefix cache. `decided`: bit c says
     whether condition c holds by the reading of the prompt's last token, once that was read.
     """
 
@@ -56,7 +56,7 @@ class SequenceReadings:
 
     @property
     def passed(self) -> tuple[int, ...]:
-        """By condition, the tokens at its positions where it held."""
+        """By condition, the number of tokens at its positions where it held."""
         return tuple(self._passed_C.tolist())
 
     def passed_before(self, end: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class SequenceReadings:
         return tuple((self._passed_C - self._last_C).tolist())
 
     def add(self, begin: int, values_TGR: Values) -> None:
-        """Take in what was read of the tokens from position `begin` on."""
+        """Add the readings of the tokens from position `begin` on."""
         asked, end = self.request, begin + len(values_TGR)
         own_TGR = values_TGR[:, : asked.num_probes]
         holds_TC = hold_all(asked.conditions, own_TGR)
@@ -93,7 +93,7 @@ class SequenceReadings:
             self._parts.append((first, own_TGR[first - begin :]))
 
     def take(self) -> Readings | None:
-        """Return what is kept and was not taken before; a token that was read twice counts once."""
+        """Return the kept readings since the last call; a token that was read twice counts once."""
         if not self._parts:
             return None
         parts, self._parts = self._parts, []

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies on this machine, what its configuration says, and which one it is."""
+"""A checkpoint's directory on this machine, its configuration, and its digest."""
 
 import hashlib
 from collections.abc import Sequence

@@ -158,15 +158,11 @@ class RunningBatch:
     def _read(self) -> Tensor:
         """Return the logits of each row's newest token; the cache then holds all tokens."""
         width = self._next_BT.shape[1]
-        begin = self._num_columns - width
-        starts = [begin - pad for pad in self._pads]
-        positions_BT = torch.tensor(starts)[:, None]
-        if width > 1:
-            positions_BT = (positions_BT + torch.arange(width)).clamp(min=0)
+        first_B = self._num_columns - width - np.array(self._pads)
+        positions_BT = torch.from_numpy((first_B[:, None] + np.arange(width)).clip(min=0))
         mask_BT = None
         if any(self._pads):
             mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
-        first_B = np.array(starts)
         tokens = PassTokens.of(first_B, first_B + width, width)
         with hooked(self._model, self.rows, self._steering, tokens, self._hooks):
             hidden_BTD = self._model.read(
@@ -182,9 +178,8 @@ class RunningBatch:
         drawn_B = np.array([row.drawn.num_tokens for row in self.rows])
         drawn = self._sampler.draw(logits_BV, drawn_B)
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
-        values_BW = drawn.values_RW
-        first_B2 = torch.stack([drawn.ids_R, drawn.finite_R], dim=-1).to(values_BW.dtype)
-        found_BW = torch.cat([first_B2, values_BW], dim=-1).cpu().numpy()
+        first_B2 = torch.stack([drawn.ids_R, drawn.finite_R], dim=-1)
+        found_BW = torch.cat([first_B2, drawn.values_RW], dim=-1).cpu().numpy()
         return found_BW[:, 0], found_BW[:, 1] > 0, found_BW[:, 2:]
 
     @torch.inference_mode()

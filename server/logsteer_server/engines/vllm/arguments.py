@@ -75,7 +75,7 @@ REFUSED = {
     "enable_trace_replay": _DRAWN,
     "logprobs_mode": "log-probabilities are the model's own, before any processing",
 }
-"""Argument -> why it is not taken."""
+"""Reasons for refusing arguments, by name."""
 
 DEFAULT_WINDOW_LAYERS = 28
 """`max_window_layers` of Qwen's configurations that name none."""
@@ -85,7 +85,7 @@ ONE_IS_OFF = frozenset({
 
 
 def check_devices(devices: str | Sequence[int], ranks: int) -> None:
-    """Refuse devices that the installed build of vLLM has no use for.
+    """Refuse devices that the installed build of vLLM does not support.
 
     `ranks`: devices that a replica takes, of those listed. Errors: ValueError.
     """
@@ -146,7 +146,7 @@ def _mixes_windows(text: Mapping[str, Any]) -> bool:
 
 
 def check_runner(spec: EngineSpec) -> None:
-    """Refuse what nobody has tried with vLLM's V2 runner. Errors: ValueError."""
+    """Refuse what is untested with vLLM's V2 runner. Errors: ValueError."""
     if spec.runner != "v2":
         return
     if spec.pipeline_parallel > 1:

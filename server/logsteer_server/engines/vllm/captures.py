@@ -70,7 +70,7 @@ class RowPool:
         return self._taken[-1]
 
     def release(self, run: range) -> None:
-        """Free a run that was taken."""
+        """Free a run of rows."""
         self._taken.remove(run)
 
 
@@ -122,7 +122,7 @@ class CaptureBuffer:
 
 
 class StepCaptures:
-    """Find which tokens of each step are captured, for one rank."""
+    """Mark the captured tokens of each step, for one rank."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, CaptureWish] = {}

@@ -46,7 +46,7 @@ from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
 
 WARM_UP = RowSpec(PUBLIC_COLUMNS, 1, Policy(top_p=0.9), (0,))
-"""What rows of no request are drawn by, from which vLLM learns how much memory drawing takes."""
+"""The policy of dummy rows, by which vLLM measures the memory of sampling."""
 NO_DRAW = (None, 0, b"", 0)
 """How a request is drawn that generates nothing."""
 
@@ -90,7 +90,7 @@ class StepDraws:
             self._histories.pop(req_id, None)
 
     def draw(self, logits: Tensor) -> Drawn | None:
-        """Return what is drawn of the rows that were expected, once; None where none were."""
+        """Return the expected rows' draw once; None if none were expected."""
         index_R, self._index_R = self._index_R, None
         grammars, self.grammars = self.grammars, None
         if index_R is None:
@@ -115,7 +115,7 @@ class StepDraws:
 
 
 def warm_up(logits: Tensor) -> Drawn:
-    """Return what is drawn of rows of no request."""
+    """Sample dummy rows."""
     rows = len(logits)
     return _make_sampler([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows))
 
@@ -150,7 +150,7 @@ def _skip_compiled(_module: nn.Module, _args: Any) -> None:
 
 
 CLEARED_AS = {1: torch.int8}
-"""By the bytes of a number, what a cache is seen as: torch fills no float8."""
+"""A dtype to view a cache in, by the size of its numbers: torch does not fill float8."""
 
 
 class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from logsteer_server.engines.vllm.scoring import PromptPart
 
 
 class V1Sampler(Sampler):  # type: ignore[misc]
-    """Give vLLM what is drawn of a step's rows, and note which of them are not finite."""
+    """Return a step's draws to vLLM, and record which rows are not finite."""
 
     def __init__(self, draws: StepDraws) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class V1Sampler(Sampler):  # type: ignore[misc]
         predict_bonus_token: bool = False,  # noqa: ARG002
         logprobs_mode_override: Any = None,  # noqa: ARG002
     ) -> SamplerOutput:
-        """Return the token of each row, and what its request wants read with it."""
+        """Return the token of each row, and the values that its request asks for."""
         drawn = self._draws.draw(logits)
         if drawn is None:
             drawn = warm_up(logits)

@@ -28,7 +28,7 @@ from logsteer_server.engines.vllm.scoring import PromptPart
 
 
 class V2Sampler:
-    """Give vLLM what is drawn of a step's rows; it stands in the place of vLLM's sampler.
+    """Return a step's draws to vLLM, in place of vLLM's sampler.
 
     That one keeps a table of [requests, V] for penalties, which nobody asks for.
     """
@@ -40,13 +40,13 @@ class V2Sampler:
         self._prefill_len = prefill_len
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Take no notice: what a request is drawn by stands in its extra arguments."""
+        """Do nothing: a request's policy is in its extra arguments."""
 
     def apply_staged_writes(self) -> None:
         """Write nothing."""
 
     def __call__(self, logits: Tensor, batch: Any) -> SamplerOutput:
-        """Return the token of each row, and what its request wants read with it."""
+        """Return the token of each row, and the values that its request asks for."""
         drawn = self._draws.draw(logits) or warm_up(logits)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             batch.seq_lens.new_ones(batch.num_reqs),
@@ -127,7 +127,7 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Note which requests begin: not those that vLLM takes for new after a preemption."""
+        """Record which requests begin, without those that return after a preemption."""
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.params:
                 self.params[request.req_id] = request.sampling_params

@@ -110,7 +110,7 @@ class StepRows:
 
     @classmethod
     def find(cls, part: PromptPart) -> "StepRows":
-        """Find the rows of a part of a prompt."""
+        """Locate the rows of a part of a prompt."""
         wanted = RowRequest.parse(part.wanted)
         first, positions_R = wanted.find_rows(part.begin, part.end, part.prompt_len)
         index_R = positions_R + (part.offset - part.begin)
@@ -138,7 +138,7 @@ class StepRows:
         return self.wanted.alternatives[self.first : self.first + self.count]
 
     def place(self, device: torch.device) -> list[tuple[TokenHistory, int]]:
-        """Return what stands before each target, for a policy with adjustments."""
+        """Return the tokens before each target, for a policy with adjustments."""
         wanted = self.wanted
         if wanted.spec.policy.adjustments is None:
             return []
@@ -155,7 +155,7 @@ NO_FILE = torch.empty((0, 2))
 
 
 class RowReader:
-    """Read the rows that score requests ask for, step by step.
+    """Compute the rows of score requests, step by step.
 
     `bounds` are of the memory that this takes at once. `rank`: of the `ranks` that have the same
     logits, of which the first one alone writes files. Where memory runs out over rows, or a file is
@@ -173,7 +173,7 @@ class RowReader:
         self._failed: dict[str, Tensor] = {}
 
     def begin_step(self) -> None:
-        """Drop finished rows that nobody took."""
+        """Drop finished rows that were not collected."""
         self._finished = {}
 
     def take_finished(self) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ class RowReader:
         partial.put(step.first, values_rW)
 
     def _finish(self, step: StepRows) -> None:
-        """Hand over a request's rows, or what stands in their place."""
+        """Return and clear a request's rows, or its failure."""
         partial = self._partial.pop(step.req_id, None)
         if step.req_id in self._failed:
             self._finished[step.req_id] = self._failed.pop(step.req_id)

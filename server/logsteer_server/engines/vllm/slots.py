@@ -1,4 +1,4 @@
-"""Slots of running jobs: those of plans, adapters and captures, and what the workers measured.
+"""Slots of running jobs for plans, adapters and captures, and the workers' measurements.
 
 The tables are in the workers, which are called on every rank after the steps that were begun.
 """
@@ -77,7 +77,7 @@ class SlotPool:
 
 
 def _comes_after(probe: Probe, site: Site) -> bool:
-    """Return whether an activation is read behind another, in the order of a forward pass."""
+    """Return whether an activation comes after another one in a forward pass."""
     return (probe.layer, HOOKS.index(probe.hook)) > (site.layer, HOOKS.index(site.hook))
 
 
@@ -120,7 +120,7 @@ class SteeringSlots:
         return self._size.slots, self._plans.num_used
 
     def refuse(self, job: Job) -> JobFailure | None:
-        """Return why a job has no such hooks, or its plan no room; None where it can run."""
+        """Return why a job cannot run, for want of hooks or of room; None where it can."""
         plan, used = job.plan, [job.capture.hook] if job.capture else []
         if plan is not None:
             used += [site.hook for site in plan.all_sites] + [probe.hook for probe in plan.probes]
@@ -165,7 +165,7 @@ class SteeringSlots:
     def _find_pair(
         self, plan: SteeringPlan, is_wrong: Callable[[Probe, Site], bool]
     ) -> tuple[Probe, Site] | None:
-        """Return what a condition reads and a site that it decides for, where both do not fit."""
+        """Return a condition's activation and a site that comes before it, if there are such."""
         for site in plan.all_sites:
             for op in site.ops:
                 if op.condition is not None:
@@ -278,7 +278,7 @@ class SteeringSlots:
         return SteeringTrace(measured(plan.sites[0].layer)[0], sites, passed)
 
     def read_readings(self, plans: Mapping[str, SteeringPlan]) -> dict[str, Readings]:
-        """Return what was read of requests, of which these are the plans, and not taken before."""
+        """Return the readings since the last call of the requests with these plans."""
         if not plans:
             return {}
         by_rank: list[dict[str, Readings]] = self._call_workers("take_readings", list(plans))

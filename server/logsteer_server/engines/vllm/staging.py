@@ -63,7 +63,7 @@ class Arriving:
             self._event.record()
 
     def read(self) -> npt.NDArray[Any]:
-        """Return the tensor as an array, once it is here."""
+        """Wait for the copy and return it as an array."""
         if self._event is not None:
             self._event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()

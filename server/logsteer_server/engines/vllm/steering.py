@@ -219,7 +219,7 @@ class StepSteering:
             self.tables.sums.release(entry)
 
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
-        """Write into the tables what the tokens of the next step are for.
+        """Write the uses of the next step's tokens into the tables.
 
         The arguments are those of `StepEntries._place`.
         """
@@ -236,7 +236,7 @@ class StepSteering:
             self.tables.write(Step())
 
     def record(self) -> None:
-        """Record what the last step read; its buffers are about to be written again.
+        """Record the last step's readings before its buffers are overwritten.
 
         All of it stays on the device: nothing here waits for that.
         """
@@ -271,6 +271,6 @@ class StepSteering:
         }
 
     def take_readings(self, req_id: str) -> Readings | None:
-        """Return what was read of a request and not taken before; None where nothing was."""
+        """Return a request's readings since the last call; None if there are none."""
         self.record()
         return self._readings.take(req_id)

@@ -73,7 +73,7 @@ def read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor |
 
 
 def describe_output(output: Any) -> str:
-    """Return what a decoder layer's output consists of, in words."""
+    """Describe a decoder layer's output in words."""
     parts = split_output(output)
     if parts is not None:
         return "hidden" if parts[1] is None else "hidden, residual"
@@ -83,7 +83,7 @@ def describe_output(output: Any) -> str:
 
 
 class StreamProbe:
-    """Change what the decoder layers of one rank return, and note what that consists of."""
+    """Change the outputs of one rank's decoder layers, and record their form."""
 
     def __init__(self, layers: Sequence[nn.Module], change: Change | None) -> None:
         self._layers = layers
@@ -166,7 +166,7 @@ def find_stream_form(
 
 PROBE_TOKENS = 16
 DECODED = 3
-"""Of these, those that are generated where decode steps are checked."""
+"""The number of these that are generated, to check decode steps."""
 
 
 def ask_stream_form(vllm: "VllmCore") -> StreamForm:

@@ -80,7 +80,7 @@ class TraceSums:
         return self._unused.pop()
 
     def release(self, entry: int) -> None:
-        """Take an entry back."""
+        """Release an entry."""
         self._used.append(entry)
 
     def add(
@@ -194,7 +194,7 @@ class SteeringTables:
         self._steered_layers: set[int] = set()
 
     def set_form(self, form: StreamForm) -> None:
-        """Say where the residual stream is in what the model's layers return."""
+        """Set where the residual stream is in the layers' outputs."""
         self._residual_counts = form == "sum"
         self.residual_counts_1.fill_(self._residual_counts)
 
@@ -249,7 +249,7 @@ class SteeringTables:
         return self.step.is_idle
 
     def add_up(self) -> None:
-        """Add what the plain form has measured to the sums of the tokens' requests."""
+        """Add the plain form's measurements to the sums of the tokens' requests."""
         steered = self.step.steered
         for layer, change in self._changes.items():
             if change is not None and change.sizes:

@@ -53,7 +53,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
     """Work as vLLM's worker does. The engine calls the methods by name, on every rank."""
 
     def init_device(self) -> None:
-        """Set the device up as vLLM does, then put our runner in front of vLLM's own."""
+        """Set up the device as vLLM does, then give the runner our class on top of its own."""
         follow_parent()  # vLLM has a rank's process end at an interrupt
         clear_new_blocks()
         super().init_device()
@@ -157,15 +157,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return "vLLM scales its residual stream in float16: use bfloat16" if scales else None
 
     def set_stream_form(self, form: StreamForm) -> None:
-        """Say to the tables where the residual stream is in what the layers return."""
+        """Tell the tables where the residual stream is in the layers' outputs."""
         self.model_runner.steering.tables.set_form(form)
 
     def find_logits_dtype(self) -> str:
-        """Return what the head is computed in, on the last pipeline stage."""
+        """Return the dtype of the head's products, on the last pipeline stage."""
         return find_logits_dtype(self.model_runner.model, self.model_runner.model_config.dtype)
 
     def find_int8_products(self) -> Int8Products | None:
-        """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""
+        """Return the kernel of this rank's INT8 layers, on a CPU with such layers."""
         return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
 
     def read_memory(self) -> tuple[DeviceMemory, ...]:
@@ -255,7 +255,7 @@ def _apply_wide(head: Any, hidden_RD: Tensor, bias_V: Tensor | None) -> Tensor:
 
 
 def find_logits_dtype(model: nn.Module, dtype: torch.dtype) -> str:
-    """Return what a model of a dtype computes its head in."""
+    """Return the dtype of the head's products for a model's dtype."""
     heads = (module for module in model.modules() if isinstance(module, LogitsProcessor))
     found = next((head.head_dtype for head in heads), None)
     return str(found or dtype).removeprefix("torch.")
