@@ -67,7 +67,7 @@ gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_
 	@$(PYTHON) -m bench.gpu_check $(GPU_CHECK)
 
 openapi: setup ## write openapi.json anew from the schemas
-	@$(PYTHON) -m logsteer_server.openapi > openapi.json
+	@$(PYTHON) -m docs.openapi > openapi.json
 
 playground: ## build the page that the server answers / with, from server/playground
 	@npm --prefix server/playground ci
@@ -77,7 +77,7 @@ client: setup ## write the client's methods anew from the table of endpoints and
 	@$(PYTHON) client/generator.py
 
 docs: setup ## write the pages that follow from the code, build the documentation into site/
-	@$(PYTHON) -m logsteer_server.reference docs
+	@$(PYTHON) -m docs.reference docs
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
 lock: setup ## write the lock files anew

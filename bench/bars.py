@@ -81,6 +81,10 @@ BARS = (
         "captures", "the same, against a loop of transformers at its best batch",
         "logsteer, /captures / transformers, at its best batch", least=1.0,
     ),
+    Bar(
+        "captures", "the same, against vLLM's own `extract_hidden_states`",
+        "logsteer, /captures / vLLM, extract_hidden_states", least=1.0,
+    ),
     *(
         Bar(
             "load_generator", f"`vllm bench serve`, {what}, against the stock server",

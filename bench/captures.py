@@ -1,5 +1,6 @@
-"""Activations of one layer at every token of texts: from `/captures`, and from a loop of
-transformers; beside the same texts scored, and read for one token, without captures.
+"""Activations of one layer at every token of texts: from `/captures`, from vLLM's own
+`extract_hidden_states`, and from a loop of transformers; beside the same texts scored, and read for
+one token, without captures.
 """
 
 import uuid
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import DEVICE, ID, ROOT, Workplace
+from bench.servers import start_worker
 from bench.timing import summarize, time_in_turn
 from logsteer import Client
 
@@ -61,8 +63,14 @@ def compare_captures(place: Workplace, runs: int) -> dict[str, Any]:
     path = place.given or convert_smollm2()
     texts, tokenizer = cut_texts(), AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    loop = Loop(str(path), place.settings["dtype"], ids)
-    with place.serve(path) as url, Client(url, model=ID, timeout=1200, max_retries=0) as client:
+    dtype = place.settings["dtype"]
+    loop = Loop(str(path), dtype, ids)
+    log = place.directory / "hidden_states.log"
+    with (
+        place.serve(path) as url,
+        Client(url, model=ID, timeout=1200, max_retries=0) as client,
+        start_worker(log, "hidden_states", path, dtype, LAYER) as vllm,
+    ):
 
         def capture() -> None:
             name = uuid.uuid4().hex  # a name of its own, or the job is the one before
@@ -75,8 +83,13 @@ def compare_captures(place: Workplace, runs: int) -> dict[str, Any]:
             httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
             client.generate(prompt_ids=ids, max_tokens=1, ignore_eos=True)
 
+        def extract() -> None:
+            rows = vllm.ask(ids)
+            assert rows == sum(map(len, ids)), rows
+
         ways: dict[str, Callable[[], object]] = {
             "logsteer, /captures": capture,
+            "vLLM, extract_hidden_states": extract,
             "logsteer, /perplexity": lambda: client.perplexity(texts, cache=False),
             "logsteer, /generate of one token": generate,
         }
@@ -91,5 +104,6 @@ def compare_captures(place: Workplace, runs: int) -> dict[str, Any]:
     pairs = [(first, other) for other in others]
     result = summarize(seconds, sum(map(len, ids)), "tokens", pairs)
     note = f"layer {LAYER}, {TEXTS} texts of {CHARS} characters; the loop is best at {best}; the "
-    note += "client asks twice a second whether a job has ended"
+    note += "client asks twice a second whether a job has ended; vLLM is in the process that asks, "
+    note += "and without a GPU its connector runs with two changes (bench/hidden_states.py)"
     return result | {"note": note}

@@ -14,7 +14,7 @@ from bench.models import DEMO, ROOT, Workplace
 from bench.timing import spread
 from logsteer import Client
 
-SENTENCES = 200
+SENTENCES = 1000
 Floats = NDArray[np.float64]
 
 

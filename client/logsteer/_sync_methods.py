@@ -2695,7 +2695,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard]):
         tools: Sequence[Tool | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
-        whiten: bool | NotGiven = NOT_GIVEN,
+        whiten: bool | str | NotGiven = NOT_GIVEN,
         read: TrainRead | NotGiven = NOT_GIVEN,
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -2723,7 +2723,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard]):
                 the normal of a logistic regression, or Fisher's linear discriminant. Default
                 mean_difference.
             whiten: Whether pca and logistic, too, discount what varies among texts of one side:
-                whiten activations by that covariance. Default False.
+                whiten activations by that covariance. A capture's name: by the covariance of
+                its activations (`reduce`), also for lda. Default False.
             read: Activation after a text's last token, or their mean over tokens without BOS
                 and attention sinks (tokens whose norm at that layer is more than 3 times the
                 median of the text's); `answer`: after the last token that the assistant says in

@@ -34,7 +34,7 @@ from logsteer_server.models.registry import ModelRegistry, make_handles
 from logsteer_server.observation.logs import ACCESS, AUDIT, LogStyle, configure_logs
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.requests import RequestObserver
-from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
+from logsteer_server.observation.tracing import RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.contents import ContentFiles, JobContents
 from logsteer_server.stores.objects import Objects
@@ -104,7 +104,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state.large_bodies = BodyTurns()
     state.store_threads = threads = StoreThreads()
     stack.callback(threads.close)
-    objects = Objects.open(settings)
+    state.objects = objects = Objects.open(settings)
     state.content_files = ContentFiles(objects, settings.store_cache_bytes)
     stack.callback(state.content_files.close)
     state.namespaces = NamespaceRegistry(settings, objects, state.content_files)
@@ -149,8 +149,9 @@ def open_tracer() -> RequestTracer:
     """Return what makes spans of requests. Errors: ConfigurationError where it is not installed."""
     try:
         return RequestTracer.open()
-    except MissingTracingError as error:
-        raise ConfigurationError(str(error)) from error
+    except ImportError as error:
+        detail = f"tracing needs what is missing ({error.name}): install logsteer-server[otel]"
+        raise ConfigurationError(detail) from error
 
 
 def open_logs(settings: Settings) -> None:

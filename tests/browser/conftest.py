@@ -54,12 +54,16 @@ def chromium() -> Iterator[Browser]:
 def api(playground_server: Server) -> Iterator[Client]:
     """A client of the server whose pages are visited; requests go to `demo`.
 
-    In its store is `mood`, which pages take where they name no vector: the first in the alphabet.
+    In its store is `mood`, which pages take where they name no vector: the first in the alphabet;
+    and `stories`, a capture with examples of it.
     What a test stores there has a name behind it, as another file's pages may be open meanwhile.
     """
     with Client(playground_server.url, model="demo", timeout=300) as client:
         if "mood" not in [card.name for card in client.vectors.list().vectors]:
             client.vectors.train("mood", EXAMPLE, read="mean")
+        texts = [pair["positive"] for pair in EXAMPLE]
+        probe = {"name": "mood", "layers": [3]}
+        client.capture(texts, "stories", [3], reduce={"top": [probe]}, progress=False)
         yield client
 
 

@@ -53,6 +53,10 @@ LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         },
         {"patching": True, "Clean context": "Tom was", "Metric": "kl", "Layers": "0;1,2"},
     ),
+    "examples": (
+        {"opened": "stories", "name": "mine", "probes": json.dumps(["mood@2,3"]), "k": 7},
+        {"Name": "mine", "Layer": "2,3", "Examples of each": "7"},
+    ),
     "vectors": (
         {"opened": "mood", "method": "lda", "name": "mine"},
         {"Method": "lda", "Name": "mine"},

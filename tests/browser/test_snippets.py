@@ -28,6 +28,7 @@ ADDRESSES = {
     "sweep": "sweep?vector=mood&points=3&layers=2%3B3",
     "inside": "inside?beside=steered&vector=mood&at=0,2-4",
     "inside, patched": "inside?look=patch&at=0-1;4&metric=kl",
+    "examples": "examples?opened=stories&name=snippet",
     "vectors": "vectors?name=snippet",
     "models": "models",
 }
@@ -63,7 +64,8 @@ def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -
         seen.see_windows()
     else:
         seen.see(view)
-    printed = run_all(seen, tmp_path, ("curl", "python", "cli"))
+    commands = () if view == "examples" else ("cli",)
+    printed = run_all(seen, tmp_path, ("curl", "python", *commands))
     assert all(printed.values()), printed
     if view == "steer":
         answer = next(
@@ -77,6 +79,8 @@ def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -
     if view == "vectors":
         assert api.vectors.get("snippet").about.pairs == 8
         api.vectors.delete("snippet")
+    if view == "examples":
+        assert api.captures.delete("snippet").name == "snippet"
 
 
 def test_a_text_with_a_probe_is_copied_without_a_command(visit: OpenPage, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ TIMEOUT_MS = 60_000
 MINUS = "\N{MINUS SIGN}"
 """What the page writes before negative numbers."""
 
-VIEWS = ("text", "choices", "steer", "sweep", "inside", "vectors", "models", "sessions")
+VIEWS = (
+    "text", "choices", "steer", "sweep", "inside", "examples", "vectors", "models", "sessions",
+)  # fmt: skip
 
 DONE = {
     "text": "#view-text .result .token",
@@ -20,6 +22,7 @@ DONE = {
     "steer": "#view-steer .continuations[aria-busy=false] + .receipt",
     "sweep": "#view-sweep .explained",
     "inside": "#view-inside .heat td",
+    "examples": "#view-examples .example mark",
     "vectors": "#view-vectors .vector .quality",
     "models": "#view-models .model",
     "sessions": "#view-sessions [role=status]",
@@ -27,6 +30,7 @@ DONE = {
 """View -> what is there once it shows an answer."""
 
 SHOWN = {
+    "examples": "examples?opened=stories",
     "vectors": "vectors?opened=mood",
 }
 """View -> its address where something is to be seen, unless it is the view's name."""

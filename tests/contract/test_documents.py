@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.reference import write_pages
 from logsteer import Client
 from logsteer.errors import APIError
-from logsteer_server.reference import write_pages
 from logsteer_server.settings import Settings
 from tests.conftest import ROOT, Server
 from tests.contract.conftest import REAL

@@ -249,8 +249,21 @@ def test_two_ranks_say_what_one_says(
         compare_points(client)
 
 
+def compare_captures(client: Client) -> None:
+    """What is captured of layers of both stages while they write is what the text's reading is."""
+    ids = draw_tokens(8, 20)
+    found = client.generate(
+        prompt_ids=[ids], max_tokens=8, seed=3, ignore_eos=True, capture={"layers": [1, 4]}
+    ).results[0].completions[0]  # fmt: skip
+    whole_LTD = HookedReference(DEMO_MODEL).activations([*ids, *found.token_ids[:-1]])
+    for layer in (1, 4):
+        captured_TD = np.array(found.activations.layers[layer])
+        assert np.abs(captured_TD - whole_LTD[layer]).max() < PER_TOKEN
+
+
 def compare_points(client: Client) -> None:
     """Every point of layers of both stages is what transformers has there, read and steered."""
+    compare_captures(client)
     hooked, wave = HookedReference(DEMO_MODEL), torch.tensor(WAVE)
     ids = np.random.default_rng(6).integers(10, 1400, 40).tolist()
     context, target = ids[:30], ids[30:]

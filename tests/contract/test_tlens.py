@@ -192,15 +192,16 @@ def test_small_bounds_only_make_more_batches(engine: Any) -> None:
 
 def test_the_example_of_padded_prompts() -> None:
     """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
-    from logsteer_server.engines.tlens.probes import TokenRange
     from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+    from logsteer_server.engines.tlens.tokens import PassTokens
 
     plan = add_plan("last_prompt")
     steering = BatchSteering([SteeredRow(plan, ((),), None, length) for length in (2, 4)])
-    tokens = steering._find_tokens([TokenRange(2, 0, 2), TokenRange(0, 0, 4)], 4)
-    assert (tokens.place_N.tolist(), tokens.part_N.tolist()) == ([3, 7], [0, 1])
-    tokens = steering._find_tokens([TokenRange(0, 2, 3), TokenRange(0, 4, 5)], 1)
-    assert not len(tokens.place_N)
+    tokens = PassTokens.of(np.array([-2, 0]), np.array([2, 4]), 4)
+    steered_n, part_n = steering._find_steered(tokens)
+    assert (steered_n.tolist(), tokens.place_N[steered_n].tolist()) == ([1, 5], [3, 7])
+    assert part_n.tolist() == [0, 1]
+    assert not steering._find_steered(PassTokens.of(np.array([2, 4]), np.array([3, 5]), 1)).size
 
 
 def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:

@@ -14,7 +14,15 @@ from logsteer_server.engines.tlens.overflow import CheckedAttention
 from tests.contract.directions import at, write_direction
 from tests.contract.lora import write_adapter
 from tests.contract.test_overrides import store_adapter
-from tests.contract.tlens_cases import GREEDY, U, build, draw_ids, run, whole
+from tests.contract.tlens_cases import (
+    GREEDY,
+    U,
+    build,
+    draw_ids,
+    draw_vector,
+    run,
+    whole,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -66,47 +74,44 @@ def test_an_adapter_of_queries(tmp_path: Path) -> None:
 NAN, INF = torch.nan, torch.inf
 
 
+@pytest.mark.parametrize("broken", ["queries", "keys"])
 @pytest.mark.parametrize("count", [1, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", ["causal", "bool", "added", "grouped"])
-def test_which_queries_are_lost(count: int, dtype: torch.dtype, way: str) -> None:
-    """One query overflows, and one key: that query is lost, and all that see that key."""
+def test_a_sequence_whose_scores_overflow_is_lost(
+    broken: str, count: int, dtype: torch.dtype
+) -> None:
+    """Whatever fused attention makes of them; the sequence beside it is as it was."""
     torch.manual_seed(0)
-    heads = 2 if way == "grouped" else 4
-    queries = torch.randn(2, 4, count, 8).to(dtype)
-    keys, values = (torch.randn(2, heads, count, 8).to(dtype) for _ in range(2))
-    visible = torch.ones(count, count).tril().bool()
-    options: dict[str, Any] = {
-        "bool": {"attn_mask": visible},
-        "added": {
-            "attn_mask": torch.zeros(count, count, dtype=dtype).masked_fill(
-                ~visible, torch.finfo(dtype).min
-            )
-        },
-        "grouped": {"is_causal": True, "enable_gqa": True},
-    }.get(way, {"is_causal": True})
-    plain = functional.scaled_dot_product_attention(queries, keys, values, **options)
-    with CheckedAttention(None, shows_overflow=True):
-        shown = functional.scaled_dot_product_attention(queries, keys, values, **options)
-    assert torch.equal(shown, plain)
-    for value in (NAN, INF, -INF):
-        broken, seen = queries.clone(), keys.clone()
-        broken[0, 0, count // 2, 0] = value
-        seen[1, heads - 1, 0, 0] = value
-        with CheckedAttention(None, shows_overflow=True):
-            found = functional.scaled_dot_product_attention(broken, seen, values, **options)
-        is_lost_BHT = found.isnan().any(-1)
-        wanted_BHT = torch.zeros(2, 4, count, dtype=torch.bool)
-        wanted_BHT[0, 0, count // 2] = True
-        wanted_BHT[1, 4 - 4 // heads :] = True
-        assert torch.equal(is_lost_BHT, wanted_BHT)
+    queries, keys, values = torch.randn(3, 2, 4, count, 8).to(dtype)
+    plain = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    for value in (NAN, INF, -INF, torch.finfo(dtype).max):
+        (queries if broken == "queries" else keys)[1, 0, count // 2, 0] = value
+        with CheckedAttention(None):
+            found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        assert torch.equal(found[0], plain[0])
+        assert found[1].isnan().all() == (value != torch.finfo(torch.float16).max)
+
+
+@pytest.mark.parametrize("hook", ["resid_post", "ln1.hook_out"])
+def test_changes_from_which_scores_may_overflow_fail(hook: str) -> None:
+    """Queries and keys grow with what attention is given, and scores by its square."""
+    engine = build()
+    for norm in (1e13, 1e15, 1e18):
+        plan = SteeringPlan((Site(1, hook, draw_vector(norm=norm)),))
+        results = run(
+            engine, *(whole(ids, plan=plan) for ids in TEXTS), GenerateJob(TEXTS[1], 3, plan=plan)
+        )
+        if norm > 1e14:
+            check_failed(results)
+        else:
+            assert not any(isinstance(result, JobFailure) for result in results)
 
 
 def test_attention_in_parts_of_a_query_that_sees_nothing_finite() -> None:
     least = torch.finfo(torch.float32).min
     scores = torch.tensor([[-INF, least, least], [1.0, -INF, least], [least, least, least]])
     padding = torch.tensor([[1, 1, 0]])
-    with CheckedAttention(padding, shows_overflow=True):
+    with CheckedAttention(padding):
         pattern = functional.softmax(scores[None, None], dim=-1)[0, 0]
     assert pattern.isnan().all(-1).tolist() == [True, False, False]
     assert pattern[2].tolist() == [0, 0, 0]

@@ -26,7 +26,6 @@ from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import HOOKS, Engine, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -158,20 +157,25 @@ class FamilyProbe:
         return max(_differ(self.run([ScoreJob(ids[:-1], ids[-5:])]), [expected]) for _ in range(2))
 
     def compare_captures(self) -> float:
-        """Activations of every layer, their mean and those of the last token."""
+        """Activations of every layer: their mean, the last token's, and those of a sample."""
         ids = self.texts[0]
         layers = tuple(range(self.engine.info.num_layers))
-        expected_LTD = self.reference.activations(ids)
         jobs: list[Job] = [
             CaptureJob(ids, capture=Capture(layers, read=read)) for read in ("mean", "last")
         ]
-        results: list[CaptureOutput] = self.run(jobs)
+        each = Capture(layers, read="each")
+        *results, sample = self.run([*jobs, GenerateJob(ids, 12, ignore_eos=True, capture=each)])
+        whole = np.concatenate([ids, sample.token_ids[:-1]])
+        expected_LTD = self.reference.activations(whole)
+        asked_LTD = expected_LTD[:, : len(ids)]
+        found = [result.activations_LD[:, None] for result in results]
+        found.append(sample.activations.activations_LTD)
+        wanted = (asked_LTD.mean(1, keepdims=True), asked_LTD[:, -1:], expected_LTD)
         worst = 0.0
-        wanted = (expected_LTD.mean(1), expected_LTD[:, -1])
-        for result, expected_LD in zip(results, wanted, strict=True):
-            size_L = np.sqrt((expected_LD**2).mean(1))
-            errors_LD = np.abs(result.activations_LD - expected_LD)
-            worst = max(worst, float((errors_LD.max(1) / size_L).max()))
+        for found_LTD, wanted_LTD in zip(found, wanted, strict=True):
+            assert found_LTD.shape == wanted_LTD.shape
+            size_L = np.sqrt((wanted_LTD**2).mean((1, 2)))
+            worst = max(worst, float((np.abs(found_LTD - wanted_LTD).max((1, 2)) / size_L).max()))
         return worst
 
     def compare_lens(self) -> float:

@@ -6,6 +6,8 @@ And a server that is killed in the middle of one: nothing is lost, and nothing i
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +17,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from logsteer import Client
+from logsteer import APIError, Client
 from logsteer.extras.activations import ActivationShards
 from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
+from logsteer.schemas.captures import CaptureReduce
+from logsteer_server.stores.layer_vectors import parse_content
+from logsteer_server.tasks.reduction import Reduction
 from tests.buckets import open_bucket
 from tests.conftest import VOCAB_SIZE, fake_model, vllm_model
 from tests.faults.keys import add_key, connect, serve
@@ -165,16 +170,24 @@ def test_what_is_refused_at_once(
         client.captures.get("refused")
 
 
-def test_statistics_are_those_of_all_rows(client: Client) -> None:
+def test_statistics_are_those_of_all_rows_but_bos_and_sinks(client: Client) -> None:
     probe = np.random.default_rng(3).normal(size=16).astype("f4")
     asked: dict[str, Any] = {"mean": True, "covariance": True, "norms": True, "k": 5}
     asked["top"] = [{"data": {"1": probe.tolist()}}]
     index = client.capture(ROWS, "sums", [0, 1], reduce=asked, shards=True, shard_rows=60)
-    x_ND = read_rows(client, "sums")["resid_post.1"].astype(np.float64)
+    rows = read_rows(client, "sums")
+    is_left_out = rows["position"] == 0
+    for name in ("resid_post.0", "resid_post.1"):
+        norms = np.linalg.norm(rows[name], axis=1)
+        for document in range(len(ROWS)):
+            own = rows["document"] == document
+            is_left_out |= own & (norms > 3 * np.median(norms[own]))
+    x_ND = rows["resid_post.1"][~is_left_out].astype(np.float64)
     found = load(client.captures.statistics("sums"))
     assert np.allclose(found["mean.1"], x_ND.mean(0), rtol=0, atol=1e-12)
     assert np.allclose(found["covariance.1"], np.cov(x_ND.T, bias=True), rtol=0, atol=1e-12)
     assert index.reduced is not None and index.reduced.norms and index.reduced.top
+    assert len(ROWS) <= index.reduced.sinks == is_left_out.sum()
     norms = np.linalg.norm(x_ND, axis=1)
     told = index.reduced.norms[1]
     assert [told.mean, told.std, told.largest] == pytest.approx(
@@ -187,7 +200,43 @@ def test_statistics_are_those_of_all_rows(client: Client) -> None:
     text = client.tokenize(ROWS[first.document]).results[0]
     assert text.token_ids[first.position] == first.token_id
     alone = client.capture(ROWS, "sums-alone", [1], reduce={"mean": True})
-    assert (alone.bytes, alone.rows) == (0, len(x_ND))
+    assert (alone.bytes, alone.rows) == (0, len(is_left_out))
+
+
+def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:
+    rows_N3 = np.array([[0, n, 9] for n in range(4)] + [[1, n, 9] for n in range(4)], np.int32)
+    layers = {layer: np.ones((8, 2), np.float32) for layer in (0, 1)}
+    layers[0][2] = 5
+    layers[1][4:] = 10
+    reduction = Reduction(CaptureReduce(mean=True), ())
+    reduction.add(layers, rows_N3, str)
+    assert (reduction.describe().rows, reduction.describe().sinks) == (7, 1)
+    assert reduction.sums["sum.0"].tolist() == [7, 7]
+
+
+def test_a_vector_is_whitened_by_the_covariance_of_a_capture(client: Client) -> None:
+    client.capture(ROWS, "background", [1], reduce={"covariance": True})
+    pairs = [(f"I am happy {n}", f"I am sad {n}") for n in range(6)]
+    card = client.vectors.train(
+        "whitened", pairs, method="lda", layers=[1], whiten="background"
+    ).vector
+    assert card.about.whiten == "background"
+    items = client.activations([text for pair in pairs for text in pair], [1], read="last")
+    x_ND = np.concatenate([item.layers[1] for item in items]).astype(np.float64)
+    apart_D = x_ND[0::2].mean(0) - x_ND[1::2].mean(0)
+    covariance_DD = load(client.captures.statistics("background"))["covariance.1"]
+    expected_D = np.linalg.solve(covariance_DD, apart_D)
+    found_D = parse_content(client.vectors.download("whitened")).layers[1]
+    cosine = found_D @ expected_D / np.linalg.norm(found_D) / np.linalg.norm(expected_D)
+    assert cosine > 0.999
+    for name, options, match in (
+        ("nothing", {}, "nothing"),
+        ("background", {"hook": "resid_pre"}, "resid_post"),
+        ("background", {"layers": [0]}, "layers"),
+    ):
+        asked = {"method": "lda", "layers": [1], "whiten": name} | options
+        with pytest.raises(APIError, match=match):
+            client.vectors.train("refused", pairs, **asked)
 
 
 def test_each_key_has_its_own(server: Server, client: Client, tokens: dict[str, str]) -> None:
@@ -242,30 +291,30 @@ def test_any_server_of_a_bucket_stops_a_job_and_moves_it(tmp_path: Path) -> None
 
 
 @pytest.mark.engine
-def test_a_job_survives_the_death_of_its_server(tmp_path: Path) -> None:
-    """On the real demo model; the client's own call ends with its server, and is sent again."""
+def test_a_job_survives_the_death_of_client_server_and_engine(tmp_path: Path) -> None:
+    """On the real demo model: all are killed, and the same call is made again."""
     draw = np.random.default_rng(5)
     sizes = draw.integers(1, 120, 3000)
     rows = [{"token_ids": draw.integers(3, VOCAB_SIZE, n).tolist()} for n in sizes]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(RowLines(rows, "text")))
     config = {"models": [vllm_model("demo")], "cache_bytes": 0}
     asked: dict[str, Any] = {"layers": [2], "shard_rows": 5000, "reduce": {"mean": True}}
-    asked |= {"shards": True, "progress": False}
+    asked |= {"source": str(file), "shards": True, "progress": False}
     with running(config, tmp_path) as server:
         server.wait_until_ready()
-        with Client(server.url, max_retries=0) as client:
-            client.captures.put("all", b"".join(RowLines(rows, "text")))
-            client.captures.start(
-                "all", [2], **{n: asked[n] for n in ("shard_rows", "reduce", "shards")}
-            )
-            wait_for(lambda: client.captures.get("all").num_shards >= 2)
-        for pid in (server.process.pid, *find_engines(server)):
-            os.kill(pid, signal.SIGKILL)
+        call = f"Client({server.url!r}).capture(name='all', **{asked})"
+        caller = subprocess.Popen([sys.executable, "-c", f"from logsteer import Client; {call}"])
+        with Client(server.url, max_retries=0) as client, caller:
+            wait_for(lambda: any(one.num_shards >= 2 for one in client.captures.list().captures))
+            for pid in (caller.pid, server.process.pid, *find_engines(server)):
+                os.kill(pid, signal.SIGKILL)
     with running(config, tmp_path) as server:
         server.wait_until_ready()
         with Client(server.url) as client:
             before = client.captures.get("all")
             assert (before.state, before.documents < 3000) == ("running", True), before
-            index = client.capture(rows, "all", directory=tmp_path / "out", **asked)
+            index = client.capture(name="all", directory=tmp_path / "out", **asked)
             sums = load(client.captures.statistics("all"))
             few = [0, 1500, 2999]
             wanted = client.activations([rows[n] for n in few], [2])
@@ -278,4 +327,7 @@ def test_a_job_survives_the_death_of_its_server(tmp_path: Path) -> None:
     x_ND = np.concatenate([shard.layers[2] for shard in shards])
     for n, item in zip(few, wanted, strict=True):
         assert np.allclose(x_ND[document == n], item.layers[2], rtol=0, atol=1e-4)
-    assert np.allclose(sums["mean.2"], x_ND.mean(0, dtype=np.float64), rtol=0, atol=1e-9)
+    norms = np.split(np.linalg.norm(x_ND, axis=1), sizes.cumsum()[:-1])
+    is_kept = np.concatenate([norms_T <= 3 * np.median(norms_T) for norms_T in norms])
+    mean_D = x_ND[is_kept].mean(0, dtype=np.float64)
+    assert np.allclose(sums["mean.2"], mean_D, rtol=0, atol=1e-9)

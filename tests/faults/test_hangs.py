@@ -176,7 +176,6 @@ def test_a_load_that_hangs_is_ended_and_the_card_says_why(tmp_path: Path) -> Non
 
         wait_for(lambda: "starting, without progress for" in detail())
         assert read_card(server, "fake")["state"] == "loading"
-        assert "loads without progress for 0.5 s" in server.output
         wait_for(lambda: "its load made no progress for 5 s" in detail())
         assert "hangs and is killed: its load made no progress for 5 s" in server.output
         (tmp_path / "hang").unlink()

@@ -21,13 +21,11 @@ from logsteer_server.contract.plan import CONFIG_KEY
 from logsteer_server.engines.tlens.parameters import read_updates
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY, PromptPart, RowReader
-from logsteer_server.models.registry import ScratchSpace
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError
 from logsteer_server.numerics.rows import RowSpec
 from logsteer_server.tasks.comparison import export_files
 from logsteer_server.tasks.planning import Capacity, Planner
-from tests.refusals import refused
 from tests.server.scripted_model import SETTINGS
 
 V, T = 23, 6
@@ -129,18 +127,6 @@ def test_a_disk_without_room_is_found_before_an_engine_writes(
     assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
     assert str(tmp_path) not in caught.value.detail
     assert list(tmp_path.iterdir()) == []
-
-
-def test_requests_share_one_budget_of_scratch_space() -> None:
-    space = ScratchSpace(100)
-    with space.reserve(60):
-        with refused("overloaded"), space.reserve(50):
-            pass
-        with space.reserve(40):
-            assert space.taken_bytes == 100
-    with space.reserve(500):  # one alone may be larger
-        pass
-    assert space.taken_bytes == 0
 
 
 @pytest.mark.parametrize(

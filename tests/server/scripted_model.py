@@ -31,10 +31,10 @@ from logsteer_server.engines.fake import (
     fake_scores,
 )
 from logsteer_server.interventions.interventions import Stores
-from logsteer_server.models.admission import Admission
+from logsteer_server.models.admission import SCRATCH, Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import ModelRegistry, ScratchSpace
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
@@ -59,7 +59,7 @@ class NoFiles:
         raise api_error("unknown_override", f"Nothing is named {name!r}.")
 
 
-STORES = Stores(steering_cases.NoVectors(), NoFiles(), NoFiles(), NoFiles(), NoFiles())
+STORES = Stores(steering_cases.NoVectors(), *[NoFiles()] * 5)
 
 
 @cache
@@ -165,7 +165,7 @@ def register(*models: ResidentModel) -> ModelRegistry:
     """A registry of these models, which have no engines to be started."""
     registry = ModelRegistry.__new__(ModelRegistry)
     registry.by_id = {model.id: model for model in models}
-    registry.scratch = ScratchSpace(SETTINGS.max_reference_bytes)
+    registry.scratch = Admission(SETTINGS.max_reference_bytes, SCRATCH)
     return registry
 
 

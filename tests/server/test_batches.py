@@ -14,6 +14,7 @@ from logsteer_server.contract.batches import (
     OutputPart,
     ScoreJobs,
     ScoreOutputs,
+    WorkCounts,
     add_between,
     change_all,
     count_positions,
@@ -219,16 +220,16 @@ class TestWork:
         ]
         arrays = OutputPart([1, 0], ScoreOutputs.of([outputs[1], outputs[0]]))
         objects = OutputPart([1, 0], [outputs[1], outputs[0]])
-        assert count_work(ScoreJobs.of(self.JOBS), arrays) == (5, 3, 0, 3)
-        assert count_work(self.JOBS, objects) == (5, 3, 0, 3)
+        assert count_work(ScoreJobs.of(self.JOBS), arrays) == WorkCounts(5, 3, 0, 3)
+        assert count_work(self.JOBS, objects) == WorkCounts(5, 3, 0, 3)
 
     def test_pieces_count_what_they_bring(self) -> None:
         none = np.zeros((2, 0), np.int32)
         piece = GenerateOutput(as_ids([5, 6]), "", np.zeros(2, np.float32), none, none)
         jobs = [Job(as_ids([1, 2, 3]))]
-        assert count_work(jobs, OutputPart([0], [piece])) == (0, 0, 2, 0)
+        assert count_work(jobs, OutputPart([0], [piece])) == WorkCounts(0, 0, 2, 0)
         last = replace(piece, finish_reason="stop")
-        assert count_work(jobs, OutputPart([0], [last])) == (3, 0, 2, 0)
+        assert count_work(jobs, OutputPart([0], [last])) == WorkCounts(3, 0, 2, 0)
 
     def test_only_steered_jobs_have_a_receipt(self) -> None:
         plan = SteeringPlan((Site(2, "resid_post", np.ones(4, dtype=np.float32)),))

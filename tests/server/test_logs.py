@@ -31,10 +31,7 @@ from logsteer_server.observation.logs import (
     ACCESS,
     AUDIT,
     FIELDS,
-    SHOWN,
-    WINDOW_S,
     LogStyle,
-    RepeatFilter,
     TextFormatter,
     configure_engine_logs,
     configure_logs,
@@ -313,33 +310,6 @@ def test_an_engine_logs_warnings_unless_all_is_asked_for(restored: None) -> None
         configure_engine_logs(LogStyle("text", level))
         levels[level] = logging.getLogger().level
     assert levels == {"debug": 10, "info": 30, "error": 40}
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def record(text: str, *args: object, logger: str = "uvicorn.error") -> logging.LogRecord:
-    return logging.LogRecord(logger, logging.WARNING, "file", 1, text, args, None)
-
-
-def test_a_flood_of_one_message_is_shown_a_few_times_and_counted() -> None:
-    clock = Clock()
-    repeats = RepeatFilter(clock)
-    shown = [repeats.filter(record("bad request from %s", n)) for n in range(500)]
-    assert shown == [True] * SHOWN + [False] * (500 - SHOWN)
-    assert repeats.filter(record("another message")), "others are not left out with it"
-    assert repeats.filter(record("bad request from %s", 1, logger="other"))
-    clock.now += WINDOW_S
-    later = record("bad request from %s", 7)
-    assert repeats.filter(later)
-    assert later.getMessage() == f"bad request from 7 ({500 - SHOWN} more like this were left out)"
-    again = record("bad request from %s", 8)
-    assert repeats.filter(again)
-    assert again.getMessage() == "bad request from 8"
 
 
 # ------------------------------------------------------------------ traces

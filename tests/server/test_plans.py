@@ -38,9 +38,9 @@ from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import (
-    ColumnOptions,
     TargetOptions,
     TargetPlan,
+    describe_rows,
     plan_targets,
 )
 from logsteer_server.text.boundaries import Cut, cut_pairs
@@ -60,7 +60,7 @@ from tests.server.scripted_model import (
 
 CODEC = load_codec()
 BOS = 1
-READ = ColumnOptions(("logprob", "rank"))
+READ = describe_rows(["rank"])
 ONE = [0.0] * (INFO.hidden_size - 1) + [1.0]
 
 ids_of = st.lists(st.integers(0, INFO.vocab_size - 1), min_size=1, max_size=12)
@@ -69,7 +69,7 @@ ids_of = st.lists(st.integers(0, INFO.vocab_size - 1), min_size=1, max_size=12)
 def plan(
     *items: dict[str, Any],
     options: TargetOptions | None = None,
-    read: ColumnOptions = READ,
+    read: ScoreJob = READ,
     info: EngineInfo = INFO,
 ) -> TargetPlan:
     given = [LogprobItem(**item) for item in items]
@@ -353,7 +353,7 @@ class TestSweeps:
 
     def test_precision_holds_for_all_that_is_scored(self) -> None:
         item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
-        read = ColumnOptions.of((), precision="float64")
+        read = describe_rows((), precision="float64")
         texts = ["Once upon a time"]
         made = plan_sweep([item], texts, WINDOWS, CODEC, INFO, TargetOptions(), read, free)
         assert [job.double for job in made.jobs] == [True, True, True]

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from docs.reference import main as write_reference
+from docs.reference import spell, write_endpoints, write_errors, write_settings
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import KINDS
 from logsteer_server.__main__ import main
 from logsteer_server.engines.needs import find_checkpoint
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.reference import (
-    main as write_reference,
-)
-from logsteer_server.reference import (
-    spell,
-    write_endpoints,
-    write_errors,
-    write_settings,
-)
 from logsteer_server.serving import parse_arguments, read_named
 from logsteer_server.settings import (
     MODEL_TOPICS,

@@ -391,7 +391,7 @@ def test_a_receipt_marks_a_vector_of_other_weights() -> None:
 
 
 def test_a_sweep_counts_a_scale_left_out_as_1() -> None:
-    stores = Stores(OneTrained(ADVICE), None, None, None, None)  # type: ignore[arg-type]
+    stores = Stores(OneTrained(ADVICE), None, None, None, None, None)  # type: ignore[arg-type]
     steering = Steering.model_validate("mood")
     _, swept = plan_settings(steering, [-3.0], None, Interventions(), stores, INFO)
     assert [used.scale for used in swept.interventions.steering.vectors] == [-3.0]

@@ -41,7 +41,7 @@ from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Event, Run
-from logsteer_server.tasks.targets import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.targets import aggregate_columns, describe_rows, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import Windowing
 from tests.refusals import refused
@@ -58,7 +58,7 @@ from tests.server.scripted_model import (
 
 CODEC = load_codec()
 BOS = 1
-READ = ColumnOptions(("logprob", "rank", "entropy"))
+READ = describe_rows(["rank", "entropy"])
 TEXT = "Once upon a time there was a capital of France, and it was a long way off. " * 3
 CHAT = [Message(role="user", content="Hi")]
 
@@ -91,7 +91,7 @@ class TestPrompts:
 
 
 def cut(
-    *texts: str, read: ColumnOptions = READ, info: EngineInfo = INFO, **options: Any
+    *texts: str, read: ScoreJob = READ, info: EngineInfo = INFO, **options: Any
 ) -> tuple[list[Any], list[int]]:
     return cut_texts(texts, Windowing(**options).fit(info.context_length), read, CODEC, info, free)
 
@@ -99,7 +99,7 @@ def cut(
 class TestTexts:
     def test_windows_read_what_was_asked_for(self) -> None:
         policy = Policy(0.5, 3)
-        read = ColumnOptions.of(["entropy", "log_q"], policy, "float64")
+        read = describe_rows(["entropy", "log_q"], policy, "float64")
         windows, lengths = cut(TEXT, "a cat", read=read, context_length=16)
         assert lengths == list(map(len, encode(TEXT, "a cat", bos=False)))
         assert [window.text for window in windows] == [0] * (len(windows) - 1) + [1]
@@ -388,9 +388,9 @@ class TestCompletions:
 class TestColumns:
     def test_policy_and_precision_of_a_request(self) -> None:
         policy = SamplingPolicy(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
-        read = ColumnOptions.of(["log_q"], plan_policy(policy, CODEC, INFO), "float64", top=3)
+        read = describe_rows(["log_q"], plan_policy(policy, CODEC, INFO), "float64", top=3)
         assert (read.policy, read.double, read.top) == (Policy(0.5, 7, 0.9, 0.1), True, 3)
-        assert ColumnOptions.of([]) == ColumnOptions()
+        assert describe_rows().columns == ("logprob",)
 
     def test_what_was_asked_for_is_shown_in_its_place(self) -> None:
         names = ["logprob", "rank", "entropy", "log_q"]

@@ -1,6 +1,8 @@
 """Vectors from activations, their quality, and their sums, against definitions and scikit-learn."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ from logsteer_server.tasks.training import (
     train_vectors,
 )
 from logsteer_server.tasks.vector_methods import (
+    Covariance,
     Double,
     FoundDirection,
     TrainedVectors,
-    WithinCovariance,
     compare_layers,
     describe_validation,
     find_direction,
@@ -265,8 +267,7 @@ def probability(found: FoundDirection, x_ND: Double) -> Double:
 def test_the_covariance_is_ledoit_and_wolf_s(shape: tuple[int, int]) -> None:
     positive_ND, negative_ND = draw_texts(*shape)
     expected_DD, share = ledoit_wolf(centre(positive_ND, negative_ND), assume_centered=True)
-    covariance = WithinCovariance(positive_ND, negative_ND)
-    assert covariance.shrinkage == pytest.approx(share, rel=1e-9)
+    covariance = Covariance.within(positive_ND, negative_ND)
     assert 0 < share < 1
     for exponent in (1.0, -1.0, -0.5):
         given = covariance.apply(np.eye(shape[1]), exponent)
@@ -277,8 +278,7 @@ def test_the_covariance_is_ledoit_and_wolf_s(shape: tuple[int, int]) -> None:
 def test_a_covariance_that_is_round_already_is_its_target(width: int) -> None:
     """Nothing is left to measure the share by: 0 of 0."""
     round_ND = np.concatenate([np.eye(width), -np.eye(width)])
-    covariance = WithinCovariance(round_ND, round_ND)
-    assert covariance.shrinkage == 1
+    covariance = Covariance.within(round_ND, round_ND)
     assert np.allclose(covariance.apply(np.eye(width), 1.0), np.eye(width) / width)
 
 
@@ -371,12 +371,16 @@ def test_pairs_of_the_same_texts_are_held_out_together() -> None:
     assert "same two continuations in all 4" in (describe_validation(None, 4).reason or "")
 
 
+def find_by(method: TrainMethod) -> Callable[[Double, Double], FoundDirection]:
+    return partial(find_direction, method=method, whiten=False)
+
+
 def judge(positive_ND: Double, negative_ND: Double, method: TrainMethod) -> LayerQuality:
     folds_N = plan_folds(range(len(positive_ND)))
     if folds_N is None:
         return judge_layer(positive_ND, negative_ND, None)
     return judge_layer(
-        positive_ND, negative_ND, hold_out(positive_ND, negative_ND, folds_N, method, False)
+        positive_ND, negative_ND, hold_out(positive_ND, negative_ND, folds_N, find_by(method))
     )
 
 
@@ -384,7 +388,7 @@ def test_quality_is_what_it_says() -> None:
     positive_ND, negative_ND = np.array([[3.0], [1.0]]), np.array([[0.0], [2.0]])
     # Of the second pair the direction is -1 and the middle -1.5: the first has -1.5, 1.5 of that.
     # Of the first pair they are 1 and 1.5: the second has -0.5 and 0.5.
-    held = hold_out(positive_ND, negative_ND, np.array([0, 1]), "mean_difference", False)
+    held = hold_out(positive_ND, negative_ND, np.array([0, 1]), find_by("mean_difference"))
     assert (held.positive_N.tolist(), held.negative_N.tolist()) == ([-1.5, -0.5], [1.5, 0.5])
     assert held.vectors_FD.tolist() == [[-1], [3]]
     quality = judge(positive_ND, negative_ND, "mean_difference")

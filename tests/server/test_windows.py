@@ -16,7 +16,7 @@ from logsteer.schemas import Protocol
 from logsteer_server.text.incremental import IncrementalEncoder
 from logsteer_server.text.sums import TextSums, count_text, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
-from logsteer_server.text.windows import Window, Windowing, make_cutter
+from logsteer_server.text.windows import Window, WindowCutter, Windowing
 from tests.conftest import STORIES_MODEL, needs_shared
 from tests.refusals import refused
 from tests.server.scripted_model import load_codec
@@ -37,7 +37,7 @@ def cut(
     step: int,
     rows: int | None = None,
 ) -> list[Window]:
-    cutter = make_cutter(Windowing(protocol, length, stride, rows).fit(length), BOS)
+    cutter = WindowCutter(Windowing(protocol, length, stride, rows).fit(length), BOS)
     windows = [w for i in range(0, len(ids), step) for w in cutter.feed(ids[i : i + step])]
     return windows + cutter.finish()
 
@@ -165,6 +165,7 @@ def test_exl3_has_the_numbers_of_the_script_unless_told() -> None:
     # Its last token is read by no row: 8 tokens are one row of 4, not two.
     assert [(w.start, w.end) for w in cut("exl3", range(8), 4, None, 8)] == [(0, 4)]
     assert [(w.start, w.end) for w in cut("exl3", range(9), 4, None, 8)] == [(0, 4), (4, 8)]
+    assert [len(w.targets) for w in cut("exl3", range(13), 8, 2, 13)] == [7, 7, 7]  # again
 
 
 @given(
@@ -178,7 +179,7 @@ def test_a_cutter_keeps_no_more_than_two_windows(
     moves: tuple[Protocol, int | None], ids: list[int], length: int
 ) -> None:
     protocol, stride = moves
-    cutter = make_cutter(Windowing(protocol, length, stride, rows=3).fit(length), BOS)
+    cutter = WindowCutter(Windowing(protocol, length, stride, rows=3).fit(length), BOS)
     for token in ids:
         cutter.feed([token])
         assert len(cutter._kept) <= 2 * length + 1

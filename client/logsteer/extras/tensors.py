@@ -112,12 +112,11 @@ def convert_torch(data: bytes) -> bytes:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             raise _refuse(f"entry {name[:80]!r} is not a tensor of floating-point numbers")
-    content: bytes = writer.save({
+    return bytes(writer.save({
         # A copy, as the layers may share memory, which safetensors refuses.
         name: tensor.detach().to_dense().to(torch.float32).contiguous().clone()
         for name, tensor in tensors.items()
-    })  # fmt: skip
-    return content
+    }))  # fmt: skip
 
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:

@@ -18,14 +18,18 @@ from logsteer.schemas.common import (
 )
 from logsteer.schemas.interventions import ActivationRead, InterventionFields
 from logsteer.schemas.readings import ActivationItem, AllPositions
-from logsteer.schemas.steering import HOOK, HookName, ProbeRequest, SlicePositions, Steering
+from logsteer.schemas.steering import (
+    HOOK,
+    CaptureName,
+    HookName,
+    ProbeRequest,
+    SlicePositions,
+    Steering,
+)
 from logsteer.schemas.vectors import Query
 
 CaptureState = Literal["running", "paused", "done", "failed"]
 CaptureDtype = Literal["float32", "float16"]
-CaptureName = Annotated[
-    str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-]
 MAX_TOP = 1000
 
 
@@ -35,7 +39,10 @@ def name_shard(number: int) -> str:
 
 
 class CaptureReduce(Request):
-    """What is computed of all activations while they come, in float64, on the server's host."""
+    """What is computed of activations while they come, in float64, on the server's host.
+
+    BOS and attention sinks are left out.
+    """
 
     mean: bool = False
     covariance: bool = Field(default=False, description="Of the whole population: E[xx'] - mm'.")
@@ -156,6 +163,11 @@ class CaptureSums(Reply):
 
     rows: int = Field(description="Rows that are counted in.")
     non_finite: int = Field(description="Rows that are left out, as one of their numbers is not.")
+    sinks: int = Field(
+        default=0,
+        description="Rows that are left out: BOS, and attention sinks, whose norm at a captured "
+        "layer is more than 3 times the median of their document's.",
+    )
     norms: ByLayer[CaptureNorms] | None = None
     top: list[CaptureTop] | None = None
 

@@ -40,6 +40,9 @@ VectorName = Annotated[
     str, Field(min_length=1, max_length=128, pattern=r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]
 """A vector, override, adapter or autoencoder of one's own, or `shared/NAME`: of everybody's."""
+CaptureName = Annotated[
+    str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FeatureLabel = Annotated[str, Field(min_length=1, max_length=512)]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]

@@ -24,7 +24,7 @@ from logsteer.schemas.common import (
     SpecialTokens,
     name_refusal,
 )
-from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
+from logsteer.schemas.steering import HOOK, CaptureName, Finite, HookName, VectorName
 from logsteer.schemas.stored import StoredCard, StoredList
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
@@ -136,7 +136,7 @@ class VectorAbout(Reply):
     weights_digest: str | None = None
     method: TrainMethod | None = None
     read: TrainRead | None = None
-    whiten: bool | None = None
+    whiten: bool | str | None = None
     pairs: int | None = None
     validation: Validation | None = None
     quality: ByLayer[LayerQuality] | None = Field(default=None, description="By layer.")
@@ -225,10 +225,11 @@ class TrainRequest(ChatFields):
         description="The mean of the differences of each pair, their first principal component, "
         "the normal of a logistic regression, or Fisher's linear discriminant.",
     )
-    whiten: bool = Field(
+    whiten: bool | CaptureName = Field(
         default=False,
         description="Whether pca and logistic, too, discount what varies among texts of one side: "
-        "whiten activations by that covariance.",
+        "whiten activations by that covariance. A capture's name: by the covariance of its "
+        "activations (`reduce`), also for lda.",
     )
     read: TrainRead = Field(
         default="last",
@@ -258,7 +259,8 @@ class TrainRequest(ChatFields):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainRequest":
-        if self.whiten and self.method in ("mean_difference", "lda"):
+        takes_capture = self.method == "lda" and isinstance(self.whiten, str)
+        if self.whiten and self.method in ("mean_difference", "lda") and not takes_capture:
             raise ValueError(
                 f"whiten is for pca and logistic, method is {self.method}; lda is what whitening "
                 "makes of the difference of the means"

@@ -15,9 +15,9 @@ from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.contents import ContentFiles
+from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import StoreListing
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upkeep import StoreUpkeep
 from logsteer_server.tasks.captures import CaptureJobs
 from logsteer_server.tasks.planning import Capacity
 
@@ -44,7 +44,7 @@ CapacityDep = Annotated[Capacity, of_state("capacity")]
 ModelsDep = Annotated[ModelRegistry, of_state("models")]
 ChangesDep = Annotated[ModelChanges, of_state("changes")]
 DrainDep = Annotated[Drain, of_state("drain")]
-UpkeepDep = Annotated[StoreUpkeep, of_state("store_upkeep")]
+ObjectsDep = Annotated[Objects, of_state("objects")]
 StoreThreadsDep = Annotated[StoreThreads, of_state("store_threads")]
 ContentFilesDep = Annotated[ContentFiles, of_state("content_files")]
 CapturesDep = Annotated[CaptureJobs, of_state("captures")]

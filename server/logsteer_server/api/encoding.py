@@ -1,12 +1,13 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 import orjson
+from safetensors.numpy import save
 
 from logsteer_server.tasks.completions import JsonText
 from logsteer_server.tasks.logprob import FiniteDocuments
@@ -34,36 +35,15 @@ def encode_msgpack(document: Any) -> bytes:
 
     Numbers that are not finite become nil, but stay NaN inside arrays.
     """
-    given = document if _is_finite([document], set()) else _finite(document)
-    packed: bytes = msgpack.packb(given, default=_to_buffer)
+    packed: bytes = msgpack.packb(_finite(document), default=_to_buffer)
     return packed
-
-
-def _is_finite(values: Iterable[Any], seen: set[int]) -> bool:
-    """Return whether no number of some documents, outside of arrays, is NaN or infinite.
-
-    `seen` are the addresses of lists that were looked at: equal entries share theirs.
-    """
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            continue
-        if kind is float:
-            if not math.isfinite(value):
-                return False
-        elif kind is dict:
-            if not _is_finite(value.values(), seen):
-                return False
-        elif kind is not list or id(value) not in seen:
-            if kind is not list or not _is_finite(value, seen):
-                return False
-            seen.add(id(value))
-    return True
 
 
 def _finite(value: Any) -> Any:
     """Return a document with None in the place of numbers that are not finite."""
     match value:
+        case FiniteDocuments():
+            return value
         case float():
             return value if math.isfinite(value) else None
         case dict():
@@ -74,8 +54,6 @@ def _finite(value: Any) -> Any:
             return value
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
-"""Types of values that MessagePack takes as they are."""
 PACKED = {np.dtype(name): name for name in ("<f4", "<f2", "<i4")}
 """Arrays whose buffers are packed as they are; others become one of them."""
 
@@ -90,47 +68,21 @@ def _to_buffer(value: Any) -> Any:
     return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
 
 
-TENSOR_TYPES = {"f2": ("F16", "<f2"), "f": ("F32", "<f4"), "i": ("I32", "<i4")}
-"""Half precision, or the kind of a number -> its name in safetensors' header, and its dtype."""
+TENSOR_DTYPES = {"f": "<f4", "i": "<i4"}
+"""Kind of a number -> what a file has it as; half precision stays."""
 
 
-def _choose_type(array: np.ndarray) -> tuple[str, np.dtype[Any]]:
-    """Return what an array is called in a file, and what it is written as."""
-    own = array.dtype
-    name, dtype = TENSOR_TYPES["f2" if own == np.float16 else own.kind]
-    return name, np.dtype(dtype)
-
-
-def encode_tensors(
-    tensors: Mapping[str, Sequence[np.ndarray]], about: Mapping[str, Any]
-) -> memoryview:
+def encode_tensors(tensors: Mapping[str, Sequence[np.ndarray]], about: Mapping[str, Any]) -> bytes:
     """Encode arrays as a safetensors file, each from parts that follow along its first axis.
 
-    `about` are documents of its metadata. The file is one buffer that the parts are copied into.
+    `about` are documents of its metadata.
     """
-    header: dict[str, Any] = {
-        "__metadata__": {name: encode_json(text).decode() for name, text in about.items()}
-    }
-    end = 0
+    joined = {}
     for name, parts in tensors.items():
-        rows = sum(len(part) for part in parts)
-        shape = [rows, *parts[0].shape[1:]]
-        kind, dtype = _choose_type(parts[0])
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    text = encode_json(header)
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    file = np.empty(8 + len(text) + end, dtype=np.uint8)
-    file[:8] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
-    file[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
-    at = 8 + len(text)
-    for parts in tensors.values():
-        for part in parts:
-            _, dtype = _choose_type(part)
-            size = dtype.itemsize * part.size
-            file[at : at + size].view(dtype)[:] = part.ravel()
-            at += size
-    return file.data
+        own = parts[0].dtype
+        dtype = "<f2" if own == np.float16 else TENSOR_DTYPES[own.kind]
+        joined[name] = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    return save(joined, {name: encode_json(text).decode() for name, text in about.items()})
 
 
 def choose_encoding(accept: str, *, has_file: bool = False) -> str:

@@ -171,16 +171,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 def _name_path(request: Request) -> str:
     """Say that there is no such path, and which one is meant."""
     path = request.url.path
-    scope = {**request.scope, "path": path.rstrip("/")}
-    for route in request.app.routes:
-        if (
-            path.endswith("/")
-            and isinstance(route, Route)
-            and route.matches(scope)[0] is Match.FULL
-        ):
-            return (
-                f"There is no {path} here; send this to {scope['path']}, without the final slash."
-            )
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     close = difflib.get_close_matches(path[:MAX_NAME], known, 1)
     meant = f"did you mean {close[0]}? " if close else ""

@@ -101,7 +101,7 @@ async def respond(
     return EventStream(task.id, opening, events, run.record, openai=openai)
 
 
-def _lay_out(task: Task, document: dict[str, Any]) -> memoryview:
+def _lay_out(task: Task, document: dict[str, Any]) -> bytes:
     """Write a run's document as a file of tensors."""
     file = task.lay_out(document)
     return encode_tensors(file.tensors, file.about)

@@ -405,13 +405,20 @@ class OutputPart(NamedTuple):
     taken_at: float | None = None
 
 
-class WorkCounts(NamedTuple):
-    """Token counts of outputs; a job's own tokens count with its last output."""
+@dataclass(slots=True)
+class WorkCounts:
+    """Token counts of outputs, as in `Usage`; a job's own tokens count with its last output."""
 
-    prompt_tokens: int
-    scored_tokens: int
-    generated_tokens: int
-    cached_tokens: int
+    prompt_tokens: int = 0
+    scored_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    cached_results: int = 0
+
+    def add(self, other: "WorkCounts") -> None:
+        """Add further work."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:

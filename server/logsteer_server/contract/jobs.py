@@ -73,6 +73,7 @@ EXPECTED_TOKENS = 1024
 """What a generation is expected to come to, at most: where a request gives no bound of its own, its
 job may use the whole context, and hardly any does."""
 NO_PLACES = np.zeros(0, dtype=np.int64)
+NO_TOKENS: Ids = np.zeros(0, dtype=np.int32)
 FINGERPRINT_HEAD = struct.Struct("<IIIII?")
 
 MAX_DRAWN_SEED = 2**31
@@ -465,15 +466,11 @@ class GenerateOutput(Output):
         return len(self.token_ids)
 
 
-def _no_tokens() -> Ids:
-    return np.zeros(0, dtype=np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class CheckOverrideJob(Job):
     """The shape of each tensor of a direction, to compare with the model's parameters."""
 
-    tokens: Ids = field(default_factory=_no_tokens, init=False)
+    tokens: Ids = field(default_factory=lambda: NO_TOKENS, init=False)
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
@@ -494,7 +491,7 @@ class CheckOverrideOutput(Output):
 class CheckAdapterJob(Job):
     """An adapter to load, to check that it fits the model."""
 
-    tokens: Ids = field(default_factory=_no_tokens, init=False)
+    tokens: Ids = field(default_factory=lambda: NO_TOKENS, init=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -449,14 +449,19 @@ class LocalModel:
             raise ValueError(f"{count} tokens are to be read, the model reads {limit}")
 
 
-class _NoVectors:
-    """The source of vectors of a model that was given no store."""
+class _NoVectors(VectorStore):
+    """The vectors of a model that was given no store."""
+
+    def __init__(self) -> None:
+        pass
 
     def find(self, name: str) -> StoredVectors:
         """Refuse a name."""
         raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
 
-    find_content = find
+    def find_content(self, sha256: str) -> StoredVectors:
+        """Refuse a content."""
+        return self.find(sha256)
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:  # noqa: ARG002
         """Refuse an autoencoder."""

@@ -115,26 +115,28 @@ class GrowingText:
 
 
 class DrawnValues:
-    """Hold the values of tokens that no output has had yet; `spec` says what they are."""
+    """Hold the values of tokens that no output has had yet; `spec` says what they are.
+
+    They are in one buffer: an array for each token would break up the memory that an engine's cache
+    leaves and takes at each step, and none of it could be used again.
+    """
 
     def __init__(self, spec: RowSpec) -> None:
-        self._spec = spec
+        self._spec, self._width = spec, spec.width
         self._dtype = np.float64 if spec.double else np.float32
-        self._parts_NW: list[np.ndarray] = []
+        self._buffer = bytearray()
 
     def add(self, values_NW: np.ndarray) -> None:
-        """Take in the values of the next N tokens; others may stand behind them in a row."""
-        if self._spec.width:
-            self._parts_NW.append(values_NW[:, : self._spec.width])
+        """Take in the values of the next N tokens; others may follow them in a row."""
+        self._buffer += values_NW[:, : self._width].astype(self._dtype).tobytes()
 
     def take(self) -> dict[str, Any]:
         """Return those of all tokens, as fields of a `GenerateOutput`.
 
-        All of them have no entries where the job wants no log-probabilities.
+        All of them have no entries where the job asks for no log-probabilities.
         """
-        empty_NW = np.zeros((0, self._spec.width), self._dtype)
-        values_NW = np.concatenate([empty_NW, *self._parts_NW], dtype=self._dtype)
-        self._parts_NW = []
+        values_NW = np.frombuffer(self._buffer, self._dtype).reshape(-1, max(1, self._width))
+        self._buffer = bytearray()
         columns, none_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
         if listed := self._spec.listed:
             columns[TOP_IDS] = np.array([listed], np.int32).repeat(len(values_NW), axis=0)

@@ -42,6 +42,7 @@ from logsteer_server.interventions.references import (
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import Settings
+from logsteer_server.stores.captures import CaptureStore, name_prefix
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.objects import Objects
@@ -156,6 +157,7 @@ class Stores:
     adapters: Namespace[AdapterCard]
     saes: SaeStore
     variants: VariantStore
+    captures: CaptureStore
     may_steer: bool = True
 
     def check_use(self, asked: ParameterFields) -> None:
@@ -203,9 +205,18 @@ class NamespaceRegistry:
             Namespace(own[2], shared[2], may_share=may_share),
             saes,
             VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
+            self.find_captures(caller),
             may_steer="steer" in caller.scopes,
         )
         return stores
+
+    def find_captures(self, caller: Requester) -> CaptureStore:
+        """Return the data sets of activations that a caller sees: its own."""
+        if caller.namespace is None:
+            return CaptureStore(self._objects)
+        quota = caller.allowance.limits.stored_bytes
+        limit = self._settings.max_key_bytes if quota is None else quota
+        return CaptureStore(self._objects, name_prefix(caller.namespace), limit)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from logsteer.schemas.steering import ProbedVector, SteeringCondition
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Condition, Probe, Readings, Vector
 from logsteer_server.interventions.references import (
-    VectorSource,
     check_feature,
     fetch,
     place_vectors,
     refuse_vector,
 )
 from logsteer_server.stores.layer_vectors import RESID_POST, Readout
-from logsteer_server.stores.vectors import StoredVectors
+from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 READ_BY = {"probability": "logistic", "activation": "relu"}
 """Kinds of reading that take a vector with a readout, and the readout's kind."""
@@ -69,7 +68,7 @@ class ResolvedProbe:
 
 
 def resolve_probes(
-    asked: Sequence[ProbeRequest] | None, source: VectorSource, info: EngineInfo
+    asked: Sequence[ProbeRequest] | None, source: VectorStore, info: EngineInfo
 ) -> tuple[ResolvedProbe, ...]:
     """Resolve a request's probes for a model, each of their layers in turn.
 
@@ -97,7 +96,7 @@ def check_room(count: int, info: EngineInfo, param: str) -> None:
 
 
 def _resolve(
-    given: ProbedVector, source: VectorSource, info: EngineInfo, param: str, context: bool = False
+    given: ProbedVector, source: VectorStore, info: EngineInfo, param: str, context: bool = False
 ) -> Iterator[ResolvedProbe]:
     stored = fetch(given, source)
     directions: dict[int, Vector] = {}
@@ -144,7 +143,7 @@ def _find_readout(read: ProbeRead, stored: StoredVectors, layer: int, param: str
 
 
 def resolve_condition(
-    given: SteeringCondition, number: int, source: VectorSource, info: EngineInfo
+    given: SteeringCondition, number: int, source: VectorStore, info: EngineInfo
 ) -> tuple[Probe, Condition]:
     """Return a condition, and the probe that it reads, which will be the plan's `number`th.
 

@@ -7,7 +7,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from logsteer_server.contract.jobs import Feature
 from logsteer_server.contract.plan import Adapter, Direction, Override, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.vectors import StoredVectors
+from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 
 def check_feature(feature: Feature, info: EngineInfo, param: str | None) -> None:
@@ -87,23 +87,7 @@ def resolve_adapter(
     return ResolvedAdapter(Adapter(found.source, found.sha256), used)
 
 
-class VectorSource(Protocol):
-    """A store of vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
-
-    def find(self, name: str) -> StoredVectors:
-        """Return the vectors of a name."""
-        ...
-
-    def find_content(self, sha256: str) -> StoredVectors:
-        """Return the vectors with a SHA-256."""
-        ...
-
-    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
-        """Return what a feature of an autoencoder writes, or what it reads."""
-        ...
-
-
-def fetch(given: VectorReference, source: VectorSource) -> StoredVectors:
+def fetch(given: VectorReference, source: VectorStore) -> StoredVectors:
     """Return the vectors that a request refers to.
 
     A feature of an autoencoder is what it writes, and for a probe what it reads. Errors: APIError

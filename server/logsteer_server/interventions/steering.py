@@ -32,12 +32,12 @@ from logsteer_server.contract.plan import (
 )
 from logsteer_server.interventions.probes import resolve_condition
 from logsteer_server.interventions.references import (
-    VectorSource,
     check_feature,
     fetch,
     place_vectors,
 )
 from logsteer_server.stores.layer_vectors import RESID_POST, invalid_vector
+from logsteer_server.stores.vectors import VectorStore
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of tokens."""
@@ -190,7 +190,7 @@ class ResolvedSteering:
 
 
 def resolve_steering(
-    steering: Steering, source: VectorSource, info: EngineInfo, decode: Decode | None = None
+    steering: Steering, source: VectorStore, info: EngineInfo, decode: Decode | None = None
 ) -> ResolvedSteering:
     """Resolve a steering object for a model; `decode` returns the text of tokens, which positions
     after a text need.

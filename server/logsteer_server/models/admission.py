@@ -37,6 +37,7 @@ class Quantity:
 
 TOKENS = Quantity("tokens of work", "max_pending_tokens")
 BYTES = Quantity("bytes of memory", "max_pending_bytes")
+SCRATCH = Quantity("bytes of log-probabilities on disk", "max_reference_bytes")
 
 
 class Admission:

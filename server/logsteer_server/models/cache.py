@@ -11,20 +11,19 @@ import asyncio
 import hashlib
 import json
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import cast
 
-import msgpack
 import numpy as np
 from cachetools import LRUCache
 
 from logsteer_server.contract.batches import ScoreOutputs, find_finite, make_fingerprints
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output, ScoreOutput
-from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.settings import ModelSettings
 
 log = logging.getLogger(__name__)
@@ -74,9 +73,9 @@ def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
     for name, array in arrays.items():
         rows[name] = array
     packed, ends = rows.tobytes(), (dtype.itemsize * outputs.row_starts).tolist()
-    traces = map(_pack_trace, outputs.traces or [None] * len(outputs))
+    traces = outputs.traces or [None] * len(outputs)
     return [
-        (dtype, packed[start:end], trace)
+        (dtype, packed[start:end], b"" if trace is None else pickle.dumps(trace))
         for start, end, trace in zip(ends, ends[1:], traces, strict=False)
     ]
 
@@ -87,22 +86,11 @@ def _make_dtype(*columns: tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]
     return np.dtype(list(columns))
 
 
-def _pack_trace(trace: SteeringTrace | None) -> bytes:
-    if trace is None:
-        return b""
-    sites = {name: list(measured) for name, measured in trace.sites.items()}
-    packed: bytes = msgpack.packb([list(trace.tokens), sites, list(trace.passed)])
-    return packed
-
-
 def unpack_output(packed: Packed) -> ScoreOutput:
     """Unpack the result of `pack_outputs`, with no cached tokens."""
-    dtype, data, packed_trace = packed
-    rows, trace = np.frombuffer(data, dtype), None
-    if packed_trace:
-        tokens, sites, passed = msgpack.unpackb(packed_trace)
-        found = {name: (count, mean) for name, (count, mean) in sites.items()}
-        trace = SteeringTrace(tuple(tokens), found, tuple(passed))
+    dtype, data, dumped = packed
+    trace = pickle.loads(dumped) if dumped else None  # noqa: S301  # never left this process
+    rows = np.frombuffer(data, dtype)
     columns = {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
     return ScoreOutput(columns, trace=trace)
 

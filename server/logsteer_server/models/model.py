@@ -91,8 +91,6 @@ class ResidentModel:
         self.metrics = metrics
         self._codec: TextCodec | None = None
         self._fault: str | None = None
-        self._described: tuple[tuple[object, ...], Provenance] | None = None
-        """Arguments and value of the latest provenance, which most requests share."""
         self._scope: tuple[EngineInfo, ModelSettings, bytes] | None = None
         """Arguments and value of the latest key prefix of results."""
         self.gate: tuple[ModelState, str] | None = None
@@ -281,20 +279,6 @@ class ResidentModel:
         """
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
-        known, options = self._described, (windowing, precision, cast)
-        if known is None or known[0][0] is not info or known[0][1:] != options:
-            known = (info, *options), self._describe(codec, info, windowing, precision, cast)
-            self._described = known
-        return known[1]
-
-    def _describe(
-        self,
-        codec: TextCodec,
-        info: EngineInfo,
-        windowing: Windowing | None,
-        precision: Precision,
-        cast: Cast | None,
-    ) -> Provenance:
         return Provenance(
             engine=self.settings.engine,
             engine_version=info.engine_version,

@@ -1,11 +1,12 @@
 """The configured models, by id: start, lookup, shutdown."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from logsteer.errors import api_error
-from logsteer_server.models.admission import KEY_SHARE, Admission
+from logsteer_server.models.admission import KEY_SHARE, SCRATCH, Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.observation.logs import LogStyle
@@ -15,12 +16,13 @@ from logsteer_server.runtime.supervision import SupervisionLimits
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import JobContents
 
+log = logging.getLogger(__name__)
+
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Tests a model, and opens its gate or sets the reason."""
 
 MakeHandle = Callable[[ModelSettings], EngineHandle]
 """Creates the handle of a model's engine, without starting it."""
-RETRY_AFTER_S = 5.0
 
 
 def make_handles(settings: Settings, contents: JobContents) -> MakeHandle:
@@ -50,37 +52,6 @@ def choose_model(asked: str | None, ids: Collection[str], default: str | None) -
     return chosen
 
 
-class ScratchSpace:
-    """A budget of temporary files, `max_bytes` for all requests; a single request may exceed it.
-
-    The files hold one model's log-probabilities for another.
-
-        space = ScratchSpace(100)
-        with space.reserve(60):        60 of 100
-            with space.reserve(50):    raises `overloaded`
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.taken_bytes = 0
-
-    @contextmanager
-    def reserve(self, num_bytes: int) -> Iterator[None]:
-        """Reserve room while the block runs. Errors: APIError `overloaded` if others use it."""
-        if self.taken_bytes and self.taken_bytes + num_bytes > self.max_bytes:
-            detail = (
-                f"Other requests have {self.taken_bytes} bytes of log-probabilities on disk and "
-                f"this one adds {num_bytes}; the limit is max_reference_bytes, {self.max_bytes}. "
-                "Try again later."
-            )
-            raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
-        self.taken_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.taken_bytes -= num_bytes
-
-
 class ModelRegistry:
     """Every configured model, by id; `make_handle` creates the handles of their engines."""
 
@@ -97,7 +68,8 @@ class ModelRegistry:
         self._metrics = metrics
         self.by_id = {model.id: self.make(model) for model in settings.models}
         metrics.read_models = lambda: [model.read() for model in self.by_id.values()]
-        self.scratch = ScratchSpace(settings.max_reference_bytes)
+        self.scratch = Admission(settings.max_reference_bytes, SCRATCH)
+        """Room for the log-probabilities of one model that another one reads."""
         self._prove: Prove | None = None
         self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
         self._running: set[ResidentModel] = set()
@@ -190,6 +162,14 @@ class ModelRegistry:
 
 
 async def _load(model: ResidentModel, prove: Prove | None) -> None:
+    began = time.monotonic()
     await model.load_codec()
     if prove is not None and model.status[0] != "failed":
         await prove(model)
+    info = model.handle.info
+    if model.is_ready and info is not None:
+        log.info(
+            "model %s: ready after %.0f s (%s, %s, context %d, vocabulary %d)",
+            *(model.id, time.monotonic() - began, info.engine, info.dtype),
+            *(info.context_length, info.vocab_size),
+        )

@@ -7,9 +7,7 @@ a vector's numbers or a key: the fields of a request are those of `RequestRecord
 import logging
 import logging.config
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from cachetools import LRUCache
 
 LogFormat = Literal["text", "json"]
 
@@ -30,10 +27,6 @@ AUDIT = "logsteer.audit"
 """The logger of the audit log: requests with the scopes write and admin."""
 FIELDS = "fields"
 """The attribute of a log record with additional fields."""
-SHOWN = 10
-WINDOW_S = 10.0
-REMEMBERED = 1024
-"""Lines of one message in WINDOW_S; messages that are tracked."""
 
 CURRENT_REQUEST: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the current request; empty outside of requests."""
@@ -81,33 +74,6 @@ class TextFormatter(logging.Formatter):
         return super().format(record) + "".join(shown)
 
 
-class RepeatFilter(logging.Filter):
-    """Limit each message to SHOWN records in WINDOW_S seconds.
-
-    Records have the same message if they have the same logger and format string. The first record
-    after the window states how many were dropped.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen: LRUCache[tuple[str, str], tuple[float, int]] = LRUCache(REMEMBERED)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown."""
-        message, now, left_out = (record.name, str(record.msg)), self._clock(), 0
-        with self._lock:
-            began, count = self._seen.get(message, (now, 0))
-            if now - began >= WINDOW_S:
-                began, count, left_out = now, 0, max(0, count - SHOWN)
-            self._seen[message] = (began, count + 1)
-        if left_out:
-            record.msg = f"{record.getMessage()} ({left_out} more like this were left out)"
-            record.args = None
-        return count < SHOWN
-
-
 class PrivateFileHandler(WatchedFileHandler):
     """Write to a file, created with mode 0600; an existing file keeps its mode. Reopen the file
     after it was renamed, as logrotate does.
@@ -119,7 +85,7 @@ class PrivateFileHandler(WatchedFileHandler):
 
 
 def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = None) -> None:
-    """Configure all logs of this process: standard error in a style, with repeats limited.
+    """Configure all logs of this process: standard error in a style.
 
     `files`: ACCESS and AUDIT, whose every line is written, to a file, or to standard error for
     None. ACCESS is off if it is not listed.
@@ -127,12 +93,11 @@ def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = No
     """
     formatter = JsonFormatter if style.format == "json" else TextFormatter
     handlers: dict[str, dict[str, Any]] = {
-        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["repeats"]},
-        "every": {"class": "logging.StreamHandler", "formatter": "line"},
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
     }
     loggers: dict[str, dict[str, Any]] = {"httpx": {"level": "WARNING"}}
     for name, path in (files or {}).items():
-        loggers[name] = {"level": "INFO", "propagate": False, "handlers": ["every"]}
+        loggers[name] = {"level": "INFO", "propagate": False, "handlers": ["stderr"]}
         if path is not None:
             handlers[name] = {"()": PrivateFileHandler, "filename": path, "formatter": "line"}
             loggers[name]["handlers"] = [name]
@@ -140,7 +105,6 @@ def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = No
         logging.config.dictConfig({
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"repeats": {"()": RepeatFilter}},
             "formatters": {"line": {"()": formatter}},
             "handlers": handlers,
             "loggers": loggers,

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,28 +19,6 @@ CRASHED = 500
 """The status of an unhandled exception, which is answered outside of `RequestObserver`."""
 AUDITED = frozenset({"write", "admin"})
 """Scopes whose requests are in the audit log."""
-
-
-@dataclass(slots=True)
-class UsageCounter:
-    """The fields of `Usage`, counted as outputs arrive."""
-
-    prompt_tokens: int = 0
-    scored_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    cached_results: int = 0
-
-    def add(self, work: WorkCounts) -> None:
-        """Add work."""
-        self.prompt_tokens += work.prompt_tokens
-        self.scored_tokens += work.scored_tokens
-        self.generated_tokens += work.generated_tokens
-        self.cached_tokens += work.cached_tokens
-
-    def read(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +37,7 @@ class RequestRecord:
     stored: str = ""
     sha256: str = ""
     queue_s: float = 0.0
-    usage: UsageCounter = field(default_factory=UsageCounter)
+    usage: WorkCounts = field(default_factory=WorkCounts)
     phases: list[Phase] | None = None
 
     def record_answer(self, document: Mapping[str, Any]) -> None:
@@ -179,7 +157,7 @@ def _describe_access(
         "queue_ms": round(1e3 * record.queue_s, 3),
         "request_bytes": int(length) if length.isdigit() else None,
         "response_bytes": sent,
-        **record.usage.read(),
+        **asdict(record.usage),
     }
 
 

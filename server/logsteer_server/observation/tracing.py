@@ -41,10 +41,6 @@ class Phase(NamedTuple):
     ended: float
 
 
-class MissingTracingError(Exception):
-    """Tracing is enabled, but its packages are not installed."""
-
-
 class RequestTracer:
     """Create spans of requests. `provider` is a `TracerProvider` of OpenTelemetry."""
 
@@ -57,30 +53,26 @@ class RequestTracer:
 
     @classmethod
     def open(cls) -> "RequestTracer":
-        """Return a tracer configured by the environment. Errors: MissingTracingError."""
+        """Return a tracer configured by the environment. Errors: ImportError without packages."""
         # Names of attributes as the stable conventions have them; the instrumentation reads it.
         os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
-        try:
-            import opentelemetry.instrumentation.asgi  # noqa: F401  # it is asked for later
-            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-            from opentelemetry.sdk.trace import TracerProvider, export
+        import opentelemetry.instrumentation.asgi  # noqa: F401  # it is asked for later
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider, export
 
-            name = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
-            resource = Resource.create({SERVICE_NAME: name})
-            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-            kind = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
-            exporter: export.SpanExporter | None = None
-            if kind == "console":
-                exporter = export.ConsoleSpanExporter()
-            elif kind != "none":
-                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        name = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
+        resource = Resource.create({SERVICE_NAME: name})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        kind = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
+        exporter: export.SpanExporter | None = None
+        if kind == "console":
+            exporter = export.ConsoleSpanExporter()
+        elif kind != "none":
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-                exporter = OTLPSpanExporter()
-            if exporter is not None:
-                provider.add_span_processor(export.BatchSpanProcessor(exporter))
-        except ImportError as error:
-            detail = f"tracing needs what is missing ({error.name}): install logsteer-server[otel]"
-            raise MissingTracingError(detail) from error
+            exporter = OTLPSpanExporter()
+        if exporter is not None:
+            provider.add_span_processor(export.BatchSpanProcessor(exporter))
         return cls(provider)
 
     def instrument(self, app: ASGIApp) -> ASGIApp:

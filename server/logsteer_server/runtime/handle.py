@@ -415,7 +415,7 @@ class EngineHandle:
     ) -> None:
         why = None
         if replica.phase == "starting":
-            why = self._check_load(replica, progress, elapsed)
+            why = replica.watchdog.watch_load(progress, elapsed)
         elif replica.phase == "ready" and process.heartbeat is not None:
             why = replica.watchdog.watch_work(process.heartbeat, elapsed)
         elif replica.phase == "silent" and time.monotonic() - replica.since > SILENT_S:
@@ -426,15 +426,6 @@ class EngineHandle:
             was_stopped = process.is_stopped
             process.kill()
             self._fail(replica, f"it hangs and is killed: {why}", is_to_blame=not was_stopped)
-
-    def _check_load(self, replica: Replica, progress: float | None, elapsed: float) -> str | None:
-        """Return why a load hangs, if it does; log once that it may."""
-        dog, patience_s = replica.watchdog, self._limits.heartbeat_timeout_s
-        before = dog.stalled_s
-        why = dog.watch_load(progress, elapsed)
-        if before <= patience_s < dog.stalled_s:
-            log.warning("engine %s loads without progress for %g s", replica.name, patience_s)
-        return why
 
     def stop(self) -> None:
         """Refuse new calls, stop restarts, and fail waiting calls."""

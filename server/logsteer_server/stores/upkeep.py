@@ -57,9 +57,9 @@ class StoreUpkeep:
         grace_s = self._settings.store_grace_s
         work: list[tuple[Callable[[], object], float]] = [
             (partial(sweep, self._objects, grace_s), grace_s / 2),
-            (self._read, READ_EVERY_S if self.is_local else LIST_EVERY_S),
+            (self._read, READ_EVERY_S if self._objects.is_local else LIST_EVERY_S),
         ]
-        if not self.is_local:
+        if not self._objects.is_local:
             work.append((self._objects.probe, PROBE_EVERY_S))
         self._tasks = [asyncio.create_task(self._repeat(*each)) for each in work]
 
@@ -79,16 +79,6 @@ class StoreUpkeep:
 
     def _read(self) -> None:
         self.reading = read_disk(self._objects)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the stores are in a directory, which no bucket's outage concerns."""
-        return self._objects.is_local
-
-    @property
-    def trouble(self) -> str | None:
-        """Why a bucket did not answer when it was last asked; None where it did."""
-        return self._objects.trouble
 
 
 def sweep(objects: Objects, grace_s: float) -> list[str]:

@@ -34,12 +34,6 @@ class StoreRoom:
         self._reserved: dict[Upload, int] = {}
         self._lock = threading.Lock()
 
-    @property
-    def reserved(self) -> int:
-        """Bytes that all unfinished uploads together reserve."""
-        with self._lock:
-            return sum(self._reserved.values())
-
     def reserve(self, upload: "Upload", size: int) -> None:
         """Have an upload reserve `size` bytes at least.
 

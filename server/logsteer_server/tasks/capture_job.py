@@ -46,14 +46,11 @@ from logsteer_server.interventions.interventions import (
 )
 from logsteer_server.interventions.probes import ResolvedProbe, resolve_probes
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.keys.caller import Requester
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import (
-    CaptureStore,
-    name_prefix,
     name_sums,
     read_lines,
 )
@@ -276,14 +273,6 @@ class CaptureHost:
         """Return whether a job is to run on this server."""
         return index.state == "running" and index.server == self.server
 
-    def find(self, caller: Requester) -> CaptureStore:
-        """Return the data sets of activations that a caller sees: its own."""
-        if caller.namespace is None:
-            return CaptureStore(self.objects)
-        quota = caller.allowance.limits.stored_bytes
-        limit = self.settings.max_key_bytes if quota is None else quota
-        return CaptureStore(self.objects, name_prefix(caller.namespace), limit)
-
 
 async def retry(work: Any) -> Any:
     """Return what `work` returns, tried again while it may pass. Errors: APIError."""
@@ -301,21 +290,14 @@ class CaptureJobRun:
 
     def __init__(self, host: CaptureHost, namespace: str | None, index: CaptureIndex) -> None:
         self._host = host
-        self._namespace = namespace
+        self._caller = host.keys.find_caller(namespace, f"capture-{index.name}")
+        self._store = host.namespaces.find_captures(self._caller)
         self._index = index
         self._threads = host.threads
         self._buffer: list[Document] = []
         self._rows = 0
         self._since = time.monotonic()
         self._reduction: Reduction | None = None
-
-    @property
-    def _caller(self) -> Requester:
-        return self._host.keys.find_caller(self._namespace, f"capture-{self._index.name}")
-
-    @property
-    def _store(self) -> CaptureStore:
-        return self._host.find(self._caller)
 
     @property
     def _model(self) -> ResidentModel:
@@ -380,7 +362,9 @@ class CaptureJobRun:
         if self._index.shards:
             file = name_sums(len(self._index.shards) - 1)
             sums = load(self._store.objects.read(self._store.locate(self._index.name, file)))
-        self._reduction = Reduction(plan.body.reduce, plan.probes, sums, self._index.reduced)
+        self._reduction = Reduction(
+            plan.body.reduce, plan.probes, plan.codec.bos_id, sums, self._index.reduced
+        )
 
     async def _run_slice(self, documents: list[Document]) -> list[Document]:
         """Run a slice, and its documents one by one where it fails as a whole."""
@@ -388,9 +372,9 @@ class CaptureJobRun:
         if not own:
             return documents
 
-        caller, task = self._caller, CaptureTask(self._model, self._plan, own)
+        task = CaptureTask(self._model, self._plan, own)
         try:
-            await retry(lambda: Run(task, self._host.capacity, caller).finish())
+            await retry(lambda: Run(task, self._host.capacity, self._caller).finish())
         except APIError as error:
             await retry(self._check_model)  # one that fails is no document's problem
             if len(own) == 1:

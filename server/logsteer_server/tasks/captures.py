@@ -6,14 +6,13 @@ what is `running` there, by this server's name, resumes at its next start.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
-from safetensors.numpy import load, save
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import Deleted
@@ -29,7 +28,6 @@ from logsteer_server.stores.captures import (
     CaptureStore,
     list_keys,
     name_prefix,
-    name_sums,
     read_lines,
 )
 from logsteer_server.stores.store import digest_request, stamp
@@ -42,7 +40,6 @@ from logsteer_server.tasks.capture_job import (
     CaptureStoppedError,
     retry,
 )
-from logsteer_server.tasks.reduction import finish_moments
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ class CaptureJobs:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._turns = FairTurns(RUNNING)
-        self.find = host.find
+        self.find: Callable[[Requester], CaptureStore] = host.namespaces.find_captures
 
     def _lock(self, place: str) -> asyncio.Lock:
         return self._locks.setdefault(place, asyncio.Lock())
@@ -251,16 +248,6 @@ class CaptureJobs:
             await self._stop(place)
             await self._threads.run(store.remove, name)
         return Deleted(name=name, sha256=source)
-
-    def read_moments(self, store: CaptureStore, name: str) -> bytes:
-        """Return means and covariances as a safetensors file; it blocks."""
-        index = store.read(name)
-        asked = CaptureRequest.model_validate(index.request).reduce
-        if asked is None or index.reduced is None or not index.reduced.rows:
-            detail = f"Capture {name!r} has no statistics yet, or was asked for none (reduce)."
-            raise api_error("not_found", detail)
-        sums = load(store.objects.read(store.locate(name, name_sums(len(index.shards) - 1))))
-        return bytes(save(finish_moments(asked, sums, index.reduced.rows)))
 
 
 def _refuse_name(there: CaptureIndex) -> APIError:

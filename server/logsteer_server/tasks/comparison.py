@@ -19,8 +19,8 @@ from logsteer.errors import api_error
 from logsteer_server.contract.batches import OutputPart
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.lifetime import ScratchDirectory
+from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import RETRY_AFTER_S, ScratchSpace
 from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.run import Batch, Event, discard
 
@@ -47,20 +47,14 @@ async def export_files(
 
 @asynccontextmanager
 async def reserve_references(
-    jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner, scratch: ScratchSpace, param: str
+    jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner, scratch: Admission
 ) -> AsyncGenerator[list[str], None]:
-    """Create files as `export_files`, within the server's room for them; `param` names the jobs.
+    """Create files as `export_files`, within the server's room for them.
 
-    Errors: APIError `payload_too_large` for more than one request may use, `overloaded`.
+    Errors: APIError `payload_too_large` for more than all requests may use, `overloaded`.
     """
-    needed, limit = count_bytes(jobs, vocab_size), planner.settings.max_reference_bytes
-    if needed > limit:
-        detail = (
-            f"The next-token distributions of {len(jobs)} {param} take {needed} bytes, at most "
-            f"{limit} are allowed: split the request, or raise max_reference_bytes."
-        )
-        raise api_error("payload_too_large", detail, param=param)
-    with scratch.reserve(needed):
+    with scratch.enter() as room:
+        room.cover(count_bytes(jobs, vocab_size))
         async with export_files(jobs, vocab_size, planner) as files:
             yield files
 
@@ -77,7 +71,7 @@ def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -
             f"The server's scratch directory has no room for {count_bytes(jobs, vocab_size)} bytes "
             f"of log-probabilities ({error.strerror}). Try again later, or with fewer tokens."
         )
-        raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S) from error
+        raise api_error("overloaded", detail, retry_after=UNKNOWN_WAIT_S) from error
     return [str(file) for file in files]
 
 
@@ -114,7 +108,7 @@ async def compare_parts(
     references: Sequence[ScoreJob],
     comparison: "Comparison",
     planner: Planner,
-    scratch: ScratchSpace,
+    scratch: Admission,
     columns: tuple[str, ...],
     take_from: Callable[[int], Take],
     take_reference: Take = discard,
@@ -130,7 +124,8 @@ async def compare_parts(
     own = [jobs[part.start : part.stop] for part in parts]
     room = max((sum(job.num_expected for job in part) for part in own), default=0)
     size = max((count_bytes(part, comparison.width) for part in own), default=0)
-    with scratch.reserve(size):
+    with scratch.enter() as reserved:
+        reserved.cover(min(size, scratch.limit))  # a single window may take more
         for part, compared in zip(parts, own, strict=True):
             async with export_files(compared, comparison.width, planner) as files:
                 others = references[part.start : part.stop]

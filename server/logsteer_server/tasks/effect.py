@@ -30,7 +30,13 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.stores.layer_vectors import Vector
-from logsteer_server.tasks.vector_methods import Double, Folds, TrainedVectors, choose_middle
+from logsteer_server.tasks.vector_methods import (
+    MIDDLE,
+    Double,
+    Folds,
+    TrainedVectors,
+    choose_middle,
+)
 
 CONTINUATION_TOKENS = 16
 """Of each continuation, and of each sample: the first tokens carry most of the effect."""
@@ -121,8 +127,9 @@ class EffectSearch:
     """Search for the layer and scale of the largest gain whose harm stays within `max_harm`.
 
     First about ten layers at two scales each; then the layers around the best of them, close to the
-    scale at which harm is expected to reach its bound. Where no pair is held out, only layers in
-    the middle of the model.
+    scale at which harm is expected to reach its bound. The first 30 % of the model are left out:
+    what moves held-out pairs there is the words that they share with the others. Where no pair is
+    held out, so are the last 20 %, which may repeat the very words that they have seen.
     """
 
     def __init__(
@@ -139,8 +146,8 @@ class EffectSearch:
         self._max_harm = max_harm
         self._samples: list[tuple[list[int], int]] = []
         norms = {layer: norm for layer, norm in trained.vectors.norms().items() if norm}
-        if folds_N is None:  # late layers may repeat the very words that they have seen
-            norms = choose_middle(norms, num_layers) or norms
+        last = MIDDLE[1] if folds_N is None else 1.0
+        norms = choose_middle(norms, num_layers, last) or norms
         self._relative = {
             layer: norm / (trained.quality[layer].activation_norm or 1.0)
             for layer, norm in norms.items()

@@ -20,6 +20,7 @@ from logsteer.schemas import (
 )
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
+    NO_TOKENS,
     GenerateJob,
     GenerateOutput,
     ScoreJob,
@@ -278,7 +279,6 @@ class Continuations:
 
 
 P = TypeVar("P", bound=PromptRequest)
-NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class GenerationTask(BodyTask[P]):

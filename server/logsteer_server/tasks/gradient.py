@@ -24,11 +24,11 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
-    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
     check_items,
+    describe_rows,
     find_longest,
     plan_targets,
 )
@@ -235,7 +235,7 @@ class GradientTask(BodyTask[GradientRequest]):
             chat=body,
         )
         targets = plan_targets(
-            body.items, self.codec, info, options, ColumnOptions(), planner.cover, problems
+            body.items, self.codec, info, options, describe_rows(), planner.cover, problems
         )
         if not targets.planned:
             return targets, ()

@@ -32,10 +32,10 @@ from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 from logsteer_server.tasks.targets import (
-    ColumnOptions,
     TargetOptions,
     TargetPlan,
     check_items,
+    describe_rows,
     find_longest,
     plan_targets,
     show_columns,
@@ -113,7 +113,7 @@ class LensTask(BodyTask[LensRequest]):
         top = min(body.top, info.vocab_size)
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
-        read = ColumnOptions.of(body.columns, policy, body.precision, top, tail=body.tail)
+        read = describe_rows(body.columns, policy, body.precision, top, tail=body.tail)
         plan = plan_targets(items, self.codec, info, options, read, planner.cover, problems)
         return plan, layers
 

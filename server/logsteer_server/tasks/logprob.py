@@ -38,13 +38,13 @@ from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
 from logsteer_server.tasks.targets import (
     Column,
-    ColumnOptions,
     PlannedItem,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
     aggregate_columns,
     check_items,
+    describe_rows,
     find_longest,
     plan_targets,
     show_columns,
@@ -320,7 +320,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         """
         vocab_size = self.info.vocab_size
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
-        exported = reserve_references(jobs, vocab_size, planner, self._scratch, "items")
+        exported = reserve_references(jobs, vocab_size, planner, self._scratch)
         async with exported as files:
             exports = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
             yield Batch(exports, collector.take)
@@ -336,7 +336,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         policy = NEUTRAL
         if "policy" in body.model_fields_set:
             policy = plan_policy(body.policy, self.codec, info)
-        read = ColumnOptions.of(
+        read = describe_rows(
             body.columns, policy, body.precision, top, reads_end=reads_end, tail=body.tail
         )
         plan = plan_targets(

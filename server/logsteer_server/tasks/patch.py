@@ -35,10 +35,10 @@ from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
-    ColumnOptions,
     PlannedTarget,
     TargetOptions,
     TargetPlan,
+    describe_rows,
     find_longest,
     plan_targets,
 )
@@ -98,17 +98,14 @@ class PlannedPair:
         ]
 
 
-def plan_run(
-    plan: TargetPlan, indices: Sequence[int], metric: str, read: ColumnOptions
-) -> PlannedRun:
+def plan_run(plan: TargetPlan, indices: Sequence[int], metric: str, read: ScoreJob) -> PlannedRun:
     """Plan the jobs of the metric for one item, whose planned targets are at these indices."""
     targets = [plan.planned[index] for index in indices[: 2 if metric == "difference" else 1]]
     context = plan.context(targets[0])
     if metric == "kl":
         after = np.array(targets[0].token_ids[:1], np.int32)
-        return PlannedRun(
-            context, targets, [0], [ScoreJob(context, after, read.columns, double=read.double)]
-        )
+        job = replace(read, tokens=context, targets=after)
+        return PlannedRun(context, targets, [0], [job])
     numbers = sorted({target.job for target in targets})
     return PlannedRun(context, targets, numbers, [plan.jobs[number] for number in numbers])
 
@@ -211,7 +208,7 @@ class PatchTask(BodyTask[PatchRequest]):
                 first = [pair.runs["clean"].jobs[0] for pair in pairs]
                 clean = await planner.run(self.interventions.apply, first)
                 files = await stack.enter_async_context(
-                    reserve_references(clean, info.vocab_size, planner, self._scratch, "pairs")
+                    reserve_references(clean, info.vocab_size, planner, self._scratch)
                 )
                 yield Batch(export_jobs(clean, files), purpose="reference")
                 pairs = [pair.compare(file) for pair, file in zip(pairs, files, strict=True)]
@@ -232,7 +229,7 @@ class PatchTask(BodyTask[PatchRequest]):
             on_overflow=body.on_overflow,
             chat=body,
         )
-        read = ColumnOptions.of((), precision=body.precision)
+        read = describe_rows((), precision=body.precision)
         items, problems = _list_items(body.pairs), PairProblems("pairs")
         plan = plan_targets(items, codec, info, options, read, planner.cover, problems)
         pairs = []

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +21,19 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import REFERENCE_COLUMNS, Comparison, compare_parts
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy, refuse_adjustments
-from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
-from logsteer_server.tasks.targets import ColumnOptions, show_columns
+from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
+from logsteer_server.tasks.targets import describe_rows, show_columns
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
-from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
+from logsteer_server.text.windows import Window, WindowCutter, Windowing
 
 READ_AT_ONCE = 65_536
 """Tokens of the windows that are cut in one step."""
@@ -66,7 +65,7 @@ class TextWindows:
         self,
         text: int,
         options: Windowing,
-        read: ColumnOptions,
+        read: ScoreJob,
         codec: TextCodec,
         info: EngineInfo,
         *,
@@ -98,7 +97,7 @@ class TextWindows:
             special_id = self._codec.prefix_id()
         elif options.protocol == "llamacpp":
             special_id = next(iter(self._codec.bos_ids(options.bos)), None)
-        return make_cutter(options, special_id)
+        return WindowCutter(options, special_id)
 
     @property
     def tokens_at_once(self) -> int:
@@ -133,14 +132,8 @@ class TextWindows:
             if self._read.reads_end:
                 tokens.append(targets[-1])
                 targets.append(0)
-            job = ScoreJob(
-                np.array(tokens, dtype=np.int32),
-                np.array(targets, dtype=np.int32),
-                self._read.columns,
-                policy=self._read.policy,
-                double=self._read.double,
-                reads_end=self._read.reads_end,
-            )
+            read, scored = np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.int32)
+            job = replace(self._read, tokens=read, targets=scored)
             # A prefix that is the text's own first token is in its first window.
             start = window.start and max(0, window.start - shift)
             jobs.append(TextWindow(self._text, start, end, counts, job))
@@ -153,7 +146,7 @@ class TextWindows:
 def cut_texts(
     texts: Sequence[str | list[int]],
     options: Windowing,
-    read: ColumnOptions,
+    read: ScoreJob,
     codec: TextCodec,
     info: EngineInfo,
     cover: Cover,
@@ -213,7 +206,7 @@ class StreamedText:
     """
 
     def __init__(
-        self, options: Windowing, read: ColumnOptions, codec: TextCodec, info: EngineInfo
+        self, options: Windowing, read: ScoreJob, codec: TextCodec, info: EngineInfo
     ) -> None:
         self._encoder = IncrementalEncoder(codec)
         self._windows = TextWindows(0, options, read, codec, info)
@@ -326,17 +319,21 @@ WINDOWS_IN_FLIGHT = 64
 """Running windows of one streamed text: enough to fill an engine's step, and cheap to hold."""
 
 
-class WindowTask(Task):
+W = TypeVar("W", bound=PerplexityRequest | PerplexityStreamQuery)
+
+
+class WindowTask(BodyTask[W]):
     """Scores windows of texts and sums them up; the base of both endpoints."""
 
     kind = "perplexity"
 
-    def __init__(self, model: ResidentModel, num_texts: int, *, streams: bool) -> None:
-        super().__init__(model, streams=streams)
+    def __init__(self, body: W, models: ModelRegistry, stores: Stores, num_texts: int) -> None:
+        super().__init__(body, models, stores)
         self._scores = [TextScores() for _ in range(num_texts)]
+        self._windows: list[TextWindow] = []
         self._windows_done = 0
         self._windows_total: int | None = None
-        self._shows_events = streams
+        self._shows_events = self.streams
 
     def _take_window(
         self, window: TextWindow, output: ScoreOutput, *, windows: bool, tokens: bool
@@ -366,7 +363,7 @@ class WindowTask(Task):
         return {"results": summaries, "total": total}
 
 
-class PerplexityTask(WindowTask):
+class PerplexityTask(WindowTask[PerplexityRequest]):
     """Log-likelihood and perplexity of whole texts, window by window.
 
     With a reference, the model is compared with that on every row.
@@ -374,17 +371,10 @@ class PerplexityTask(WindowTask):
 
     def __init__(self, body: PerplexityRequest, models: ModelRegistry, stores: Stores) -> None:
         conversations = list_conversations(body.messages) if body.messages else []
-        count = len(body.texts or conversations)
-        super().__init__(models.find(body.model), count, streams=body.stream)
+        super().__init__(body, models, stores, len(body.texts or conversations))
         self._conversations = conversations
-        self.precision = body.precision
-        self.special_tokens = body.special_tokens
-        self._body = body
-        self._stores = stores
         self._reference = None if body.reference is None else models.find(body.reference)
         self._comparison: Comparison | None = None
-        self._scratch = models.scratch
-        self._windows: list[TextWindow] = []
         self._problems = ItemProblems(
             "texts" if body.texts else "messages",
             body.on_error,
@@ -435,7 +425,7 @@ class PerplexityTask(WindowTask):
         reads_end = bool(self.interventions.probes)
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
-        read = ColumnOptions.of(body.columns, policy, body.precision, reads_end=reads_end)
+        read = describe_rows(body.columns, policy, body.precision, reads_end=reads_end)
         self.windowing = Windowing.of(body).fit(info.context_length)
         if reads_end and self.windowing.protocol == "rolling":
             _check_room(self.windowing, info.context_length)
@@ -490,7 +480,7 @@ def _check_room(windowing: Windowing, limit: int) -> None:
         raise api_error("context_too_long", detail, param="context_length")
 
 
-class PerplexityStreamTask(WindowTask):
+class PerplexityStreamTask(WindowTask[PerplexityStreamQuery]):
     """Scores one text of any length as fast as it arrives, in bounded memory."""
 
     def __init__(
@@ -500,13 +490,9 @@ class PerplexityStreamTask(WindowTask):
         models: ModelRegistry,
         stores: Stores,
     ) -> None:
-        super().__init__(models.find(query.model), 1, streams=True)
-        self.precision = query.precision
-        self.special_tokens = query.special_tokens
-        self._query = query
+        super().__init__(query, models, stores, 1)
+        self.streams = True
         self._pieces = pieces
-        self._stores = stores
-        self._windows: list[TextWindow] = []
         self._flags: list[str] = []
 
     def check_limits(self, _settings: Settings) -> None:
@@ -517,14 +503,14 @@ class PerplexityStreamTask(WindowTask):
 
         Errors: APIError `invalid_request` for a text without a token.
         """
-        query, info = self._query, self.info
+        query, info = self._body, self.info
         given = InterventionFields(
             steering=query.steering, override=query.override, adapter=query.adapter
         )
         self.interventions = await planner.capacity.call(
             Interventions.resolve, given, self._stores, info, self.codec
         )
-        read = ColumnOptions.of((), precision=query.precision)
+        read = describe_rows((), precision=query.precision)
         self.windowing = Windowing.of(query).fit(info.context_length)
         text = StreamedText(self.windowing, read, self.codec, info)
         waiting: list[TextWindow] = []
@@ -548,7 +534,7 @@ class PerplexityStreamTask(WindowTask):
         if not self._windows_done:
             self.interventions.check_reach([window.job for window in windows])
         jobs = [self.interventions.change(window.job) for window in windows]
-        return Batch(jobs, take_each(self._take), cache=self._query.cache, silent=silent)
+        return Batch(jobs, take_each(self._take), cache=self._body.cache, silent=silent)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
         return self._take_window(self._windows[index], output, windows=False, tokens=False)

@@ -8,20 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import load
 
+from logsteer.errors import api_error
 from logsteer.schemas.captures import (
     CaptureExample,
+    CaptureIndex,
     CaptureNorms,
     CaptureReduce,
+    CaptureRequest,
     CaptureSums,
     CaptureTop,
 )
 from logsteer.schemas.common import ByLayer
 from logsteer_server.interventions.probes import ResolvedProbe
 from logsteer_server.numerics.sae import Floats
+from logsteer_server.numerics.sinks import find_sinks
+from logsteer_server.stores.captures import CaptureStore, name_sums
 
 Doubles = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 
 ROWS_AT_ONCE = 4096
 """Rows that are in float64 at once."""
@@ -32,34 +39,40 @@ class Reduction:
 
     `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; and
     `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. `counts` are the rows
-    counted, and the rows left out because one of their numbers is not finite.
+    counted, and the rows left out because one of their numbers is not finite. BOS, and tokens that
+    are attention sinks at a layer, are in none of them: one of their rows outweighs a document.
     """
 
     def __init__(
         self,
         asked: CaptureReduce,
         probes: Sequence[ResolvedProbe],
+        bos_id: int | None = None,
         sums: Mapping[str, Doubles] | None = None,
         before: CaptureSums | None = None,
     ) -> None:
         self._asked = asked
         self._probes = probes
+        self._bos_id = bos_id
         self.sums = dict(sums or {})
         self._rows, self._non_finite = (before.rows, before.non_finite) if before else (0, 0)
+        self._sinks = before.sinks if before else 0
         known = before.top if before else None
         self._top = [one.examples for one in known] if known else [[] for _ in probes]
 
     def add(
         self, layers: Mapping[int, Floats], rows_N3: Places, write: Callable[[int], str]
     ) -> None:
-        """Add rows: by layer [N, D]; and document, position and token id of each.
+        """Add rows of whole documents: by layer [N, D]; document, position and token id of each.
 
         `write` returns the text that shows a row.
         """
         is_finite_N = np.logical_and.reduce([np.isfinite(x).all(1) for x in layers.values()])
-        kept_N = np.flatnonzero(is_finite_N)
+        finite_N = np.flatnonzero(is_finite_N)
+        kept_N = finite_N[~self._find_sinks(layers, rows_N3, finite_N)]
         self._rows += len(kept_N)
-        self._non_finite += len(is_finite_N) - len(kept_N)
+        self._non_finite += len(is_finite_N) - len(finite_N)
+        self._sinks += len(finite_N) - len(kept_N)
         for start in range(0, len(kept_N), ROWS_AT_ONCE):
             own_N = kept_N[start : start + ROWS_AT_ONCE]
             for layer, x_ND in layers.items():
@@ -85,6 +98,22 @@ class Reduction:
                     )
             found.sort(key=lambda example: -(example.reading or 0.0))
             del found[self._asked.k :]
+
+    def _find_sinks(
+        self, layers: Mapping[int, Floats], rows_N3: Places, chosen_N: Indices
+    ) -> npt.NDArray[np.bool_]:
+        """Return which of the chosen rows are BOS, or sinks of their document at a layer."""
+        if not len(chosen_N):
+            return np.zeros(0, bool)
+        documents_N, positions_N, ids_N = rows_N3[chosen_N].T
+        is_sink_N: npt.NDArray[np.bool_] = (positions_N == 0) & (
+            ids_N == (-1 if self._bos_id is None else self._bos_id)
+        )
+        starts = np.flatnonzero(np.diff(documents_N)) + 1
+        for x_ND in layers.values():
+            norms = np.split(np.linalg.norm(x_ND[chosen_N], axis=1), starts)
+            is_sink_N |= np.concatenate([find_sinks(norms_T) for norms_T in norms])
+        return is_sink_N
 
     def _sum(self, layer: int, x_ND: Doubles) -> None:
         asked = self._asked
@@ -117,6 +146,7 @@ class Reduction:
         return CaptureSums(
             rows=self._rows,
             non_finite=self._non_finite,
+            sinks=self._sinks,
             norms=ByLayer[CaptureNorms](norms) or None,
             top=top or None,
         )
@@ -128,10 +158,18 @@ class Reduction:
         return CaptureNorms(mean=mean, std=std, smallest=smallest, largest=largest)
 
 
-def finish_moments(
-    asked: CaptureReduce, sums: Mapping[str, Doubles], rows: int
-) -> dict[str, Doubles]:
-    """Return `mean.LAYER` [D] and `covariance.LAYER` [D, D] of so many rows, as asked for."""
+def load_moments(store: CaptureStore, index: CaptureIndex) -> dict[str, Doubles]:
+    """Return a capture's `mean.LAYER` [D] and `covariance.LAYER` [D, D], as asked for; it blocks.
+
+    Errors: APIError `not_found` where there are none.
+    """
+    asked = CaptureRequest.model_validate(index.request).reduce
+    if asked is None or index.reduced is None or not index.reduced.rows:
+        detail = f"Capture {index.name!r} has no statistics yet, or was asked for none (reduce)."
+        raise api_error("not_found", detail)
+    rows = index.reduced.rows
+    place = store.locate(index.name, name_sums(len(index.shards) - 1))
+    sums: dict[str, Doubles] = load(store.objects.read(place))
     found: dict[str, Doubles] = {}
     for name, sum_D in sums.items():
         kind, _, layer = name.partition(".")

@@ -15,15 +15,17 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import Precision, Provenance, SpecialTokens
+from logsteer.schemas import Precision, Provenance, SpecialTokens, TrainRequest
+from logsteer.schemas.common import SequenceOptions
+from logsteer.schemas.openai import CompatibleRequest
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job, Routing
@@ -202,16 +204,7 @@ class Task(ABC):
         }
 
 
-class Body(Protocol):
-    """The body of a request that names a model."""
-
-    @property
-    def model(self) -> str | None:
-        """The model's id; None: the only one."""
-        ...
-
-
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=SequenceOptions | CompatibleRequest | TrainRequest)
 
 
 class BodyTask(Task, Generic[B]):
@@ -410,7 +403,7 @@ class Run:
             "queue_ms": round(1e3 * self.record.queue_s, 3),
             "engine_ms": round(1e3 * engine_s, 3),
         }
-        usage, applied = self.record.usage.read(), self._applied.write()
+        usage, applied = asdict(self.record.usage), self._applied.write()
         return self.task.write(Facts(usage, timing, applied, self._describe()))
 
 

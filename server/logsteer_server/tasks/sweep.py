@@ -28,9 +28,9 @@ from logsteer_server.tasks.planning import Cover, Planner
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.targets import (
     MAX_TARGETS,
-    ColumnOptions,
     TargetOptions,
     TargetPlan,
+    describe_rows,
     find_longest,
     plan_targets,
 )
@@ -92,7 +92,7 @@ def plan_sweep(
     codec: TextCodec,
     info: EngineInfo,
     options: TargetOptions,
-    read: ColumnOptions,
+    read: ScoreJob,
     cover: Cover,
 ) -> SweepPlan:
     """Plan the jobs of each setting; `windowing` fits the model.
@@ -105,11 +105,10 @@ def plan_sweep(
         targets = plan_targets(items, codec, info, options, read, cover)
         firsts = [targets.planned[item.targets[0]] for item in targets.items]
         next_jobs = [
-            ScoreJob(
-                targets.context(first),
-                np.array(first.token_ids[:1], np.int32),
-                read.columns,
-                double=read.double,
+            replace(
+                read,
+                tokens=targets.context(first),
+                targets=np.array(first.token_ids[:1], np.int32),
             )
             for first in firsts
         ]
@@ -161,9 +160,7 @@ class SweepTask(BodyTask[SweepRequest]):
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
         unsteered = await planner.run(self.interventions.apply, plan.next_jobs)
-        async with reserve_references(
-            unsteered, info.vocab_size, planner, self._scratch, "items"
-        ) as files:
+        async with reserve_references(unsteered, info.vocab_size, planner, self._scratch) as files:
             if unsteered:
                 yield Batch(export_jobs(unsteered, files), purpose="reference")
             compared = compare_jobs(plan.next_jobs, files)
@@ -206,7 +203,7 @@ class SweepTask(BodyTask[SweepRequest]):
             on_overflow=body.on_overflow,
             chat=body,
         )
-        read = ColumnOptions.of((), precision=body.precision)
+        read = describe_rows((), precision=body.precision)
         windowing = Windowing(bos=body.bos).fit(info.context_length)
         if body.texts:
             self.windowing = windowing

@@ -27,7 +27,7 @@ from logsteer.schemas.common import Precision
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
 from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import NEUTRAL, Ids, Policy, ScoreJob
+from logsteer_server.contract.jobs import NEUTRAL, NO_TOKENS, Ids, Policy, ScoreJob
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.run import check_count
@@ -41,34 +41,29 @@ ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
 """Columns that an answer shows outside of `columns`, under these names."""
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnOptions:
-    """The columns of each scored row, as options of score jobs; `logprob` always.
+def describe_rows(
+    columns: Iterable[str] = (),
+    policy: Policy = NEUTRAL,
+    precision: Precision = "float32",
+    top: int = 0,
+    *,
+    reads_end: bool = False,
+    tail: bool = False,
+) -> ScoreJob:
+    """Return a score job without tokens: what is read of each scored row, `logprob` always.
 
     `reads_end`: the last token is read, too, for probes.
     """
-
-    columns: tuple[str, ...] = ("logprob",)
-    top: int = 0
-    policy: Policy = NEUTRAL
-    double: bool = False
-    reads_end: bool = False
-    tail: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        columns: Iterable[str],
-        policy: Policy = NEUTRAL,
-        precision: Precision = "float32",
-        top: int = 0,
-        *,
-        reads_end: bool = False,
-        tail: bool = False,
-    ) -> "ColumnOptions":
-        """Return the options of a request's fields."""
-        wanted = tuple(dict.fromkeys(["logprob", *columns]))
-        return cls(wanted, top, policy, precision == "float64", reads_end, tail)
+    return ScoreJob(
+        NO_TOKENS,
+        NO_TOKENS,
+        tuple(dict.fromkeys(["logprob", *columns])),
+        top,
+        policy=policy,
+        double=precision == "float64",
+        reads_end=reads_end,
+        tail=tail,
+    )
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:
@@ -220,7 +215,7 @@ def plan_targets(
     codec: TextCodec,
     info: EngineInfo,
     options: TargetOptions,
-    read: ColumnOptions,
+    read: ScoreJob,
     cover: Cover,
     problems: ItemProblems | None = None,
 ) -> TargetPlan:
@@ -426,7 +421,7 @@ class _JobBuilder:
     their ends, each has a job of its own.
     """
 
-    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo, read: ColumnOptions) -> None:
+    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo, read: ScoreJob) -> None:
         self._read = read
         self._on_overflow = on_overflow
         self._limit = info.context_length
@@ -480,17 +475,6 @@ class _JobBuilder:
 
     def make_jobs(self) -> ScoreJobs:
         """Return the jobs, by their numbers."""
-        none, read = np.zeros(0, dtype=np.int32), self._read
-        like = ScoreJob(
-            none,
-            none,
-            read.columns,
-            read.top,
-            policy=read.policy,
-            double=read.double,
-            reads_end=read.reads_end,
-            tail=read.tail,
-        )
         listed = None
         if self._alternatives:
             listed = self._join_alternatives()
@@ -498,7 +482,7 @@ class _JobBuilder:
         shares_row = np.zeros(len(counts), dtype=bool)
         shares_row[list(self._sharing.values())] = True
         return ScoreJobs(
-            like,
+            self._read,
             np.frombuffer(self._tokens, dtype=np.int32),
             np.array(self._token_starts, dtype=np.int64),
             np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),

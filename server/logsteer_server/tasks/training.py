@@ -4,6 +4,8 @@ Axis letters: N pairs, L layers, D width of an activation. Sums are float64, res
 """
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,10 +25,12 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
+from logsteer.schemas.captures import CaptureIndex
 from logsteer_server.contract.captures import CaptureRead
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.settings import Settings
+from logsteer_server.stores.captures import CaptureStore
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
@@ -39,8 +43,10 @@ from logsteer_server.tasks.effect import (
     find_contrasts,
 )
 from logsteer_server.tasks.planning import Cover, Planner
+from logsteer_server.tasks.reduction import load_moments
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import (
+    Covariance,
     Double,
     Folds,
     TrainedVectors,
@@ -136,8 +142,11 @@ def train_vectors(
     folds_N: Folds | None,
     method: TrainMethod,
     whiten: bool,
+    known: Mapping[int, Covariance] = MappingProxyType({}),
 ) -> TrainedVectors:
     """Make vectors of the activations of `plan_pairs`' jobs; `folds_N` are those of the pairs.
+
+    Layers whose covariance is `known` are whitened by it.
 
     Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
     """
@@ -151,13 +160,14 @@ def train_vectors(
     for place, layer in enumerate(jobs[0].capture.layers):
         both_ND = stacked_NLD[:, place].astype(np.float64)
         positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
-        direction = find_direction(positive_ND, negative_ND, method, whiten)
+        find = partial(find_direction, method=method, whiten=whiten, known=known.get(layer))
+        direction = find(positive_ND, negative_ND)
         layers[layer] = direction.vector_D.astype(np.float32)
         if direction.readout is not None and layers[layer].any():
             readouts[layer] = direction.readout
         found = None
         if folds_N is not None:
-            found = hold_out(positive_ND, negative_ND, folds_N, method, whiten)
+            found = hold_out(positive_ND, negative_ND, folds_N, find)
             held[layer] = found.vectors_FD
         left_out = sum(len(output.sinks.get(layer, ())) for output in outputs)
         judged = judge_layer(positive_ND, negative_ND, found)
@@ -245,6 +255,38 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     )
 
 
+def find_measured(body: TrainRequest, store: CaptureStore, info: EngineInfo) -> CaptureIndex | None:
+    """Return the capture that `whiten` names, if it names one. Errors: APIError.
+
+    It must be done, and of the same weights and hook.
+    """
+    if isinstance(body.whiten, bool):
+        return None
+    index = store.read(body.whiten)
+    faults = {
+        "it is not done": index.state != "done",
+        "it is of other weights": index.weights_digest != info.weights_digest,
+        f"it is of {index.hook}": index.hook != body.hook,
+        f"it has layers {index.layers} alone": not set(body.layers or range(info.num_layers))
+        <= set(index.layers),
+        "it has no covariance: capture with reduce": not (index.request["reduce"] or {}).get(
+            "covariance"
+        ),
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        detail = f"The capture {body.whiten!r} cannot whiten this vector: {found[0]}."
+        raise api_error("invalid_request", detail, param="whiten")
+    return index
+
+
+def load_covariances(
+    store: CaptureStore, index: CaptureIndex, layers: Sequence[int]
+) -> dict[int, Covariance]:
+    """Return a capture's covariance at each of these layers; it blocks."""
+    moments = load_moments(store, index)
+    return {layer: Covariance.of_matrix(moments[f"covariance.{layer}"]) for layer in layers}
+
+
 class TrainTask(BodyTask[TrainRequest]):
     """A vector from the activations of contrasting texts, stored under the name given."""
 
@@ -267,7 +309,11 @@ class TrainTask(BodyTask[TrainRequest]):
         info = self.info
         asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
         weights = {"model": self.model.id, "weights_digest": info.weights_digest}
-        request = digest_request("train", **asked, **weights)
+        measured = await planner.capacity.call_long(
+            find_measured, body, self._stores.captures, info
+        )
+        made = measured.created if measured else None
+        request = digest_request("train", **asked, **weights, measured=made)
         repeated = await planner.capacity.call_long(
             store.files.find_repeat, body.name, request, overwrite=body.overwrite
         )
@@ -295,8 +341,13 @@ class TrainTask(BodyTask[TrainRequest]):
         collector = Collector()
         room = min(STAGE_TOKENS, STAGE_SETTINGS * sum(map(len, tokens))) if contrasts else 0
         yield Batch(jobs, collector.take, room=room)
+        known: dict[int, Covariance] = {}
+        if measured is not None:
+            known = await planner.capacity.call_long(
+                load_covariances, self._stores.captures, measured, site.find_layers(info)
+            )
         trained = await planner.capacity.call_long(
-            train_vectors, jobs, collector.outputs, folds_N, body.method, body.whiten
+            train_vectors, jobs, collector.outputs, folds_N, body.method, bool(body.whiten), known
         )
         quality: Mapping[int, LayerQuality] = trained.quality
         advice: Recommendation | str

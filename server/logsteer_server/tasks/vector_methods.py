@@ -5,7 +5,7 @@ How well it separates texts is measured on held-out ones. Axis letters: N pairs,
 pair), L layers, D width of an activation, K dimensions that the texts span. float64 throughout.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +33,19 @@ class FoundDirection:
 
 
 def find_direction(
-    positive_ND: Double, negative_ND: Double, method: TrainMethod, whiten: bool
+    positive_ND: Double,
+    negative_ND: Double,
+    method: TrainMethod,
+    whiten: bool,
+    known: "Covariance | None" = None,
 ) -> FoundDirection:
-    """Return the direction that a method finds; zeros where nothing differs."""
-    covariance = WithinCovariance(positive_ND, negative_ND) if whiten or method == "lda" else None
+    """Return the direction that a method finds; zeros where nothing differs.
+
+    It is whitened by a `known` covariance, or by that of the texts where asked.
+    """
+    covariance = known
+    if known is None and (whiten or method == "lda"):
+        covariance = Covariance.within(positive_ND, negative_ND)
     if method == "pca":
         return FoundDirection(find_principal_direction(positive_ND - negative_ND, covariance))
     if method == "logistic":
@@ -46,43 +55,60 @@ def find_direction(
     return FoundDirection(positive_ND.mean(0) - negative_ND.mean(0))
 
 
-class WithinCovariance:
-    """The covariance of texts about the mean of their own side, shrunk towards a multiple of I.
+@dataclass(frozen=True, slots=True)
+class Covariance:
+    """A covariance by its K principal axes and their variances; `floor` is that of all others."""
 
-    (1 - a) S + a m I with m the mean of S's diagonal, and the share a that Ledoit and Wolf derive
-    (2004, "A well-conditioned estimator for large-dimensional covariance matrices", section 3.2).
-    Texts of which nothing is known but the means, as one pair, count as having covariance I.
-    """
+    basis_KD: Double
+    values_K: Double
+    floor: float
 
-    def __init__(self, positive_ND: Double, negative_ND: Double) -> None:
+    @classmethod
+    def within(cls, positive_ND: Double, negative_ND: Double) -> "Covariance":
+        """Return that of texts about the mean of their own side, shrunk towards a multiple of I.
+
+        (1 - a) S + a m I with m the mean of S's diagonal, and the share a that Ledoit and Wolf
+        derive (2004, "A well-conditioned estimator for large-dimensional covariance matrices",
+        section 3.2). Texts of which nothing is known but the means, as one pair, count as having
+        covariance I.
+        """
         rows_MD = np.concatenate(
             [positive_ND - positive_ND.mean(0), negative_ND - negative_ND.mean(0)]
         )
         count, width = rows_MD.shape
-        self._basis_KD, squares_K = find_span(rows_MD)
+        basis_KD, squares_K = find_span(rows_MD)
         average = float(squares_K.sum()) / (count * width)
-        self.shrinkage = self._shrink(rows_MD, squares_K, average)
-        self._floor = self.shrinkage * average or 1.0
-        self._values_K = self._floor + (1 - self.shrinkage) * squares_K / count
+        shrinkage = find_shrinkage(rows_MD, squares_K, average)
+        floor = shrinkage * average or 1.0
+        return cls(basis_KD, floor + (1 - shrinkage) * squares_K / count, floor)
 
-    def _shrink(self, rows_MD: Double, squares_K: Double, average: float) -> float:
-        if not average:
-            return 1.0
-        count, width = rows_MD.shape
-        total = float((squares_K**2).sum()) / count**2
-        spread = total / width - average**2
-        fourth = float(((rows_MD**2).sum(1) ** 2).sum())
-        error = (fourth / count - total) / (count * width)
-        share = min(error / spread, 1.0) if spread > 0 else 1.0
-        return max(share, LEAST_SHRINKAGE)
+    @classmethod
+    def of_matrix(cls, covariance_DD: Double) -> "Covariance":
+        """Return one that is known, shrunk by as little as gives it an inverse."""
+        values_D, found_DD = np.linalg.eigh(covariance_DD)
+        floor = LEAST_SHRINKAGE * float(values_D.mean()) or 1.0
+        return cls(found_DD.T, np.maximum(values_D, 0) + floor, floor)
 
     def apply(self, rows_ND: Double, power: float) -> Double:
         """Return rows times a power of the covariance: [.., D]."""
         # Beyond the dimensions that the texts span the covariance is a multiple of I.
-        rest = self._floor**power
-        own_NK = (rows_ND @ self._basis_KD.T) * (self._values_K**power - rest)
-        applied: Double = rest * rows_ND + own_NK @ self._basis_KD
+        rest = self.floor**power
+        own_NK = (rows_ND @ self.basis_KD.T) * (self.values_K**power - rest)
+        applied: Double = rest * rows_ND + own_NK @ self.basis_KD
         return applied
+
+
+def find_shrinkage(rows_MD: Double, squares_K: Double, average: float) -> float:
+    """Return Ledoit and Wolf's share: see `Covariance.within`."""
+    if not average:
+        return 1.0
+    count, width = rows_MD.shape
+    total = float((squares_K**2).sum()) / count**2
+    spread = total / width - average**2
+    fourth = float(((rows_MD**2).sum(1) ** 2).sum())
+    error = (fourth / count - total) / (count * width)
+    share = min(error / spread, 1.0) if spread > 0 else 1.0
+    return max(share, LEAST_SHRINKAGE)
 
 
 def find_span(rows_MD: Double) -> tuple[Double, Double]:
@@ -101,7 +127,7 @@ def find_span(rows_MD: Double) -> tuple[Double, Double]:
 
 
 def find_principal_direction(
-    differences_ND: Double, covariance: WithinCovariance | None = None
+    differences_ND: Double, covariance: Covariance | None = None
 ) -> Double:
     """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
 
@@ -135,7 +161,7 @@ def find_principal_direction(
 
 
 def find_boundary_normal(
-    positive_ND: Double, negative_ND: Double, covariance: WithinCovariance | None = None
+    positive_ND: Double, negative_ND: Double, covariance: Covariance | None = None
 ) -> FoundDirection:
     """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
 
@@ -172,7 +198,7 @@ def find_boundary_normal(
 
 
 def find_discriminant(
-    positive_ND: Double, negative_ND: Double, covariance: WithinCovariance
+    positive_ND: Double, negative_ND: Double, covariance: Covariance
 ) -> FoundDirection:
     """Return the direction of Fisher's linear discriminant, as long as the means are apart.
 
@@ -252,16 +278,15 @@ def hold_out(
     positive_ND: Double,
     negative_ND: Double,
     folds_N: Folds,
-    method: TrainMethod,
-    whiten: bool,
+    find: Callable[[Double, Double], FoundDirection],
 ) -> HeldOut:
-    """Hold out each fold: see `HeldOut`."""
+    """Hold out each fold: see `HeldOut`; `find` makes a vector of the other pairs."""
     positive_N, negative_N = np.zeros(len(positive_ND)), np.zeros(len(positive_ND))
     vectors = []
     for fold in range(int(folds_N.max()) + 1):
         held_N = folds_N == fold
         known_positive, known_negative = positive_ND[~held_N], negative_ND[~held_N]
-        vector_D = find_direction(known_positive, known_negative, method, whiten).vector_D
+        vector_D = find(known_positive, known_negative).vector_D
         vectors.append(vector_D)
         unit_D = _scale_to_unit(vector_D)
         middle = float((known_positive.mean(0) + known_negative.mean(0)) @ unit_D) / 2
@@ -299,10 +324,12 @@ class TrainedVectors:
     held: Mapping[int, Double]
 
 
-def choose_middle(values: Mapping[int, float], num_layers: int) -> dict[int, float]:
-    """Return the values of layers in the middle of the model's depth."""
-    first, last = (share * (num_layers - 1) for share in MIDDLE)
-    return {layer: value for layer, value in values.items() if first <= layer <= last}
+def choose_middle(
+    values: Mapping[int, float], num_layers: int, last: float = MIDDLE[1]
+) -> dict[int, float]:
+    """Return the values of layers in the middle of the model's depth, up to a share of it."""
+    first, end = MIDDLE[0] * (num_layers - 1), last * (num_layers - 1)
+    return {layer: value for layer, value in values.items() if first <= layer <= end}
 
 
 def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recommendation | str:

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 f803726183227fb923fc3b5c16619f08d8e885e1669be94001d11f4abf2bb514
+// Written by build/types.mjs from openapi.json, sha256 ce2298c2911b35c2ce487955439d04f2c6e8f0af84a51a52e4c7f7d0e122baff
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -11,6 +11,127 @@ export interface paths {
         put?: never;
         /** Reload */
         post: operations["reload_admin_reload_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** List Captures */
+        get: operations["list_captures_captures_get"];
+        put?: never;
+        /** Start Capture */
+        post: operations["start_capture_captures_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Show Capture */
+        get: operations["show_capture_captures__name__get"];
+        put?: never;
+        post?: never;
+        /** Delete Capture */
+        delete: operations["delete_capture_captures__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures/{name}/index": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Show Capture Index */
+        get: operations["show_capture_index_captures__name__index_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures/{name}/pause": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Pause Capture */
+        post: operations["pause_capture_captures__name__pause_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures/{name}/resume": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Resume Capture */
+        post: operations["resume_capture_captures__name__resume_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/captures/{name}/source": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /** Upload Capture Source */
+        put: operations["upload_capture_source_captures__name__source_put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/detokenize": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Detokenize */
+        post: operations["detokenize_detokenize_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -401,6 +522,10 @@ export interface paths {
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        ActivationItem: {
+            messages?: components["schemas"]["Message"][] | null;
+            token_ids?: number[] | null;
+        };
         Aggregate: {
             early: number | null;
             late: number | null;
@@ -415,6 +540,96 @@ export interface components {
             arguments: string;
             name: string;
         };
+        CaptureCard: {
+            bytes: number;
+            created: string;
+            documents: number;
+            documents_total: number;
+            /** @enum {string} */
+            dtype: "float32" | "float16";
+            error?: string | null;
+            hook: string;
+            layers: number[];
+            model: string;
+            name: string;
+            non_finite: number;
+            num_shards: number;
+            problems: number;
+            /** @enum {string} */
+            read: "each" | "last" | "mean";
+            reduced?: components["schemas"]["CaptureSums"] | null;
+            rows: number;
+            seconds: number;
+            server: string;
+            /** @enum {string} */
+            state: "running" | "paused" | "done" | "failed";
+            tokens: number;
+            truncated: number;
+            weights_digest: string;
+            width: number;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureExample: {
+            document: number;
+            position: number;
+            reading: number | null;
+            text: string;
+            token_id: number;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureIndex: {
+            bytes: number;
+            changes?: string;
+            created: string;
+            digest: string;
+            documents: number;
+            documents_total: number;
+            /** @enum {string} */
+            dtype: "float32" | "float16";
+            error?: string | null;
+            failures: components["schemas"]["CaptureProblem"][];
+            hook: string;
+            layers: number[];
+            model: string;
+            name: string;
+            non_finite: number;
+            num_shards: number;
+            problems: number;
+            /** @enum {string} */
+            read: "each" | "last" | "mean";
+            reduced?: components["schemas"]["CaptureSums"] | null;
+            request: {
+                [key: string]: unknown;
+            };
+            rows: number;
+            seconds: number;
+            server: string;
+            shards: components["schemas"]["CaptureShard"][];
+            source: string;
+            /** @enum {string} */
+            state: "running" | "paused" | "done" | "failed";
+            tokens: number;
+            truncated: number;
+            weights_digest: string;
+            width: number;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureList: {
+            captures: components["schemas"]["CaptureCard"][];
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureNorms: {
+            largest: number | null;
+            mean: number | null;
+            smallest: number | null;
+            std: number | null;
+        } & {
+            [key: string]: unknown;
+        };
         CaptureOptions: {
             /** @enum {string} */
             dtype?: "float32" | "float16";
@@ -425,6 +640,89 @@ export interface components {
             positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["PositionRule"];
             /** @enum {string} */
             read?: "each" | "last" | "mean";
+        };
+        CaptureProblem: {
+            code: string;
+            detail: string;
+            document: number;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureReduce: {
+            covariance?: boolean;
+            k?: number;
+            mean?: boolean;
+            norms?: boolean;
+            top?: components["schemas"]["ProbeRequest"][] | null;
+        };
+        CaptureRequest: {
+            adapter?: string | null;
+            add_generation_prompt?: boolean | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            chat_template_kwargs?: {
+                [key: string]: unknown;
+            } | null;
+            continue_final_message?: boolean;
+            /** @enum {string} */
+            dtype?: "float32" | "float16";
+            hook?: string;
+            items?: (string | components["schemas"]["ActivationItem"])[] | null;
+            layers: number[];
+            max_length?: number | null;
+            model?: string | null;
+            name: string;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            overwrite?: boolean;
+            positions?: "all" | components["schemas"]["SlicePositions"];
+            /** @enum {string} */
+            read?: "each" | "last" | "mean";
+            reduce?: components["schemas"]["CaptureReduce"] | null;
+            shard_rows?: number;
+            shards?: boolean | null;
+            /** @enum {string} */
+            special_tokens?: "parse" | "text";
+            steering?: components["schemas"]["Steering"] | null;
+            tools?: components["schemas"]["Tool"][] | null;
+        };
+        CaptureShard: {
+            bytes: number;
+            documents: number;
+            first: number;
+            rows: number;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureSource: {
+            bytes: number;
+            documents: number;
+            name: string;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureSums: {
+            non_finite: number;
+            norms?: {
+                [key: string]: components["schemas"]["CaptureNorms"];
+            } | null;
+            rows: number;
+            sinks?: number;
+            top?: components["schemas"]["CaptureTop"][] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        CaptureTop: {
+            examples: components["schemas"]["CaptureExample"][];
+            hook: string;
+            layer: number;
+            name: string | null;
+            read: string;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
         };
         ClampBounds: {
             max?: number | null;
@@ -466,6 +764,18 @@ export interface components {
             sha256: string | null;
         } & {
             [key: string]: unknown;
+        };
+        DetokenizeAnswer: {
+            model: string;
+            prompt?: string | null;
+            texts: string[];
+        } & {
+            [key: string]: unknown;
+        };
+        DetokenizeRequest: {
+            model?: string | null;
+            token_ids?: number[][] | null;
+            tokens?: number[] | null;
         };
         Divergence: {
             kl_max: number | null;
@@ -1623,7 +1933,7 @@ export interface components {
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             tools?: components["schemas"]["Tool"][] | null;
-            whiten?: boolean;
+            whiten?: boolean | string;
         };
         Usage: {
             cached_results?: number;
@@ -1711,7 +2021,7 @@ export interface components {
             source: "upload" | "training" | "combination";
             validation?: components["schemas"]["Validation"] | null;
             weights_digest?: string | null;
-            whiten?: boolean | null;
+            whiten?: boolean | string | null;
         } & {
             [key: string]: unknown;
         };
@@ -1799,6 +2109,275 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ReloadAnswer"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_captures_captures_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureList"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    start_capture_captures_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CaptureRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_capture_captures__name__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_capture_captures__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Deleted"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_capture_index_captures__name__index_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureIndex"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    pause_capture_captures__name__pause_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    resume_capture_captures__name__resume_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    upload_capture_source_captures__name__source_put: {
+        parameters: {
+            query?: {
+                overwrite?: boolean;
+            };
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/octet-stream": string;
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureSource"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    detokenize_detokenize_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DetokenizeRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DetokenizeAnswer"];
                 };
             };
             default: {

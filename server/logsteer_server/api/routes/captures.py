@@ -3,6 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from safetensors.numpy import save
 
 from logsteer.errors import api_error
 from logsteer.schemas import Deleted
@@ -10,11 +11,11 @@ from logsteer.schemas.captures import (
     CaptureCard,
     CaptureIndex,
     CaptureList,
-    CaptureName,
     CaptureRequest,
     CaptureSource,
     name_shard,
 )
+from logsteer.schemas.steering import CaptureName
 from logsteer_server.api.dependencies import (
     CapturesDep,
     SettingsDep,
@@ -33,6 +34,7 @@ from logsteer_server.api.routes.resources import (
 from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.observation.requests import find_record
 from logsteer_server.stores.captures import CaptureStore
+from logsteer_server.tasks.reduction import load_moments
 
 router = APIRouter(route_class=KeyedRoute, tags=["captures"])
 
@@ -151,7 +153,7 @@ async def download_capture_statistics(
 ) -> Response:
     """Means and covariances so far, of `reduce`: float64 `mean.LAYER` and `covariance.LAYER`."""
     store = captures.find(request.state.caller)
-    content = await threads.run(captures.read_moments, store, name)
+    content = await threads.run(lambda: save(load_moments(store, store.read(name))))
     return Response(content, media_type=SAFETENSORS)
 
 

@@ -26,7 +26,7 @@ from logsteer_server.api.dependencies import (
     ChangesDep,
     DrainDep,
     ModelsDep,
-    UpkeepDep,
+    ObjectsDep,
     VariantsDep,
     find_base,
 )
@@ -156,12 +156,12 @@ async def healthz(models: ModelsDep, response: Response) -> Health:
 
 @router.get("/readyz")
 async def readyz(
-    models: ModelsDep, drain: DrainDep, upkeep: UpkeepDep, response: Response
+    models: ModelsDep, drain: DrainDep, objects: ObjectsDep, response: Response
 ) -> Readiness:
     """Whether every required model answers now: a readiness probe. Status 503 where one does not,
     and at the end.
     """
-    store = None if upkeep.is_local else ("away" if upkeep.trouble else "answers")
+    store = None if objects.is_local else ("away" if objects.trouble else "answers")
     reason = "the server is shutting down" if drain.has_begun else name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}

@@ -1,6 +1,6 @@
-"""Captures of a batch: the activations of each row's tokens that are wanted, pass by pass.
+"""Captures of a batch: the activations of chosen tokens of each row, pass by pass.
 
-Axis letters: B rows, T tokens, L layers, N captured tokens of a pass, W width of an activation.
+Axis letters: T tokens, L layers, N captured tokens of a pass, W width of an activation.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from logsteer_server.contract.captures import Capture, CapturedActivations, Plac
 from logsteer_server.contract.jobs import Job
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.probes import TokenRange
+from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.sinks import finish_capture
 
 
 @dataclass(slots=True, eq=False)
 class CapturedRow:
-    """One job's capture: the activation of each layer, and what was read of it so far."""
+    """One job's capture: the activation of each layer, and what was captured so far."""
 
     capture: Capture
     prompt_len: int
@@ -45,19 +45,20 @@ class CapturedRow:
             model.check_delta(list(points))
         return cls(capture, job.prompt_len, points, [], [[] for _ in points])
 
-    def begin(self, read: TokenRange) -> Places:
-        """Begin a forward pass over some tokens; return the columns of those that are captured."""
-        mask = self.capture.positions.mask(read.begin, read.end, self.prompt_len)
-        columns: Places = np.flatnonzero(mask)
-        if self.capture.read == "last" and len(columns):
-            columns = columns[-1:]
+    def begin(self, tokens: PassTokens, row: int) -> Places:
+        """Begin a forward pass with these tokens of a row; return the places of captured ones."""
+        own = tokens.of_row(row)
+        position_n = tokens.position_N[own]
+        chosen_n = np.flatnonzero(self.capture.positions.contain(position_n, self.prompt_len))
+        if self.capture.read == "last" and len(chosen_n):
+            chosen_n = chosen_n[-1:]
             self.places = []
             self.parts_L = [[] for _ in self.points]
-        self.places.append(columns + read.begin)
-        return columns + read.first
+        self.places.append(position_n[chosen_n])
+        return tokens.place_N[own][chosen_n]
 
     def finish(self) -> CapturedActivations:
-        """Return what the capture gives of the tokens that were read."""
+        """Return the capture's result for the tokens that were read."""
         places = np.concatenate([np.zeros(0, np.int64), *self.places])
         none_0W = torch.zeros((0, self.points[0].width))
         found_LTW = torch.stack([torch.cat([none_0W, *parts]) for parts in self.parts_L])
@@ -65,33 +66,26 @@ class CapturedRow:
 
 
 def hook_captures(
-    rows: Sequence[CapturedRow | None],
-    ranges: Sequence[TokenRange],
-    num_columns: int,
-    *,
-    before: bool,
+    rows: Sequence[CapturedRow | None], tokens: PassTokens, *, before: bool
 ) -> list[tuple[Point, HookFunction]]:
-    """Return the hooks that capture before or after steering in a forward pass [B, num_columns]
-    with these tokens of each row.
-    """
+    """Return the hooks that capture activations before or after steering in a forward pass."""
     points: dict[str, Point] = {}
-    wanted: dict[str, list[tuple[list[Tensor], Places]]] = {}
-    for b, (row, read) in enumerate(zip(rows, ranges, strict=True)):
+    asked: dict[str, list[tuple[list[Tensor], Places]]] = {}
+    for b, row in enumerate(rows):
         if row is None or row.capture.before != before:
             continue
-        index_n = row.begin(read) + b * num_columns
-        for point, parts in zip(row.points, row.parts_L if len(index_n) else (), strict=False):
+        place_n = row.begin(tokens, b)
+        for point, parts in zip(row.points, row.parts_L if len(place_n) else (), strict=False):
             points[point.key] = point
-            wanted.setdefault(point.key, []).append((parts, index_n))
-    return [(points[key], partial(_capture, own)) for key, own in wanted.items()]
+            asked.setdefault(point.key, []).append((parts, place_n))
+    return [(points[key], partial(_capture, own)) for key, own in asked.items()]
 
 
 @torch.no_grad()
-def _capture(wanted: list[tuple[list[Tensor], Places]], activation: Tensor, hook: object) -> None:  # noqa: ARG001
-    index_N = torch.from_numpy(np.concatenate([index_n for _, index_n in wanted]))
+def _capture(asked: list[tuple[list[Tensor], Places]], activation: Tensor, hook: object) -> None:  # noqa: ARG001
+    place_N = torch.from_numpy(np.concatenate([place_n for _, place_n in asked]))
     wide_TW = activation.detach().flatten(2).flatten(0, 1)
-    read_NW = wide_TW[index_N.to(activation.device)].float().cpu()
-    end = 0
-    for parts, index_n in wanted:
-        start, end = end, end + len(index_n)
-        parts.append(read_NW[start:end])
+    captured_NW = wide_TW[place_N.to(activation.device)].float().cpu()
+    counts = [len(place_n) for _, place_n in asked]
+    for (parts, _), own_nW in zip(asked, torch.split(captured_NW, counts), strict=True):
+        parts.append(own_nW)

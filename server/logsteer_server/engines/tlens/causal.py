@@ -1,6 +1,6 @@
-"""A causal model in two parts: a body, which gives hidden states, and a head, which gives logits.
+"""A causal model split into a body, which gives hidden states, and a head, which gives logits.
 
-So only the rows that are wanted go through the head. Axis letters: B sequences, T tokens, R rows,
+So only the scored rows go through the head. Axis letters: B sequences, T tokens, R rows,
 V vocabulary, D hidden size.
 """
 
@@ -31,13 +31,13 @@ from logsteer_server.engines.tlens.points import (
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 PADDED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Kinds of a cache's layers whose rows can be padded in front."""
+"""Classes of cache layers whose rows may be padded on the left."""
 HEAD_TOLERANCE = 1e-3
-"""How much the two parts may differ from the whole, per unit of the largest number."""
+"""The largest difference of the parts from the whole model, relative to the largest logit."""
 
 
 class _GivenBody(nn.Module):
-    """A causal model's body that returns the hidden states that were put into it."""
+    """A stand-in for a causal model's body that returns hidden states computed before."""
 
     def __init__(self, output_class: type) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class _GivenBody(nn.Module):
         return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the hidden states, in the body's own kind of output."""
+        """Return the hidden states in the body's own output class."""
         return self._output_class(last_hidden_state=self.hidden_1RD)
 
 
 class CausalModel:
     """A causal model of transformers; hooks on `points` act in `read`.
 
-    `name` stands in messages. Errors: ValueError where it has no body and head, no list of blocks,
+    `name` is for messages. Errors: ValueError where it has no body and head, no list of blocks,
     or layers whose state cannot be padded.
     """
 
@@ -99,7 +99,7 @@ class CausalModel:
 
     @contextmanager
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
-        """Let functions act on activations in every `read` of this context."""
+        """Call functions on activations in every `read` of this context."""
         self._is_hooked = bool(hooks)
         with ExitStack() as ending:
             ending.callback(setattr, self, "_is_hooked", False)
@@ -113,7 +113,7 @@ class CausalModel:
 
     @contextmanager
     def embedding_changed(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Let a function change the input embeddings [B, T, D] in every `read` of this context."""
+        """Change the input embeddings [B, T, D] by a function in every `read` of this context."""
         with ExitStack() as ending:
             for body in self._bodies:
                 embedding = body.get_input_embeddings()
@@ -128,7 +128,7 @@ class CausalModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Leave out in this context what is for training alone, such as dropout."""
+        """Turn off dropout and the like in this context."""
         yield
 
     def read(
@@ -141,9 +141,9 @@ class CausalModel:
     ) -> Tensor:
         """Return the hidden states [B, T, D] that the head is applied to.
 
-        Without a mask, padding must stand behind each sequence, where nothing looks back at it.
-        With a cache, the tokens follow those in it, and the mask covers both. `cast` is that of the
-        parameters' delta. Errors: RefusedJobError where the model does not compute in it.
+        Without a mask, sequences must be padded on the right, which no token attends to. With a
+        cache, the tokens follow those in it, and the mask covers both. `cast` is the parameter
+        delta's dtype. Errors: RefusedJobError where the model does not compute in it.
         """
         options: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
@@ -153,11 +153,12 @@ class CausalModel:
         if positions_BT is not None and self._takes_positions:
             options["position_ids"] = positions_BT.to(self.device)
         body = self._choose_body()
-        is_changed = self._is_hooked or self.parameters.are_replaced
-        # Of float64 see `overflow`.
-        is_checked = is_changed or (mask_BT is not None and self.dtype == torch.float64)
-        checked = CheckedAttention(mask_BT, shows_overflow=is_changed)
-        with checked if is_checked else nullcontext():
+        # Steering by at most `LARGEST_CHANGE` makes no score overflow in float32 or bfloat16.
+        is_checked = self.parameters.are_replaced or (
+            self._is_hooked and self.dtype == torch.float16
+        )
+        is_padded = mask_BT is not None and self.dtype == torch.float64
+        with CheckedAttention(mask_BT) if is_checked or is_padded else nullcontext():
             output = body(input_ids=tokens_BT.to(self.device), **options)
         hidden_BTD: Tensor = output.last_hidden_state
         if cast and hidden_BTD.dtype in HALF:
@@ -169,7 +170,7 @@ class CausalModel:
         return hidden_BTD
 
     def _choose_body(self) -> Any:
-        """Return the body that is run now."""
+        """Return the body to run."""
         return self._body
 
     def check_tokens(self, tokens: np.ndarray) -> None:
@@ -181,13 +182,13 @@ class CausalModel:
             raise RefusedJobError("invalid_request", detail)
 
     def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
-        """Check that a parameter delta acts everywhere while these points are hooked.
+        """Check that a parameter delta applies everywhere while these points are hooked.
 
-        Errors: RefusedJobError where it does not, or where the model computes in no `cast`.
+        Errors: RefusedJobError where it does not, or where the model cannot compute in `cast`.
         """
 
     def project(self, hidden_RD: Tensor) -> Tensor:
-        """Return the logits [R, V] of hidden states, with all that the model does to them."""
+        """Return the logits [R, V] of hidden states, with the model's own scaling and caps."""
         self._given_body.hidden_1RD = hidden_RD[None]
         dummy = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         logits_1RV: Tensor = self._head(input_ids=dummy, use_cache=False).logits
@@ -195,9 +196,9 @@ class CausalModel:
         return logits_1RV[0]
 
     def _detach_head(self, copy: nn.Module) -> None:
-        """Make a copy of the causal model, sharing its weights, the head: its body gives back.
+        """Use a copy of the causal model, with shared weights and a stand-in body, as the head.
 
-        So the scaling and capping of logits that some architectures do is theirs and not a copy.
+        So the architecture's own code scales and caps logits.
         """
         with torch.inference_mode():
             output = self._body(input_ids=self._probe_tokens(2), use_cache=False)
@@ -207,7 +208,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def _compare_head(self, whole: Any) -> int:
-        """Return the number of logits. Errors: ValueError where the parts are not the `whole`."""
+        """Return V. Errors: ValueError where the parts and the `whole` model differ."""
         tokens_BT = self._probe_tokens(4)
         whole_RV = whole(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1)
         logits_RV = self.project(self.read(tokens_BT).flatten(0, 1))
@@ -225,7 +226,7 @@ class CausalModel:
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Check that a model has no layers whose state cannot be padded. Errors: ValueError."""
+    """Check that all layers' states can be padded. Errors: ValueError."""
     if not all(type(layer) in PADDED_LAYERS for layer in DynamicCache(config=config).layers):
         raise ValueError(
             f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
@@ -233,7 +234,7 @@ def check_layers(config: Any, name: str) -> None:
 
 
 def describe_model(model: CausalModel) -> EngineInfo:
-    """Return what a model is, as one of this process that no server has."""
+    """Describe a model of this process that no server has."""
     dtype = str(model.dtype).removeprefix("torch.")
     return EngineInfo(
         engine="transformer_lens",

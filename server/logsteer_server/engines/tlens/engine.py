@@ -1,7 +1,8 @@
 """The TransformerLens engine: jobs in, batches through the bridged model, results out.
 
-Each step runs one batch: of one of the queues, or the next token of a batch of continuations that
-runs. They take turns, so nobody waits for a long one. Jobs of one batch have the same parameters.
+Each step runs one batch from one of the queues, or draws the next token of a running batch of
+continuations. Queues and running batches take turns, so that none waits for a long one. All jobs of
+a batch use the same parameters.
 """
 
 from collections import deque
@@ -46,7 +47,7 @@ Turn = JobQueue[Any] | RunningBatch
 
 
 class TransformerLensEngine:
-    """A model resident in TransformerLens. Errors: ValueError where it cannot be served."""
+    """A model loaded in TransformerLens. Errors: ValueError where it cannot be served."""
 
     def __init__(self, spec: EngineSpec) -> None:
         for name in ("quantization", "memory"):
@@ -58,8 +59,8 @@ class TransformerLensEngine:
         self._info = self._describe(spec, str(path), digest_weights(path), limits)
         self._deltas = DeltaCache(self._model.parameters, limits.override_cache_bytes)
         self._known: Results = []
-        """Results of jobs that take no step."""
-        # Whoever is first has the next turn.
+        """Results of jobs that need no step."""
+        # The first has the next turn.
         self._turns: deque[Turn] = deque()
         model, deltas, start = self._model, self._deltas, self._turns.append
         bounds = RowBounds(spec.chunk_bytes, spec.column_bytes)
@@ -69,7 +70,7 @@ class TransformerLensEngine:
             GradientJob: GradientQueue(model, deltas, limits, bounds.logits),
             GenerateJob: GenerateQueue(model, deltas, limits, start),
         }
-        # So that other continuations need not wait with those under a parameter delta.
+        # Continuations under a parameter delta may have to wait; the others need not.
         self._delta_queue = GenerateQueue(model, deltas, limits, start)
         self._turns.extend([*self._queues.values(), self._delta_queue])
 
@@ -96,7 +97,7 @@ class TransformerLensEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """The model and this engine's abilities."""
         return self._info
 
     @property
@@ -105,7 +106,7 @@ class TransformerLensEngine:
         return bool(self._known) or any(turn.has_work for turn in self._turns)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Take jobs in; what is known without a step comes with the next one."""
+        """Accept jobs; results that need no step come with the next one."""
         for job_id, job in jobs:
             result: JobResult | None = self._info.refuse(job)
             if result is None:
@@ -119,7 +120,7 @@ class TransformerLensEngine:
                 self._known.append((job_id, result))
 
     def _begin(self, job_id: int, job: Job) -> JobResult | None:
-        """Put a job into its queue; return the output of one that only asks whether it fits."""
+        """Queue a job; a job that only asks whether something fits returns its output at once."""
         if isinstance(job, CheckOverrideJob):
             return self._model.parameters.check(job.shapes)
         if isinstance(job, CheckAdapterJob):
@@ -133,7 +134,7 @@ class TransformerLensEngine:
         return self._delta_queue if has_copy else self._queues[type(job)]
 
     def cancel(self, job_ids: Sequence[int]) -> None:
-        """Drop jobs, wherever they are."""
+        """Drop jobs, queued or running."""
         ids = frozenset(job_ids)
         self._known = [(job_id, result) for job_id, result in self._known if job_id not in ids]
         for turn in self._turns:
@@ -141,7 +142,7 @@ class TransformerLensEngine:
         self._remove_ended()
 
     def step(self) -> Results:
-        """Run the batch whose turn it is, and return the results that came of it."""
+        """Run the next batch in turn and return its results."""
         results, self._known = self._known, []
         for _ in range(len(self._turns)):
             turn = self._turns.popleft()
@@ -155,10 +156,10 @@ class TransformerLensEngine:
         return results
 
     def _run(self, turn: Turn) -> Results:
-        """Return the results of the turn's next batch.
+        """Run the turn's next batch and return its results.
 
-        Failures where memory runs out over it. Where anything else is raised, its jobs are run one
-        by one, so that the one over which it is raised fails alone.
+        If memory runs out, all its jobs fail. After any other error they run again one by one, so
+        that only the job that causes it fails.
         """
         batch = turn.take()
         try:
@@ -167,7 +168,7 @@ class TransformerLensEngine:
             failure = error.failure
         except Exception as error:
             failure = _describe_shortage(batch) if lacks_memory(error) else describe_error(error)
-        # Here, and not above, no traceback holds the batch's tensors.
+        # Only here, outside the handler, does no traceback hold the batch's tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         turn.drop(frozenset(entry.job_id for entry in batch))
@@ -178,7 +179,7 @@ class TransformerLensEngine:
             job = entry.job
             streams = isinstance(job, GenerateJob) and job.stream
             if streams and isinstance(turn, RunningBatch):
-                results.append((entry.job_id, failure))  # pieces of it are with the caller
+                results.append((entry.job_id, failure))  # the caller has part of it already
             else:
                 self._find_queue(job).add(entry.job_id, job, alone=True)
         return results
@@ -189,10 +190,10 @@ class TransformerLensEngine:
             self._turns.remove(ended)
 
     def take_load(self) -> None:
-        """Return nothing: continuations are let in by all that they may come to."""
+        """Return nothing: continuations are admitted by the most tokens that they may take."""
 
     def read(self) -> EngineReading:
-        """Return how many jobs run and wait, and the memory of the GPUs."""
+        """Return the numbers of running and waiting jobs, and the GPUs' memory."""
         return EngineReading(
             running=sum(len(turn.rows) for turn in self._turns if isinstance(turn, RunningBatch)),
             waiting=sum(turn.num_waiting for turn in self._turns if isinstance(turn, JobQueue)),

@@ -1,8 +1,8 @@
-"""Continuing prompts: batches of continuations that grow together, a token each per step.
+"""Generation: batches of continuations that grow by a token each per step.
 
-Prompts are padded on the left, so that every row's next token comes at the end; padding is masked
-and positions count from each row's own first token. Keys and values stay in a cache, and rows that
-have ended leave it. Axis letters: B rows, T tokens, V vocabulary, K alternatives, W values of a
+Prompts are padded on the left, so that every row's next token comes at the end; padding is masked,
+and positions count from each row's own first token. Keys and values stay in transformers' cache
+until their row ends. Axis letters: B rows, T tokens, V vocabulary, K alternatives, W values of a
 row.
 """
 
@@ -22,24 +22,25 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.plan import ParameterDelta
 from logsteer_server.engines.drawn import DrawnTokens
-from logsteer_server.engines.tlens.captures import CapturedRow, hook_captures
+from logsteer_server.engines.tlens.captures import CapturedRow
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
     JobQueue,
     Results,
     accept_row,
+    hooked,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import RowSampler
 
 MAX_RUNNING_DELTAS = 2
-"""Parameter deltas that continuations run under at once, each with a copy of parameters."""
+"""The most parameter deltas, each a copy of parameters, of running batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,11 +64,11 @@ class GenerationRow(Entry):
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and those drawn."""
+        """The number of the prompt's tokens and drawn ones."""
         return len(self.job.tokens) + self.drawn.num_tokens
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
-        """Return all tokens that no output has had yet; with a reason, the last output."""
+        """Return the tokens since the last output; with a reason, the final output."""
         if not self.steered:
             return self.drawn.take(finish_reason)
         # The last token was sampled and never read.
@@ -77,7 +78,7 @@ class GenerationRow(Entry):
 
 
 class RunningBatch:
-    """Continuations whose prompts are read in one forward pass, then a token each per step.
+    """A batch of continuations: one forward pass over the prompts, then one per token.
 
     `parameters` replace the model's of their names in every step, and `hooks` act after steering.
     """
@@ -105,23 +106,23 @@ class RunningBatch:
 
     @property
     def delta(self) -> ParameterDelta:
-        """What is added to the parameters for all rows, of which there must be one."""
+        """The parameter delta of all rows; there must be a row."""
         delta: ParameterDelta = self.rows[0].job.delta
         return delta
 
     @property
     def has_work(self) -> bool:
-        """Whether a row goes on."""
+        """Whether a row is unfinished."""
         return bool(self.rows)
 
     def take(self) -> list[GenerationRow]:
-        """Return the rows of the next step: all."""
+        """Return the rows of the next step, which are all."""
         return self.rows
 
     def run(self, rows: Sequence[GenerationRow]) -> Results:  # noqa: ARG002
         """Read the newest tokens and sample the next of each row.
 
-        Returns the outputs of rows that end with it, and of those that are streamed.
+        Returns the outputs of rows that end, and the new pieces of streamed rows.
         """
         return self._model.parameters.call_with(self.parameters, self._step)
 
@@ -165,22 +166,18 @@ class RunningBatch:
         mask_BT = None
         if any(self._pads):
             mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
-        ranges = [TokenRange(max(0, -start), max(0, start), start + width) for start in starts]
-        captured = [row.captured for row in self.rows]
-        before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
-        model = self._model
-        with model.hooked([*before, *self._steering.hooks(ranges, width), *self._hooks, *after]):
-            hidden_BTD = model.read(
+        first_B = np.array(starts)
+        tokens = PassTokens.of(first_B, first_B + width, width)
+        with hooked(self._model, self.rows, self._steering, tokens, self._hooks):
+            hidden_BTD = self._model.read(
                 self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
             )
-        self._steering.end_pass()
-        return model.project(hidden_BTD[:, -1])
+        return self._model.project(hidden_BTD[:, -1])
 
     def _sample(self, logits_BV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample each row's next token.
 
-        Returns the tokens [B], whether their logits were finite [B], and what was read with them
-        [B, W].
+        Returns the tokens [B], whether their logits were finite [B], and their values [B, W].
         """
         drawn_B = np.array([row.drawn.num_tokens for row in self.rows])
         drawn = self._sampler.draw(logits_BV, drawn_B)
@@ -192,14 +189,14 @@ class RunningBatch:
 
     @torch.inference_mode()
     def drop(self, job_ids: frozenset[int]) -> None:
-        """Take the rows of these jobs out."""
+        """Remove the rows of these jobs."""
         if not any(row.job_id in job_ids for row in self.rows):
             return
         self._steering.collect()
         self._select([b for b, row in enumerate(self.rows) if row.job_id not in job_ids])
 
     def _select(self, indices: list[int]) -> None:
-        """Remove all rows but these."""
+        """Keep only these rows."""
         if len(indices) == len(self.rows):
             return
         self.rows = [self.rows[b] for b in indices]
@@ -210,7 +207,7 @@ class RunningBatch:
             self._set_rows()
 
     def _set_rows(self) -> None:
-        """Steer and sample the rows that there are now."""
+        """Build the steering and the sampler of the current rows."""
         self._steering = BatchSteering([row.steered for row in self.rows])
         specs = [row.drawn.spec for row in self.rows]
         seeds, histories = [row.job.seed for row in self.rows], [row.history for row in self.rows]
@@ -218,10 +215,10 @@ class RunningBatch:
 
 
 class GenerateQueue(JobQueue[GenerationRow]):
-    """Prompts to be continued, all jobs of a batch under one parameter delta.
+    """Prompts to continue, all jobs of a batch under one parameter delta.
 
-    Batches run under MAX_RUNNING_DELTAS deltas at once; jobs under another one wait. `enlist` is
-    given each batch that was started and has rows left.
+    Running batches use at most MAX_RUNNING_DELTAS deltas; jobs under another one wait. `enlist` is
+    called with each new batch that has unfinished rows after its first step.
     """
 
     def __init__(
@@ -235,7 +232,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
         self._model = model
         self._deltas = deltas
         self._enlist = enlist
-        # Weak: a batch and its cache are freed once the engine has no more turns for it.
+        # Weak, so that a batch and its cache are freed as soon as the engine drops it.
         self._running: WeakSet[RunningBatch] = WeakSet()
 
     @property
@@ -244,7 +241,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
         if not super().has_work:
             return False
         running = {batch.delta for batch in self._running if batch.has_work}
-        # Nobody goes past whoever is next.
+        # The next job is not overtaken.
         return len(running) < MAX_RUNNING_DELTAS or self._first.job.delta in running
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
@@ -253,7 +250,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
         return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
 
     def run(self, batch: list[GenerationRow]) -> Results:
-        """Start a batch: return the results of its first step. Errors: RefusedJobError."""
+        """Start a batch and return the results of its first step. Errors: RefusedJobError."""
         delta = batch[0].job.delta
         same = [running for running in self._running if running.has_work and running.delta == delta]
         parameters = same[0].parameters if same else self._deltas.apply(delta)

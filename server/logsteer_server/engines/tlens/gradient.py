@@ -1,13 +1,13 @@
-"""Differentiating the target log-probabilities of sequences, batch by batch.
+"""Derivatives of sequences' target log-probabilities, batch by batch.
 
-With respect to activations in reverse mode, along a direction of the parameters in forward mode.
-The rows of a batch do not touch each other, so the derivative of their sum holds each row's own.
+Reverse mode with respect to activations or input embeddings, forward mode along a direction of the
+parameters. Rows of a batch are independent, so the gradient of their sum is each row's own.
 Axis letters: B sequences, T tokens, R scored rows, V vocabulary, D width of an activation.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from logsteer_server.contract.gradients import GradientJob, GradientOutput
 from logsteer_server.contract.jobs import JobFailure, Scores
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
+from logsteer_server.engines.tlens.points import Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
@@ -28,26 +28,16 @@ from logsteer_server.engines.tlens.queue import (
     accept_row,
     read_batch,
 )
-from logsteer_server.numerics.hidden_rows import split_chunks
 from logsteer_server.numerics.sampling import log_softmax
 
 BYTES_PER_LOGIT = 48
 """Peak bytes per logit of a chunk: float64 values, their tangents, temporaries."""
 BATCH_SHARE = 4
-"""By how much smaller a batch is than one that is scored: it is stored for the backward pass."""
-
-
-@dataclass(slots=True)
-class _ScoredRows:
-    """The scored rows of a batch: their places among B x T, targets, and which job has them."""
-
-    index_R: Tensor
-    targets_R: Tensor
-    owners: list[slice]
+"""How many times smaller a batch is than in scoring: the backward pass stores activations."""
 
 
 class GradientQueue(ModelQueue):
-    """Sequences to be differentiated; logits take at most `chunk_bytes` at a time."""
+    """Sequences to differentiate; a chunk of logits takes at most `chunk_bytes`."""
 
     def __init__(
         self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
@@ -104,9 +94,9 @@ class GradientQueue(ModelQueue):
     def _make_duals(
         self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the parameters that the direction has, as dual numbers with it as tangent.
+        """Return the direction's parameters as dual numbers with the direction as tangent.
 
-        Each has the name by which `parameters` has it, whatever the direction calls it.
+        Names are those of `parameters`, where the direction may use another one.
         """
         resident, duals = self._model.parameters, {}
         with warnings.catch_warnings():
@@ -129,23 +119,22 @@ class GradientQueue(ModelQueue):
             leaves[str(hook.name)] = leaf
             return activation + leaf
 
-        points = list(dict.fromkeys(batch[0].points))
+        hooks = [(point, add_zeros) for point in dict.fromkeys(batch[0].points)]
         with torch.enable_grad():
-            hidden_BTD, rows = self._read(batch, [(point, add_zeros) for point in points])
-            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, rows)
-            wanted = [leaves[point.key] for point in batch[0].points]
-            found = torch.autograd.grad(hidden_BTD, wanted, pull_BTD)
-        results: Results = []
-        for b, (entry, own) in enumerate(zip(batch, rows.owners, strict=True)):
+            hidden_BTD = read_batch(self._model, batch, hooks)
+            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, batch)
+            inputs = [leaves[point.key] for point in batch[0].points]
+            found = torch.autograd.grad(hidden_BTD, inputs, pull_BTD)
+        others = []
+        for b, entry in enumerate(batch):
             length = len(entry.job.tokens)
             mask_T = torch.from_numpy(entry.job.positions.mask(0, length, entry.job.prompt_len))
             gradients = tuple(
                 _widen(gradient[b, :length][mask_T.to(gradient.device)].flatten(1)).cpu().numpy()
                 for gradient in found
             )
-            output = GradientOutput(logprob_R[own], gradients, trace=entry.trace)
-            results.append(entry.conclude(output))
-        return results
+            others.append({"gradients": gradients})
+        return _conclude(batch, logprob_R, others)
 
     def _attribute(self, batch: Sequence[Entry]) -> Results:
         points = [entry.job.input_point for entry in batch]
@@ -163,24 +152,19 @@ class GradientQueue(ModelQueue):
             return moved_BTD
 
         with torch.enable_grad(), self._model.embedding_changed(move):
-            hidden_BTD, rows = self._read(batch, [])
+            hidden_BTD = read_batch(self._model, batch)
             away_BTD, moved_BTD = found
-            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, rows)
+            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, batch)
             (gradient_BTD,) = torch.autograd.grad(hidden_BTD, [moved_BTD], pull_BTD)
         attributions_BT = (_widen(gradient_BTD) * _widen(away_BTD)).sum(-1).cpu().numpy()
-        return [
-            entry.conclude(
-                GradientOutput(
-                    logprob_R[own],
-                    attributions=attributions_BT[b, : len(entry.job.tokens)],
-                    trace=entry.trace,
-                )
-            )
-            for b, (entry, own) in enumerate(zip(batch, rows.owners, strict=True))
+        others = [
+            {"attributions": attributions_BT[b, : len(entry.job.tokens)]}
+            for b, entry in enumerate(batch)
         ]
+        return _conclude(batch, logprob_R, others)
 
     def _differentiate_head(
-        self, hidden_BTD: Tensor, rows: _ScoredRows
+        self, hidden_BTD: Tensor, batch: Sequence[Entry]
     ) -> tuple[Scores, Tensor | None]:
         """Return the targets' log-probabilities [R], and the gradient of their sum with respect to
         the hidden states.
@@ -190,56 +174,57 @@ class GradientQueue(ModelQueue):
         """
         top_BTD = hidden_BTD.detach().requires_grad_()
         logprobs = []
-        for part, logits_rV in self._project(top_BTD, rows):
+        for targets_r1, logits_rV in self._project(top_BTD, batch):
             log_p_rV = log_softmax(_widen(logits_rV))
-            logprob_r = log_p_rV.gather(-1, rows.targets_R[part, None])[:, 0]
+            logprob_r = log_p_rV.gather(-1, targets_r1)[:, 0]
             logprob_r.sum().backward()  # type: ignore[no-untyped-call]
             logprobs.append(logprob_r.detach())
         return torch.cat(logprobs).cpu().numpy(), top_BTD.grad
 
     def _run_forward_mode(self, batch: Sequence[Entry]) -> Results:
-        hidden_BTD, rows = self._read(batch, [])
+        hidden_BTD = read_batch(self._model, batch)
         logprobs, derivatives = [], []
-        for part, dual_rV in self._project(hidden_BTD, rows):
+        for targets_r1, dual_rV in self._project(hidden_BTD, batch):
             logits_rV, change_rV = forward_ad.unpack_dual(dual_rV)  # type: ignore[no-untyped-call]
             log_p_rV = log_softmax(_widen(logits_rV))
             change_rV = torch.zeros_like(logits_rV) if change_rV is None else change_rV
             change_rV = change_rV.double()
             # d log p(x) = dz(x) - sum p dz
             mean_r = (log_p_rV.double().exp() * change_rV).sum(-1)
-            targets_r1 = rows.targets_R[part, None]
             derivatives.append(change_rV.gather(-1, targets_r1)[:, 0] - mean_r)
             logprobs.append(log_p_rV.gather(-1, targets_r1)[:, 0])
         logprob_R, derivative_R = (torch.cat(x).cpu().numpy() for x in (logprobs, derivatives))
-        return [
-            entry.conclude(
-                GradientOutput(logprob_R[own], directional=derivative_R[own], trace=entry.trace)
-            )
-            for entry, own in zip(batch, rows.owners, strict=True)
-        ]
+        others = [{"directional": own_r} for own_r in _split(batch, derivative_R)]
+        return _conclude(batch, logprob_R, others)
 
-    def _read(
-        self, batch: Sequence[Entry], hooks: Sequence[tuple[Point, HookFunction]]
-    ) -> tuple[Tensor, _ScoredRows]:
-        """Return the hidden states [B, T, D] of the batch and its scored rows."""
-        hidden_BTD = read_batch(self._model, batch, hooks)
-        index, owners, start = [], [], 0
-        for b, entry in enumerate(batch):
-            end, count = len(entry.job.tokens) + b * hidden_BTD.shape[1], len(entry.job.targets)
-            index.append(np.arange(end - count, end))
-            owners.append(slice(start, start + count))
-            start += count
-        targets_R = np.concatenate([entry.job.targets for entry in batch]).astype(np.int64)
-        device = hidden_BTD.device
-        index_R = torch.from_numpy(np.concatenate(index)).to(device)
-        return hidden_BTD, _ScoredRows(index_R, torch.from_numpy(targets_R).to(device), owners)
+    def _project(
+        self, hidden_BTD: Tensor, batch: Sequence[Entry]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the targets [r, 1] and logits [r, V] of the scored rows, a chunk at a time."""
+        width, device = hidden_BTD.shape[1], hidden_BTD.device
+        targets = [torch.from_numpy(entry.job.targets.astype(np.int64)) for entry in batch]
+        ends = [len(entry.job.tokens) + b * width for b, entry in enumerate(batch)]
+        index = [torch.arange(end - len(own), end) for end, own in zip(ends, targets, strict=True)]
+        size = max(1, self._chunk_bytes // (self._model.vocab_size * BYTES_PER_LOGIT))
+        chunks = (torch.split(torch.cat(own).to(device), size) for own in (index, targets))
+        for index_r, target_r in zip(*chunks, strict=True):
+            yield target_r[:, None], self._model.project(hidden_BTD.flatten(0, 1)[index_r])
 
-    def _project(self, hidden_BTD: Tensor, rows: _ScoredRows) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of the scored rows, a chunk at a time."""
-        size = self._model.vocab_size * BYTES_PER_LOGIT
-        step = max(1, self._chunk_bytes // size)
-        for part in split_chunks(len(rows.index_R), step):
-            yield part, self._model.project(hidden_BTD.flatten(0, 1)[rows.index_R[part]])
+
+def _split(batch: Sequence[Entry], numbers_R: Scores) -> list[Scores]:
+    """Return each job's own rows of those of a batch."""
+    counts = [len(entry.job.targets) for entry in batch]
+    return np.split(numbers_R, np.cumsum(counts)[:-1])
+
+
+def _conclude(
+    batch: Sequence[Entry], logprob_R: Scores, others: Sequence[Mapping[str, Any]]
+) -> Results:
+    """Return the jobs' results; `others` are each output's derivatives."""
+    return [
+        entry.conclude(GradientOutput(own_r, trace=entry.trace, **other))
+        for entry, own_r, other in zip(batch, _split(batch, logprob_R), others, strict=True)
+    ]
 
 
 def _widen(numbers: Tensor) -> Tensor:

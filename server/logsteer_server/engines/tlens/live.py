@@ -1,7 +1,7 @@
-"""A model that lives in the caller's program, used as it is: no copy of it, and no bridge.
+"""A model of the caller's program, used without a copy or a bridge.
 
-So what the program does to it holds here at once: steps of an optimizer, adapters that PEFT
-switches on and off, hooks of its own, its training mode.
+So everything that the program does to it applies at once: optimizer steps, PEFT's adapters,
+hooks, training mode.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A model in TransformerLens's bridge: hidden states, logits, and where its activations are.
+"""A model in TransformerLens's bridge: hidden states, logits and hook points.
 
 The bridge wraps transformers' own model and puts hook points between its modules.
 """
@@ -39,7 +39,7 @@ from logsteer_server.numerics.hidden_rows import multiply_wide
 
 
 class _WideLinear(nn.Module):
-    """A linear layer whose product is computed in float32, whatever its weights are."""
+    """A linear layer that computes its product in float32 for weights of any dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _WideLinear(nn.Module):
 
 
 class BridgeModel(CausalModel):
-    """A causal model, loaded, in TransformerLens's bridge.
+    """A causal model loaded into TransformerLens's bridge.
 
     Errors: ValueError where it cannot be served.
     """
@@ -134,10 +134,10 @@ class BridgeModel(CausalModel):
         return all(point.key in self._edges for point in points)
 
     def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
-        """Check that a parameter delta acts everywhere while these points are hooked.
+        """Check that a parameter delta applies everywhere while these points are hooked.
 
-        It does not where that needs bridged blocks that have copies of parameters; and quantised
-        models compute in no `cast`. Errors: RefusedJobError.
+        It does not if they need bridged blocks that hold copies of parameters. Quantised models
+        cannot compute in a `cast`. Errors: RefusedJobError.
         """
         if cast and self.quantization:
             raise RefusedJobError(
@@ -155,7 +155,7 @@ class BridgeModel(CausalModel):
         )
 
     def _widen_head(self) -> None:
-        """Have the head's product computed in float32, and what follows it, such as a cap."""
+        """Compute the head's product in float32, and what follows it, such as a cap."""
         for name, module in self._head.named_children():
             if isinstance(module, nn.Linear) and module.out_features == self.vocab_size:
                 self._head._modules[name] = _WideLinear(module)

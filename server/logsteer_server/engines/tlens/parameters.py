@@ -1,7 +1,7 @@
-"""A model's parameters by name, parameter deltas, and calls of the model with both added up.
+"""A model's parameters by name, parameter deltas, and calls of the model with a delta applied.
 
-The resident parameters are never written to: `torch.func.functional_call` puts other tensors in
-their places for one call and takes them out again.
+The resident parameters are never written to: `torch.func.functional_call` replaces them for one
+call.
 """
 
 from collections import OrderedDict
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 HALF = (torch.float16, torch.bfloat16)
 SHOWN = 3
-"""Names that a message lists."""
+"""The most names in a message."""
 PIECE = 2**22
-"""Numbers that are computed together in float64."""
+"""The most numbers at once in float64."""
 
 
 class _CallingModel(nn.Module):
-    """A model whose forward is any call, so that `functional_call` serves for all of them."""
+    """A model whose forward is any call, for `functional_call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,12 +45,11 @@ class _CallingModel(nn.Module):
 
 
 class Parameters:
-    """The parameters of a causal model, by the names that transformers gives them.
+    """The parameters of a causal model by transformers' names, with the buffers of its state_dict.
 
-    Buffers that its state_dict has are among them. The modules of transformers and the bridge's
-    hold their tensors in the same dictionaries, and so does every `unwrap`ped copy: what is put
-    into one is seen in all. `computed_with` are those that a call may compute with.
-    `are_replaced`: whether a call runs now that replaces some.
+    Transformers' modules, the bridge's and `unwrap`ped copies keep their tensors in the same
+    dictionaries: a tensor replaced in one is replaced in all. `computed_with` are the tensors that
+    a call may use. `are_replaced`: whether the current call replaces any.
     """
 
     are_replaced = False
@@ -69,7 +68,7 @@ class Parameters:
         self.are_shared = all(id(tensor) in known for tensor in computed_with)
 
     def call_with(self, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
-        """Return what `call` returns while these tensors replace the parameters of their names."""
+        """Call with these tensors in place of the parameters of their names."""
         if not tensors:
             return call()
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
@@ -114,16 +113,16 @@ class Parameters:
             }
 
     def resolve(self, name: str) -> str:
-        """Return the name that stands for a parameter wherever one is replaced: its first."""
+        """Return the name under which a parameter is replaced: its first."""
         return self._first[id(self.by_name[name])]
 
     def add_scaled(
         self, direction: Mapping[str, Tensor], eta: float, changed: dict[str, Tensor]
     ) -> bool:
-        """Put theta + eta v of each parameter that v has into `changed`, rounded once.
+        """Store theta + eta v of each of v's parameters in `changed`, rounded once.
 
-        What `changed` has already is theta, and gives the dtype. Returns whether a number moved:
-        whether any differs from theta's after rounding.
+        Where `changed` has the parameter already, that is theta, and gives the dtype. Returns
+        whether any number differs from theta's after rounding.
         """
         has_moved = False
         # Outside of inference mode, because a gradient may be taken under them later.
@@ -161,11 +160,10 @@ def _add_scaled(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
 
 
 class DeltaCache:
-    """Directions that were used last, and the parameters that the last deltas gave.
+    """The most recently used directions, and the parameters with recent deltas applied.
 
-    Of each as many as `max_bytes` hold. While there is work, the newest stays in memory whatever
-    its size. With room for 8 bytes, directions of 4, 4 and 12 bytes that are used in this order
-    leave
+    Each kind takes at most `max_bytes`; while there is work, the newest stays whatever its size.
+    With room for 8 bytes, directions of 4, 4 and 12 bytes, used in this order, leave
 
         4      4 4      12      nothing once there is no work
     """
@@ -186,10 +184,10 @@ class DeltaCache:
         return found
 
     def apply(self, delta: ParameterDelta) -> dict[str, Tensor]:
-        """Return the parameters that a delta changes, by name, with it added.
+        """Return the changed parameters by name, with the delta added.
 
-        With a cast these are all of half precision, in float32. Errors: RefusedJobError where its
-        files are damaged or do not fit the model, and where rounding leaves nothing of it.
+        With a cast these are all parameters of half precision, in float32. Errors: RefusedJobError
+        where its files are damaged or do not fit the model, or where rounding leaves nothing of it.
         """
         if not delta:
             return {}
@@ -221,7 +219,7 @@ class DeltaCache:
         return found
 
     def trim(self) -> None:
-        """Free what is too large to stay in memory without work."""
+        """Free entries beyond `max_bytes`, now that there is no work."""
         _drop_oldest(self._applied, self._max_bytes)
         _drop_oldest(self._directions, self._max_bytes)
 
@@ -232,7 +230,7 @@ class DeltaCache:
             return {name: tensors.get_tensor(name) for name in shapes}
 
     def read_adapter(self, adapter: Adapter) -> dict[str, Tensor]:
-        """Return what the adapter adds to parameters, by name. Errors: RefusedJobError."""
+        """Return the adapter's updates by parameter name. Errors: RefusedJobError."""
         with _open_stored(adapter.path, "adapter") as tensors:
             try:
                 return read_updates(tensors, self._parameters.by_name)
@@ -266,7 +264,7 @@ def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 @contextmanager
 def _open_stored(path: str, noun: str) -> Iterator[Any]:
-    """Open a stored safetensors file, which was read against its SHA-256 before the job came here.
+    """Open a stored safetensors file, whose SHA-256 was checked before.
 
     Errors: RefusedJobError where it is gone or cannot be read.
     """
@@ -283,7 +281,7 @@ def _open_stored(path: str, noun: str) -> Iterator[Any]:
 def _drop_oldest(
     entries: OrderedDict[Any, dict[str, Tensor]], max_bytes: int, kept: int = 0
 ) -> None:
-    """Remove the oldest entries until the others take so many bytes, or until so many are left."""
+    """Remove the oldest entries until the rest fit `max_bytes` or number `kept`."""
     total = sum(map(_count_bytes, entries.values()))
     while len(entries) > kept and total > max_bytes:
         total -= _count_bytes(entries.popitem(last=False)[1])
@@ -294,7 +292,7 @@ def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _has_numbers(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether any is not 0."""
+    """Return whether any number is not 0."""
     return any(bool(tensor.any()) for tensor in tensors.values())
 
 

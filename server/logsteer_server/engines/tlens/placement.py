@@ -1,10 +1,9 @@
-"""Where a model goes: one device, or several GPUs that its blocks are spread over.
+"""Placement of a model on one device, or of its blocks on several GPUs.
 
-Several GPUs hold a run of blocks each, and the first one all that is not in a block: embeddings,
-final norm, head, positions. So parameters that embeddings and head share have one place, and what
-goes into the model and what comes out of it are on one device, with any number of GPUs. Accelerate
-puts the weights there, and has each module of transformers bring its inputs to its own device; here
-the bridge's modules learn it, too.
+Each GPU holds consecutive blocks, and the first one also embeddings, final norm, head and
+positions. So tied parameters have one place, and inputs and outputs are on one device for any
+number of GPUs. Accelerate places the weights, and has each module of transformers move its inputs
+to its own device; here the bridge's modules do so, too.
 """
 
 import copy
@@ -49,7 +48,7 @@ def place_model(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def load_options(devices: Sequence[str], config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what has the bridge load a model of this configuration on these devices."""
+    """Return the bridge's options for loading a model on these devices."""
     if len(devices) == 1:
         return {"device": devices[0]}
     free = [measure_free_bytes(device) for device in devices]
@@ -57,7 +56,7 @@ def load_options(devices: Sequence[str], config: Any, dtype: torch.dtype) -> dic
 
 
 def measure_free_bytes(device: str) -> int:
-    """Return how much of a GPU's memory nobody uses."""
+    """Return a GPU's free memory."""
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -86,10 +85,10 @@ def spread_blocks(
 
 
 def follow_devices(causal: nn.Module) -> None:
-    """Have the bridge's modules bring their inputs to the devices of those that they stand for.
+    """Have the bridge's modules move their inputs to the devices of the modules they wrap.
 
-    Some compute with the weights of transformers' module, whose forward, and so whose hook of
-    accelerate, is never called. On one device there are no such hooks, and nothing changes.
+    Some use the weights of transformers' module without calling its forward, so that accelerate's
+    hook does not run. On one device there are no such hooks, and nothing changes.
     """
     for module in causal.modules():
         if isinstance(module, GeneralizedComponent) and module.original_component is not None:
@@ -97,9 +96,9 @@ def follow_devices(causal: nn.Module) -> None:
 
 
 def bring_inputs(module: nn.Module, placed: nn.Module) -> None:
-    """Have a module bring its inputs to where accelerate has put another one, if it has.
+    """Have a module move its inputs to the device on which accelerate has placed another one.
 
-    That is each part that `spread_blocks` names; all within one is on one device.
+    Accelerate places each part that `spread_blocks` names, as a whole.
     """
     hook = getattr(placed, "_hf_hook", None)
     if hook is None or not hook.place_submodules:
@@ -133,7 +132,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _sketch(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model that the bridge will load, without its weights' numbers."""
+    """Return the model that the bridge will load, on the meta device."""
     from transformer_lens.model_bridge.sources.transformers.helpers import (
         get_hf_model_class_for_architecture,
     )
@@ -161,7 +160,7 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _name_the_rest(model: nn.Module, prefix: str) -> list[str]:
-    """Return names that cover a model but for the list of this name, without its parents."""
+    """Return names that cover a model except the list of this name and its parents."""
     names = []
     module, path = model, ""
     for step in prefix.split("."):

@@ -1,7 +1,7 @@
-"""Hook points of a bridge: which activations of which layer can be steered and captured.
+"""Hook points of a bridge: the activations of each layer that can be steered and captured.
 
-Whether a point is of use is found out, not assumed: two short sequences go through the model, and
-a point counts where it fires with one activation per token that the logits depend on.
+They are found by experiment: two short sequences go through the model, and a point counts if it
+fires with one activation per token that the logits depend on.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,22 +23,22 @@ SHORT_NAMES = {
     "attn_out": "hook_attn_out",
     "mlp_out": "hook_mlp_out",
 }
-"""Names of activations that every engine knows, and the bridge's names for them."""
+"""Names of activations in every engine, and the bridge's names for them."""
 
 RECOMPUTING = (".hook_normalized", ".hook_scale")
-"""Points beside the computation: a change there makes the bridge compute every row another way."""
+"""Points to leave alone: a hook on them makes the bridge compute every row by another formula."""
 
 PROBE_LENGTHS = (5, 7)
-"""Lengths of the probes: an axis that is 5 in one and 7 in the other is the token axis."""
+"""Lengths of the test sequences: the axis of 5 in one and 7 in the other is the token axis."""
 
 HOOK_LEVEL = 1001
-"""The level under which hooks are added, so that just these are removed again."""
+"""The level under which hooks are added, by which they are removed again."""
 
 HookFunction = Callable[..., Tensor | None]
 
 
 class RefusedJobError(Exception):
-    """A job does not fit the model: `failure`, of this problem code, is its result."""
+    """A job does not fit the model; `failure` is its result."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -49,8 +49,8 @@ class RefusedJobError(Exception):
 class Point:
     """One activation, [B, T, *shape]; `key` is the same for all names of the activation.
 
-    Activations with a smaller `order` come earlier in a forward pass. `is_shared`: it is the
-    residual stream that also goes past the module before which the bridge hooks it.
+    Activations with a smaller `order` come earlier in a forward pass. `is_shared`: the residual
+    stream, which also bypasses the hooked module.
     """
 
     layer: int
@@ -62,7 +62,7 @@ class Point:
 
     @property
     def width(self) -> int:
-        """Numbers per token, those of all heads together."""
+        """Numbers per token, over all heads."""
         return prod(self.shape)
 
 
@@ -75,7 +75,7 @@ class BlockEdge:
     enters: bool
 
     def attach(self, function: HookFunction) -> RemovableHandle:
-        """Let a function act on it until the handle is removed."""
+        """Call a function on it until the handle is removed."""
         if self.enters:
             change = partial(self._change_input, function)
             return self.block.register_forward_pre_hook(change, with_kwargs=True)
@@ -100,10 +100,10 @@ class BlockEdge:
 
 
 def act_on_stream(function: HookFunction) -> HookFunction:
-    """Return a hook that changes in place what another would put in place of an activation.
+    """Return a hook that writes another's result into the activation itself.
 
-    The bridge's hook_resid_mid is what the MLP's norm is given: a new tensor would change what the
-    MLP reads, and leave the stream as it was.
+    The bridge's hook_resid_mid is the input of the MLP's norm: a new tensor would change the MLP's
+    input and not the residual stream.
     """
 
     def act(activation: Tensor, hook: Any) -> Tensor | None:
@@ -114,7 +114,7 @@ def act_on_stream(function: HookFunction) -> HookFunction:
 
 
 class PointMap:
-    """The points of each layer by short name or the bridge's own name."""
+    """The points of each layer by short name or by the bridge's name."""
 
     def __init__(self, layers: list[dict[str, Point]]) -> None:
         self._layers = layers
@@ -128,7 +128,7 @@ class PointMap:
         return (*short, *(name for name in shared if name not in hidden))
 
     def list_widths(self, hidden_size: int) -> dict[str, int]:
-        """Return how wide the activations are, at most, that are not `hidden_size` wide."""
+        """Return the largest width of each activation that is not `hidden_size` wide."""
         widths = {name: max(layer[name].width for layer in self._layers) for name in self.names}
         return {name: width for name, width in widths.items() if width != hidden_size}
 

@@ -1,15 +1,7 @@
-"""Probes of a batch: what is read of each row's tokens, in the hooks of the model's activations.
+"""Probes of a batch: readings of its tokens, taken by hooks on the model's activations.
 
-The tokens of a forward pass that are read are listed row by row. Of the rows of `steering`'s
-example the second one has a plan with probes, and its four tokens are the ones that are read:
-
-    column    0    1    2    3
-    row 0     pad  pad  0    1
-    row 1     0    1    2    3      places 4, 5, 6, 7 of the 2 x 4 tokens
-
-Axis letters: B rows, T tokens, r the read tokens of a pass, N pairs of such a token and a probe, G
-probes, C conditions, P numbers of a condition, R numbers of a reading, K operations, W the width of
-an activation.
+Axis letters: B rows, T columns, N tokens of a pass, n some of them, G probes, C conditions, P
+numbers of a condition, R numbers of a reading, K operations, W width of an activation.
 """
 
 from collections.abc import Sequence
@@ -27,6 +19,7 @@ from logsteer_server.engines.tlens.points import (
     PointMap,
     RefusedJobError,
 )
+from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.residual_ops import (
     CONDITION_NUMBERS,
     READINGS,
@@ -39,7 +32,8 @@ from logsteer_server.numerics.residual_ops import (
 def place_probes(plan: SteeringPlan, points: PointMap) -> tuple[Point, ...]:
     """Return the activation that each probe of a plan reads.
 
-    Errors: RefusedJobError where one does not fit, or a condition is read behind where it decides.
+    Errors: RefusedJobError where one does not fit, or where a condition decides before its probe
+    has read.
     """
     placed = []
     for probe in plan.probes:
@@ -68,139 +62,90 @@ def place_probes(plan: SteeringPlan, points: PointMap) -> tuple[Point, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbedRow:
-    """One job's probes: what they are, the activation of each, and what they have read."""
+    """One job's probes: its plan, the activation that each probe reads, and the readings."""
 
     plan: SteeringPlan
     points: tuple[Point, ...]
     sequence: SequenceReadings
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """The tokens of a row in a forward pass: tokens [begin, end), from column `first` on."""
-
-    first: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRange:
-    """The tokens of a row in a forward pass: `count` from place `start` on; the first's position.
-
-    Of one row they lie side by side, so they are read tokens [first, first + count).
-    """
-
-    row: int
-    start: int
-    first: int
-    count: int
-    position: int
-
-
 class BatchProbes:
     """The probes of a batch whose rows stay the same; None stands for a row without any."""
 
     def __init__(self, rows: Sequence[ProbedRow | None]) -> None:
-        self._rows = rows
-        probed = [(b, row) for b, row in enumerate(rows) if row is not None]
-        self._count = max((len(row.points) for _, row in probed), default=0)
-        most = max((len(row.plan.conditions) for _, row in probed), default=0)
+        self._rows = [(b, row) for b, row in enumerate(rows) if row is not None]
+        self._count = max((len(row.points) for _, row in self._rows), default=0)
+        most = max((len(row.plan.conditions) for _, row in self._rows), default=0)
         self._conditions_BCP = torch.zeros((len(rows), most, CONDITION_NUMBERS))
         self._by_point: dict[str, list[tuple[int, int, Tensor]]] = {}
-        self._points: dict[str, Point] = {}
-        for b, row in probed:
+        self.points: dict[str, Point] = {}
+        for b, row in self._rows:
             packed_CP = pack_conditions(row.plan.conditions)
             self._conditions_BCP[b, : len(packed_CP)] = packed_CP
             for g, (probe, point) in enumerate(zip(row.plan.probes, row.points, strict=True)):
-                self._points[point.key] = point
+                self.points[point.key] = point
                 direction_W = torch.from_numpy(probe.direction)
                 self._by_point.setdefault(point.key, []).append((b, g, direction_W))
-        self._ranges: list[ReadRange] = []
-        self._readings_rGR = torch.zeros((0, self._count, READINGS))
 
-    @property
-    def points(self) -> list[Point]:
-        """The activations that are read."""
-        return list(self._points.values())
-
-    def begin(self, tokens: Sequence[TokenRange], num_columns: int) -> None:
-        """Begin a forward pass [B, num_columns] with these tokens of each row."""
-        self._ranges, total = [], 0
-        for b, (row, read) in enumerate(zip(self._rows, tokens, strict=True)):
-            if row is not None and (count := read.end - read.begin) > 0:
-                start = b * num_columns + read.first
-                self._ranges.append(ReadRange(b, start, total, count, read.begin))
-                total += count
-        self._readings_rGR = torch.zeros((total, self._count, READINGS))
-        self._token_of_place = torch.full((len(tokens) * num_columns,), -1)
-        self._source_r = torch.full((total,), -1)
-        self._decided_r = torch.zeros((total,), dtype=torch.int64)
-        self._is_decided_r = torch.zeros((total,), dtype=torch.bool)
-        for part in self._ranges:
-            own = slice(part.first, part.first + part.count)
-            self._token_of_place[part.start : part.start + part.count] = torch.arange(
-                own.start, own.stop
-            )
-            row = self._rows[part.row]
-            assert row is not None
-            last = row.sequence.request.prompt_len - 1 - part.position
+    def begin(self, tokens: PassTokens) -> None:
+        """Begin a forward pass over these tokens."""
+        self._tokens, count = tokens, len(tokens.place_N)
+        self._readings_NGR = torch.zeros((count, self._count, READINGS))
+        # Where a token's condition on the prompt is decided: in this pass, by the prompt's last
+        # token; or by bits that an earlier pass has decided. Before that token none holds.
+        self._source_N = torch.full((count,), -1)
+        self._decided_N = torch.zeros((count,), dtype=torch.int64)
+        for b, row in self._rows:
+            own = tokens.of_row(b)
+            last = row.sequence.request.prompt_len - 1 - int(tokens.position_N[own.start])
             if last < 0:
-                self._is_decided_r[own] = True
-                self._decided_r[own] = row.sequence.decided or 0
-            elif last < part.count:
-                self._source_r[part.first + last : own.stop] = part.first + last
+                self._decided_N[own] = row.sequence.decided or 0
+            else:
+                self._source_N[own][last:] = own.start + last
 
-    def read_hook(self, point: Point, *, after: bool) -> HookFunction:
-        """Return what reads an activation, before or after it is steered."""
-        return partial(self._read, point.key, after)
+    def hook(self, *, after: bool) -> list[tuple[Point, HookFunction]]:
+        """Return the hooks that read activations before or after they are steered."""
+        return [(point, partial(self._read, key, after)) for key, point in self.points.items()]
 
     @torch.no_grad()
     def _read(self, key: str, after: bool, activation: Tensor, hook: object) -> None:  # noqa: ARG002
         wide_TW = activation.detach().flatten(2).flatten(0, 1)
-        self._readings_rGR = self._readings_rGR.to(activation.device)
-        ranges = {part.row: part for part in self._ranges}
+        self._readings_NGR = self._readings_NGR.to(activation.device)
         for b, g, direction_W in self._by_point[key]:
-            if (part := ranges.get(b)) is None:
-                continue
-            own_NW = wide_TW[part.start : part.start + part.count]
-            read_N2 = read_components(own_NW, direction_W.to(activation.device))
-            own = slice(part.first, part.first + part.count)
-            self._readings_rGR[own, g, 2:] = read_N2
+            own = self._tokens.of_row(b)
+            start = int(self._tokens.place_N[own.start])  # a row's tokens are side by side
+            own_nW = wide_TW[start : start + own.stop - own.start]
+            read_n2 = read_components(own_nW, direction_W.to(activation.device))
+            self._readings_NGR[own, g, 2:] = read_n2
             if not after:
-                self._readings_rGR[own, g, :2] = read_N2
+                self._readings_NGR[own, g, :2] = read_n2
 
     @torch.no_grad()
-    def decide(self, place_N: Tensor, row_N: Tensor, conditions_NK: Tensor) -> Tensor:
-        """Return whether each operation of steered tokens acts: bool [N, K].
+    def decide(self, token_n: Tensor, row_n: Tensor, conditions_nK: Tensor) -> Tensor:
+        """Return whether each operation of steered tokens acts: bool [n, K].
 
-        `conditions_NK`: the number of its condition among its row's; below 0 it has none.
+        `token_n` counts among N. `conditions_nK`: the number of its condition among its row's;
+        below 0 it has none.
         """
-        device = self._readings_rGR.device
-        place_N, row_N, conditions_NK = (
-            x.to(device) for x in (place_N, row_N, conditions_NK.long())
-        )
-        asked_NK = conditions_NK.clamp(min=0)
-        token_N1 = self._token_of_place.to(device)[place_N].clamp(min=0)[:, None]
-        numbers_NKP = self._conditions_BCP.to(device)[row_N[:, None], asked_NK]
-        source_N1 = self._source_r.to(device)[token_N1]
-        of_prompt_NK = numbers_NKP[..., 4] > 0
-        read_NK = torch.where(of_prompt_NK, source_N1.clamp(min=0), token_N1)
-        readings_NKR = self._readings_rGR[read_NK, numbers_NKP[..., 0].long()]
-        bounds = numbers_NKP[..., 1:4].unbind(-1)
-        holds_NK = hold(readings_NKR[..., 0], readings_NKR[..., 1], *bounds)
-        decided_NK = (self._decided_r.to(device)[token_N1] >> asked_NK & 1).bool()
-        is_decided_N1 = self._is_decided_r.to(device)[token_N1]
-        prompt_NK = torch.where(is_decided_N1, decided_NK, holds_NK & (source_N1 >= 0))
-        return torch.where(of_prompt_NK, prompt_NK, holds_NK) | (conditions_NK < 0)
+        device = self._readings_NGR.device
+        token_n1, row_n1 = token_n.to(device)[:, None], row_n.to(device)[:, None]
+        asked_nK = conditions_nK.to(device).long()
+        bit_nK = asked_nK.clamp(min=0)
+        numbers_nKP = self._conditions_BCP.to(device)[row_n1, bit_nK]
+        source_n1 = self._source_N.to(device)[token_n1]
+        of_prompt_nK = numbers_nKP[..., 4] > 0
+        read_nK = torch.where(of_prompt_nK, source_n1.clamp(min=0), token_n1)
+        readings_nKR = self._readings_NGR[read_nK, numbers_nKP[..., 0].long()]
+        bounds = numbers_nKP[..., 1:4].unbind(-1)
+        holds_nK = hold(readings_nKR[..., 0], readings_nKR[..., 1], *bounds)
+        decided_nK = (self._decided_N.to(device)[token_n1] >> bit_nK & 1).bool()
+        holds_nK = torch.where(of_prompt_nK & (source_n1 < 0), decided_nK, holds_nK)
+        return holds_nK | (asked_nK < 0)
 
     def end(self) -> None:
-        """Give what was read in this pass to the rows' sequences."""
-        if not self._ranges:
-            return
-        read_rGR = self._readings_rGR.cpu().numpy()
-        for part in self._ranges:
-            row = self._rows[part.row]
-            assert row is not None
-            row.sequence.add(part.position, read_rGR[part.first : part.first + part.count].copy())
-        self._ranges = []
+        """Pass the readings of this pass to the rows' sequences."""
+        if self._rows:
+            read_NGR = self._readings_NGR.cpu().numpy()
+        for b, row in self._rows:
+            own = self._tokens.of_row(b)
+            row.sequence.add(int(self._tokens.position_N[own.start]), read_NGR[own].copy())

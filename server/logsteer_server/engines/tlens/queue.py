@@ -1,14 +1,15 @@
-"""Queues of jobs that wait, one class for each kind of work, and the batches taken from them.
+"""Queues of waiting jobs, one class for each kind of job, and their batches.
 
-A queue owns all that is special to its kind: which jobs it accepts, which of them share a batch,
-and how a batch is run. The engine only gives queues their turns. Most batches are read in one
-forward pass: sequences are padded on the right, where no token looks, so padding needs no mask and
-changes nothing. Axis letters: B sequences, T tokens, D hidden size.
+A queue decides which jobs it accepts, which of them share a batch, and how to run a batch. The
+engine only gives the queues their turns. Most batches take one forward pass: sequences are padded
+on the right, which no token attends to, so padding needs no mask and changes nothing. Axis letters:
+B sequences, T tokens, D hidden size.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,19 +25,18 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point
-from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
+from logsteer_server.engines.tlens.tokens import PassTokens
 
 Results = list[tuple[int, JobResult]]
 
 
 @dataclass(slots=True)
 class Entry:
-    """A job that was accepted, and what its queue has found out about it.
+    """An accepted job with its parts resolved in the model.
 
-    `steered`: how its row is steered; `points`: the activations that are differentiated by;
-    `captured`: those that are captured. One that is `alone` shares no batch: it was in one that
-    broke.
+    `steered`: its steering; `points`: the activations to differentiate with respect to;
+    `captured`: its captures. An entry that is `alone` shares no batch: its last batch raised.
     """
 
     job_id: int
@@ -48,11 +48,11 @@ class Entry:
 
     @property
     def trace(self) -> SteeringTrace | None:
-        """What was measured of the steering, once all tokens were read."""
+        """The measurements of the steering, once all tokens were read."""
         return self.steered.trace(len(self.job.tokens)) if self.steered else None
 
     def conclude(self, output: Output) -> tuple[int, JobResult]:
-        """Return the job's result: the output with activations, or why that is not to be given."""
+        """Return the job's result: the output with its captures, or the reason for a failure."""
         if self.captured is not None:
             output = replace(output, activations=self.captured.finish())
         return self.job_id, find_failure(self.job, output) or output
@@ -63,12 +63,12 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one batch holds at most: tokens with their padding, and rows.
+    """The most tokens, padding included, and rows of one batch.
 
-    `max_held_tokens`: of all jobs that the engine has, with those that they may generate: memory
-    of running continuations is taken until they end.
-    `override_cache_bytes`: of directions that stay in memory for the next request, and as many of
-    parameters with a direction or adapter added.
+    `max_held_tokens`: the most tokens of all jobs in the engine, generated ones included: running
+    continuations hold memory until they end.
+    `override_cache_bytes`: the most memory for directions that later requests may use again, and
+    as much for parameters with a direction or adapter added.
     """
 
     max_batch_tokens: int = 4096
@@ -89,16 +89,16 @@ class EngineLimits:
 
 
 class JobQueue(ABC, Generic[E]):
-    """Jobs of one kind that wait: longest first within those that came since the last were taken.
+    """Waiting jobs of one kind. Jobs that arrive together are sorted, longest first.
 
-    So neighbours in a batch are of like length, and still none waits for ever. The longest job
-    says how many rows a batch has. With at most 100 tokens a batch, jobs of 10, 40, 25 and 30
-    tokens are taken as
+    So the jobs of a batch have similar lengths, and none waits for ever. The longest job sets the
+    number of rows. With at most 100 tokens a batch, jobs of 10, 40, 25 and 30 tokens make the
+    batches
 
         40 30     100 // 40 = 2 rows
-        25 10     100 // 25 = 4 rows, and no more are there
+        25 10     100 // 25 = 4 rows, of which 2 are filled
 
-    A job of another group than the first one's is passed over and keeps its place.
+    Jobs of another group than the first one's keep their places.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -108,21 +108,21 @@ class JobQueue(ABC, Generic[E]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a job waits that may start now."""
+        """Whether a waiting job may start now."""
         return bool(self._sorted or self._arrived)
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait."""
+        """The number of waiting jobs."""
         return len(self._sorted) + len(self._arrived)
 
     @property
     def _first(self) -> E:
-        """The job that the next batch begins with; one must wait."""
+        """The first job of the next batch; there must be one."""
         return self._sorted[0] if self._sorted else max(self._arrived, key=_count_tokens)
 
     def add(self, job_id: int, job: Any, alone: bool = False) -> None:
-        """Take a job of the queue's kind in, to be run `alone` where it was in a batch that broke.
+        """Accept a job, which runs `alone` after its batch has raised.
 
         Errors: RefusedJobError where it cannot run.
         """
@@ -131,7 +131,7 @@ class JobQueue(ABC, Generic[E]):
         self._arrived.append(entry)
 
     def take(self) -> list[E]:
-        """Take the next batch out: jobs of one group, within the limits."""
+        """Remove and return the next batch: jobs of one group, within the limits."""
         if not self._sorted:
             self._sorted.extend(sorted(self._arrived, key=_count_tokens, reverse=True))
             self._arrived = []
@@ -149,21 +149,21 @@ class JobQueue(ABC, Generic[E]):
         return batch
 
     def drop(self, job_ids: frozenset[int]) -> None:
-        """Forget jobs."""
+        """Drop waiting jobs."""
         self._arrived = [entry for entry in self._arrived if entry.job_id not in job_ids]
         self._sorted = deque(entry for entry in self._sorted if entry.job_id not in job_ids)
 
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:
-        """Return the entry of a job. Errors: RefusedJobError where it cannot run."""
+        """Return a job's entry. Errors: RefusedJobError where it cannot run."""
 
     def _group(self, entry: E) -> object:
-        """Return what all jobs of a batch have in common: equal values share one."""
+        """Return the key of a job's group: jobs with equal keys may share a batch."""
         return entry.job.delta
 
     @abstractmethod
     def run(self, batch: list[E]) -> Results:
-        """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
+        """Run a batch and return its results. Errors: RefusedJobError, for all its jobs."""
 
 
 def _count_tokens(entry: Entry) -> int:
@@ -171,7 +171,7 @@ def _count_tokens(entry: Entry) -> int:
 
 
 def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
-    """Return how a job's row is steered, None for a job without a plan.
+    """Return a job's steering in the model, None for a job without a plan.
 
     Errors: RefusedJobError where tokens, plan or parameter delta do not fit the model.
     """
@@ -185,7 +185,7 @@ def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
 
 
 class ModelQueue(JobQueue[Entry]):
-    """Jobs that are read by the model in batches, under the parameters that they have in common."""
+    """Jobs that take one forward pass a batch, under the batch's parameter delta."""
 
     def __init__(self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits) -> None:
         super().__init__(limits)
@@ -193,21 +193,40 @@ class ModelQueue(JobQueue[Entry]):
         self._deltas = deltas
 
     def run(self, batch: list[Entry]) -> Results:
-        """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
+        """Run a batch and return its results. Errors: RefusedJobError, for all its jobs."""
         parameters = self._deltas.apply(batch[0].job.delta)
         return self._model.parameters.call_with(parameters, lambda: self._compute(batch))
 
     @abstractmethod
     def _compute(self, batch: Sequence[Entry]) -> Results:
-        """Return the results of a batch, whose parameters the model has now."""
+        """Return the results of a batch whose parameter delta is applied."""
 
 
 def pad_right(sequences: Sequence[np.ndarray]) -> Tensor:
-    """Return the sequences as rows of one int64 tensor [B, T], zeros behind the shorter ones."""
+    """Return the sequences as rows of an int64 tensor [B, T], shorter ones padded with zeros."""
     tokens_BT = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.int64)
     for b, tokens in enumerate(sequences):
         tokens_BT[b, : len(tokens)] = torch.from_numpy(tokens)
     return tokens_BT
+
+
+@contextmanager
+def hooked(
+    model: CausalModel,
+    rows: Sequence[Entry],
+    steering: BatchSteering,
+    tokens: PassTokens,
+    hooks: Sequence[tuple[Point, HookFunction]] = (),
+) -> Iterator[None]:
+    """Steer, probe and capture a batch's rows in the one forward pass of this context.
+
+    `hooks` act after the steering. Captures are taken before or after both.
+    """
+    captured = [row.captured for row in rows]
+    before, after = (hook_captures(captured, tokens, before=b) for b in (True, False))
+    with model.hooked([*before, *steering.hooks(tokens), *hooks, *after]):
+        yield
+    steering.end_pass()
 
 
 def read_batch(
@@ -217,16 +236,14 @@ def read_batch(
 ) -> Tensor:
     """Return the hidden states [B, T, D] of a batch, steered, with `hooks` after the steering.
 
-    The jobs have one parameter delta, which the model is under. The traces of the batch's steered
-    rows then hold what was measured. Errors: as `CausalModel.read`.
+    The jobs have one parameter delta, which is applied. Afterwards the traces of the batch's
+    steered rows have their measurements. Errors: as `CausalModel.read`.
     """
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
-    ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
-    steering, width = BatchSteering([entry.steered for entry in batch]), tokens_BT.shape[1]
-    captured = [entry.captured for entry in batch]
-    before, after = (hook_captures(captured, ranges, width, before=b) for b in (True, False))
-    with model.hooked([*before, *steering.hooks(ranges, width), *hooks, *after]):
+    lengths_B = np.array([len(entry.job.tokens) for entry in batch])
+    tokens = PassTokens.of(np.zeros_like(lengths_B), lengths_B, tokens_BT.shape[1])
+    steering = BatchSteering([entry.steered for entry in batch])
+    with hooked(model, batch, steering, tokens, hooks):
         hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
-    steering.end_pass()
     steering.collect()
     return hidden_BTD

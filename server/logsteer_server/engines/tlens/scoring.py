@@ -1,4 +1,4 @@
-"""Scoring the rows of sequences, and capturing their activations, batch by batch.
+"""Batches that score rows of sequences or capture activations.
 
 Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden size.
 """
@@ -27,7 +27,7 @@ from logsteer_server.numerics.rows import RowFiles, RowSpec, unpack
 
 
 class ScoreQueue(ModelQueue):
-    """Sequences whose rows are to be scored, within bounds of what that takes at once."""
+    """Sequences to score; `bounds` limit the memory of a chunk of rows."""
 
     def __init__(
         self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, bounds: RowBounds
@@ -40,7 +40,7 @@ class ScoreQueue(ModelQueue):
         return Entry(job_id, job, steered, captured=CapturedRow.place(self._model, job))
 
     def _group(self, entry: Entry) -> object:
-        # Rows of equal columns go through the head together; a job that exchanges files by itself.
+        # Rows with equal columns share chunks; a job that reads or writes a file runs alone.
         alone = entry.job_id if entry.job.export or entry.job.reference else None
         return entry.job.delta, RowSpec.of(entry.job, ()), alone
 
@@ -79,7 +79,7 @@ class ScoreQueue(ModelQueue):
 
 
 class CaptureQueue(ModelQueue):
-    """Sequences that are read for their activations alone."""
+    """Sequences to capture activations of, without scores."""
 
     def _accept(self, job_id: int, job: CaptureJob) -> Entry:
         steered, captured = accept_row(self._model, job), CapturedRow.place(self._model, job)

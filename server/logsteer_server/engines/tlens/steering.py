@@ -1,20 +1,13 @@
 """Steering of a batch: each row by its own plan, in the hooks of the model's activations.
 
-Rows are steered together: their vectors stand in tables with a slot for each part of each steered
-row's plan (one, unless vectors have positions of their own), and the steered tokens of a forward
-pass are listed by their places in it. Two continuations whose prompts have 2 and 4 tokens, both
-steered at `last_prompt`, are padded on the left, and their first pass is
+Rows are steered together: their vectors are in tables with a slot for each part of each steered
+row's plan (one, unless vectors have positions of their own). In the example of `tokens.PassTokens`,
+with both prompts steered at `last_prompt`, tokens 1 and 5 are steered, at places 3 and 7. The next
+pass has one column, no steered token, and no hooks.
 
-    column    0    1    2    3
-    row 0     pad  pad  0    1     TokenRange(first=2, begin=0, end=2)
-    row 1     0    1    2    3     TokenRange(first=0, begin=0, end=4)
-
-Token 1 of row 0 and token 3 of row 1 are steered: places 0 * 4 + 3 = 3 and 1 * 4 + 3 = 7 of the
-2 x 4 tokens. The next pass has one column, token 2 of row 0 and token 4 of row 1, and no hooks.
-
-Axis letters: B rows, Q parts of their plans, T tokens, N steered tokens of a batch, S slots (parts
-that steer an activation), G slices of an activation that a vector acts on alike, M all of these, W
-the width of a vector, K operations, P parameters.
+Axis letters: B rows, Q parts of their plans, N tokens of a pass, n steered ones, S slots (parts
+that steer an activation), G slices of an activation that a vector acts on alike, M slices of all
+steered tokens, W width of a vector, K operations, P parameters.
 """
 
 from collections.abc import Sequence
@@ -37,11 +30,16 @@ from logsteer_server.engines.tlens.points import (
 from logsteer_server.engines.tlens.probes import (
     BatchProbes,
     ProbedRow,
-    TokenRange,
     place_probes,
 )
+from logsteer_server.engines.tlens.tokens import Integers, PassTokens
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 from logsteer_server.numerics.sinks import average_changes
+
+LARGEST_CHANGE = 1e14
+"""A longer change counts as infinite, and its job fails. Attention scores grow with the square of
+what attention is given, and with its weights; beyond float32 attention may hide that (`overflow`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +123,11 @@ class SteeredRow:
         return [*(placed.point for placed in chain.from_iterable(self.parts)), *read]
 
     def take_readings(self) -> Readings | None:
-        """Return what was read and not taken before; None where nothing is kept."""
+        """Return the readings since the last call; None where none are kept."""
         return self.probed.sequence.take() if self.probed else None
 
     def trace(self, num_tokens: int) -> SteeringTrace:
-        """Return what was measured, for a sequence of which so many tokens were read."""
+        """Return the measurements of a sequence of which so many tokens were read."""
         sites = {
             placed.site.name: (sums[0], average_changes(*sums))
             for placed in chain.from_iterable(self.parts)
@@ -140,196 +138,147 @@ class SteeredRow:
         return SteeringTrace(tokens, sites, self.probed.sequence.passed if self.probed else ())
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenIndex:
-    """The places of steered tokens among a forward pass's B x T, the part or slot of each, and
-    whether it is the first of its sequence.
-    """
-
-    place_N: Tensor
-    part_N: Tensor
-    is_first_N: Tensor
-
-    def to(self, device: torch.device) -> "_TokenIndex":
-        return _TokenIndex(*(x.to(device) for x in (self.place_N, self.part_N, self.is_first_N)))
-
-
 class _SiteGroup:
-    """One activation's vectors and operations, in a slot for each part that steers it.
+    """The vectors and operations at one activation, in a slot for each part that steers it.
 
-    `sites` are by part; `row_of_part` [Q] is the row of each.
+    `sites` are by part, and `rows` [Q] the rows of parts, with their numbers in the batch.
     """
 
     def __init__(
-        self, sites: dict[int, PlacedSite], row_of_part: Sequence[int], probes: BatchProbes
+        self,
+        sites: dict[int, PlacedSite],
+        rows: Sequence[tuple[int, SteeredRow]],
+        probes: BatchProbes,
     ) -> None:
         first = next(iter(sites.values()))
         self._probes = probes
-        self.point, self._width = first.point, first.width
-        rows = [row_of_part[part] for part in sites]
-        names = [placed.site.name for placed in sites.values()]
-        self._counted = list(zip(rows, names, strict=True))
-        self._rows_S = torch.tensor(rows)
-        self._slot_Q = torch.full((len(row_of_part),), -1)
-        self._slot_Q[torch.tensor(list(sites))] = torch.arange(len(sites))
-        offsets = [p.site.offset for p in sites.values()]
-        self._offsets_SW: Tensor | None = None
-        if any(offset is not None for offset in offsets):
-            zeros = np.zeros(self._width, np.float32)
-            self._offsets_SW = torch.from_numpy(
-                np.stack([zeros if offset is None else offset for offset in offsets])
-            )
-        self._depth = len(first.site.ops)
+        self.point, self._width, self._depth = first.point, first.width, len(first.site.ops)
+        self._measured = [(rows[part][1], placed.site.name) for part, placed in sites.items()]
+        self._rows_S = torch.tensor([rows[part][0] for part in sites])
+        self._slot_Q = np.full(len(rows), -1)
+        self._slot_Q[list(sites)] = range(len(sites))
+        self._offsets_SW = torch.zeros(len(sites), self._width)
+        for slot, placed in enumerate(sites.values()):
+            if placed.site.offset is not None:
+                self._offsets_SW[slot] = torch.from_numpy(placed.site.offset)
         packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
-        # By slot: tokens that were changed, the sum of their relative changes, the first's own.
-        self._counts_S = torch.zeros(len(sites), dtype=torch.int64)
-        self._ratios_S2 = torch.zeros(len(sites), 2, dtype=torch.float64)
-        self._tokens: _TokenIndex | None = None
+        # By slot: tokens that were changed, the sum of their relative changes, the first token's.
+        self._sums_S3 = torch.zeros(len(sites), 3, dtype=torch.float64)
 
-    def select(self, tokens: _TokenIndex) -> None:
-        """Steer these tokens in the next forward pass."""
-        slot_N = self._slot_Q[tokens.part_N]
-        own = slot_N >= 0
-        self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own], tokens.is_first_N[own])
+    def select(self, tokens: PassTokens, steered_n: Integers, part_n: Integers) -> bool:
+        """Steer these of a forward pass's tokens; return whether there are any."""
+        slot_n = self._slot_Q[part_n]
+        token_n, slot_n = steered_n[slot_n >= 0], slot_n[slot_n >= 0]
+        is_first_n = tokens.position_N[token_n] == 0
+        self._steered_4n = torch.from_numpy(
+            np.stack([tokens.place_N[token_n], slot_n, is_first_n, token_n])
+        )
+        return len(token_n) > 0
 
-    def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
+    def steer(self, activation: Tensor, hook: object) -> Tensor:  # noqa: ARG002
         """Return the activation with the selected tokens changed: a hook of TransformerLens."""
-        if self._tokens is None or not len(self._tokens.place_N):
-            return None
-        self._move_tables(activation)
-        slot_N = self._tokens.part_N
+        device = activation.device
+        self._offsets_SW = self._offsets_SW.to(activation)
+        self._directions_SKW, self._numbers_SKP, self._sums_S3, self._steered_4n = (
+            table.to(device)
+            for table in (self._directions_SKW, self._numbers_SKP, self._sums_S3, self._steered_4n)
+        )
+        place_n, slot_n, is_first_n, token_n = self._steered_4n
         changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
-        before_NGW = changed[self._tokens.place_N]
-        after_NGW = before_NGW
-        if self._offsets_SW is not None:
-            after_NGW = after_NGW + self._offsets_SW[slot_N, None]
+        before_nGW = changed[place_n]
+        after_nGW = before_nGW + self._offsets_SW[slot_n, None]
         if self._depth:
-            after_NGW = self._apply_ops(after_NGW, slot_N)
-        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), self._tokens)
+            after_nGW = self._apply_ops(after_nGW, slot_n, token_n)
+        self._measure(before_nGW.detach().float(), after_nGW.detach().float(), slot_n, is_first_n)
         # Never in place: the tensor may also be the residual that goes past this module.
-        return changed.index_put((self._tokens.place_N,), after_NGW).view(activation.shape)
+        return changed.index_put((place_n,), after_nGW).view(activation.shape)
 
-    def _move_tables(self, activation: Tensor) -> None:
-        """Bring the tables to the activation's device, and the offsets to its dtype."""
-        assert self._tokens is not None
-        if self._tokens.place_N.device != activation.device:
-            self._tokens = self._tokens.to(activation.device)
-        if self._ratios_S2.device != activation.device:
-            self._ratios_S2 = self._ratios_S2.to(activation.device)
-            self._counts_S = self._counts_S.to(activation.device)
-            self._directions_SKW = self._directions_SKW.to(activation.device)
-            self._numbers_SKP = self._numbers_SKP.to(activation.device)
-        if self._offsets_SW is not None:
-            self._offsets_SW = self._offsets_SW.to(activation)
-
-    def _apply_ops(self, x_NGW: Tensor, slot_N: Tensor) -> Tensor:
-        groups = x_NGW.shape[1]
-        stream_MW = x_NGW.float().flatten(0, 1)
-        slot_M = slot_N.repeat_interleave(groups)
+    def _apply_ops(self, x_nGW: Tensor, slot_n: Tensor, token_n: Tensor) -> Tensor:
+        groups = x_nGW.shape[1]
+        stream_MW = x_nGW.float().flatten(0, 1)
+        slot_M = slot_n.repeat_interleave(groups)
         open_MK = None
         if self._has_conditions:
-            assert self._tokens is not None
-            row_N = self._rows_S[slot_N.cpu()]
-            conditions_NK = self._numbers_SKP[slot_N][..., -1]
-            open_NK = self._probes.decide(self._tokens.place_N, row_N, conditions_NK)
-            open_MK = open_NK.to(x_NGW.device).repeat_interleave(groups, dim=0)
+            row_n = self._rows_S.to(slot_n.device)[slot_n]
+            open_nK = self._probes.decide(token_n, row_n, self._numbers_SKP[slot_n][..., -1])
+            open_MK = open_nK.to(x_nGW.device).repeat_interleave(groups, dim=0)
         change_MW = change_stream(
             stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M], open_MK
         )
-        return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
+        return (stream_MW + change_MW).to(x_nGW.dtype).view(x_nGW.shape)
 
-    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, tokens: _TokenIndex) -> None:
-        change_N = vector_norm(after_NGW - before_NGW, dim=(1, 2))
-        norm_N = vector_norm(before_NGW, dim=(1, 2))
+    def _measure(
+        self, before_nGW: Tensor, after_nGW: Tensor, slot_n: Tensor, is_first_n: Tensor
+    ) -> None:
+        change_n = vector_norm(after_nGW - before_nGW, dim=(1, 2))
+        norm_n = vector_norm(before_nGW, dim=(1, 2))
         # Nothing is relative to an activation of 0.
-        ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
-        first_N = ratio_N.masked_fill(~tokens.is_first_N, 0.0)
-        self._ratios_S2.index_add_(0, tokens.part_N, torch.stack([ratio_N, first_N], 1).double())
-        self._counts_S.index_add_(0, tokens.part_N, (ratio_N != 0).long())
+        ratio_n = (change_n / norm_n).masked_fill(norm_n == 0, 0.0)
+        ratio_n = ratio_n.masked_fill(change_n > LARGEST_CHANGE, torch.inf)
+        sums_n3 = torch.stack([ratio_n != 0, ratio_n, ratio_n * is_first_n], dim=1)
+        self._sums_S3.index_add_(0, slot_n, sums_n3.double())
 
-    def collect(self, rows: Sequence[SteeredRow | None]) -> None:
-        """Add what was measured to the rows' own counts, and reset it."""
-        measured = zip(self._counts_S.tolist(), self._ratios_S2.tolist(), strict=True)
-        for (index, name), (count, (total, first)) in zip(self._counted, measured, strict=True):
-            row = rows[index]
-            assert row is not None
+    def collect(self) -> None:
+        """Add the measurements to the rows' own counts, and reset them."""
+        for (row, name), sums in zip(self._measured, self._sums_S3.tolist(), strict=True):
             before = row.counts.get(name, (0, 0.0, 0.0))
-            row.counts[name] = (before[0] + count, before[1] + total, before[2] + first)
-        self._counts_S.zero_()
-        self._ratios_S2.zero_()
+            count, total, first = (a + b for a, b in zip(before, sums, strict=True))
+            row.counts[name] = (int(count), total, first)
+        self._sums_S3.zero_()
 
 
 class BatchSteering:
     """The steering of a batch whose rows stay the same; None stands for an unsteered row."""
 
     def __init__(self, rows: Sequence[SteeredRow | None]) -> None:
-        self._rows = rows
         sites: dict[tuple[str, int, int], dict[int, PlacedSite]] = {}
-        self._positions: list[list[tuple[int, Positions]]] = [[] for _ in rows]
-        row_of_part: list[int] = []
-        for index, row in enumerate(rows):
+        self._parts: dict[tuple[Positions, int], list[tuple[int, int]]] = {}
+        rows_Q: list[tuple[int, SteeredRow]] = []
+        for b, row in enumerate(rows):
             for part, placed_sites in zip(row.plan.parts, row.parts, strict=True) if row else ():
-                self._positions[index].append((len(row_of_part), part.positions))
+                assert row is not None
+                where = part.positions, row.prompt_len
+                self._parts.setdefault(where, []).append((b, len(rows_Q)))
                 for placed in placed_sites:
-                    sites.setdefault(placed.group, {})[len(row_of_part)] = placed
-                row_of_part.append(index)
+                    sites.setdefault(placed.group, {})[len(rows_Q)] = placed
+                rows_Q.append((b, row))
         self._probes = BatchProbes([row.probed if row else None for row in rows])
-        self._groups = [_SiteGroup(found, row_of_part, self._probes) for found in sites.values()]
+        self._groups = [_SiteGroup(found, rows_Q, self._probes) for found in sites.values()]
 
-    def hooks(
-        self, ranges: Sequence[TokenRange], num_columns: int
-    ) -> list[tuple[Point, HookFunction]]:
-        """Return what steers and reads a forward pass [B, num_columns] with these tokens of each
-        row; at one activation, what reads it before, steers it, reads it after.
+    def hooks(self, tokens: PassTokens) -> list[tuple[Point, HookFunction]]:
+        """Return the hooks of a forward pass over these tokens: at one activation probes before
+        steering, the steering, and probes after it.
         """
-        read = self._probes.points
-        if not read:
-            return self._steer_hooks(ranges, num_columns)
-        self._probes.begin(ranges, num_columns)
-        before = [(point, self._probes.read_hook(point, after=False)) for point in read]
-        steering = self._steer_hooks(ranges, num_columns)
-        if not steering:
-            return before
-        after = [(point, self._probes.read_hook(point, after=True)) for point in read]
-        return [*before, *steering, *after]
+        if self._probes.points:
+            self._probes.begin(tokens)
+        before, after = (self._probes.hook(after=after) for after in (False, True))
+        steered_n, part_n = self._find_steered(tokens)
+        steering = [
+            (group.point, group.steer)
+            for group in self._groups
+            if group.select(tokens, steered_n, part_n)
+        ]
+        return [*before, *steering, *after] if steering else before
 
-    def _steer_hooks(
-        self, ranges: Sequence[TokenRange], num_columns: int
-    ) -> list[tuple[Point, HookFunction]]:
-        if not self._groups:
-            return []
-        tokens = self._find_tokens(ranges, num_columns)
-        if not len(tokens.place_N):
-            return []
-        for group in self._groups:
-            group.select(tokens)
-        return [(group.point, group.steer) for group in self._groups]
+    def _find_steered(self, tokens: PassTokens) -> Integers:
+        """Return which tokens are steered, and the part of each: [2, n]."""
+        found = [np.zeros((2, 0), np.int64)]
+        for (positions, prompt_len), parts in self._parts.items():
+            owns = [np.arange(*tokens.starts[b : b + 2]) for b, _ in parts]
+            token_n = np.concatenate(owns)
+            part_n = np.repeat([part for _, part in parts], [len(own) for own in owns])
+            is_steered_n = positions.contain(tokens.position_N[token_n], prompt_len)
+            found.append(np.stack([token_n, part_n])[:, is_steered_n])
+        return np.concatenate(found, axis=1)
 
     def end_pass(self) -> None:
-        """Give what was read in a forward pass to its rows."""
+        """Pass the readings of a forward pass to their rows."""
         self._probes.end()
 
-    def _find_tokens(self, ranges: Sequence[TokenRange], num_columns: int) -> _TokenIndex:
-        places: list[int] = []
-        part_of: list[int] = []
-        firsts: list[bool] = []
-        for b, (row, tokens) in enumerate(zip(self._rows, ranges, strict=True)):
-            if row is None:
-                continue
-            for number, positions in self._positions[b]:
-                start = b * num_columns + tokens.first
-                mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
-                found = (np.nonzero(mask)[0] + start).tolist()
-                places += found
-                part_of += [number] * len(found)
-                firsts += [place - start + tokens.begin == 0 for place in found]
-        place_N, part_N, first_N = torch.tensor([places, part_of, firsts], dtype=torch.int64)
-        return _TokenIndex(place_N, part_N, first_N.bool())
-
     def collect(self) -> None:
-        """Add what was measured to the rows' counts: before the batch changes or a row ends."""
+        """Add the measurements to the rows' counts: before the batch changes or a row ends."""
         for group in self._groups:
-            group.collect(self._rows)
+            group.collect()

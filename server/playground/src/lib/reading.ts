@@ -42,6 +42,7 @@ export interface Alternatives {
 }
 
 const TOP = 6;
+const READS: Record<string, string> = { cosine: "Cosine with", projection: "Projection on", activation: "Activation of" };
 
 export function toRequest(query: Query): Schemas["PerplexityRequest"] {
   return {
@@ -98,7 +99,7 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
     entropies: spread(scored.columns?.entropy),
     readings: probed ? readProbe(probed) : null,
     layers: (scored.probes ?? []).map((one) => ({ layer: one.layer, readings: readProbe(one) })),
-    probe: probed ? `${probed.read === "cosine" ? "Cosine with" : "Projection on"} ${probed.name} at layer ${probed.layer}` : "",
+    probe: probed ? `${READS[probed.read] ?? probed.read} ${probed.name} at layer ${probed.layer}` : "",
     total,
     answer,
     findAlternatives: findAlternatives(query, ids, prefix, total.windows ?? []),

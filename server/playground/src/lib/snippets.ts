@@ -36,6 +36,9 @@ const ENDPOINTS = {
   "vectors.combine": ["POST", "/vectors/{name}/combine"],
   "saes.put": ["PUT", "/saes/{name}"],
   "variants.put": ["PUT", "/variants/{name}"],
+  "captures.put": ["PUT", "/captures/{name}/source"],
+  "captures.start": ["POST", "/captures"],
+  "captures.get": ["GET", "/captures/{name}"],
 } as const;
 
 /** A shell word: bare where it may be, else in single quotes. */
@@ -95,6 +98,9 @@ const SHOWN: { [endpoint: string]: string } = {
   perplexity: "print(answer.total.perplexity, answer.total.bits_per_byte)",
   generate: "print(answer.results[0].completions[0].text)",
   steer: "print(answer.results[0].completions[0].text)\n    print(answer.steering)",
+  "captures.get":
+    "for top in (answer.reduced and answer.reduced.top) or []:\n        for example in top.examples:\n" +
+    "            print(top.name, example.reading, repr(example.text))",
 };
 
 export function toPython(asked: Asked, origin: string): string {

@@ -81,3 +81,12 @@ export function writeCsv(head: readonly string[], rows: readonly (readonly (stri
   };
   return `${[head, ...rows].map((row) => row.map(cell).join(",")).join("\n")}\n`;
 }
+
+/** Return a file's text. Throws Error where it is not text. */
+export async function readFile(file: File): Promise<string> {
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch {
+    throw new Error(`${file.name} is not UTF-8 text.`);
+  }
+}

@@ -5,9 +5,9 @@ import { count, fixed, number, plural, signed, tick } from "../lib/format";
 import { makeReading, readText, toRequest, type Alternatives, type Query, type Read, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
-import { findVector } from "../lib/steering";
+import { findVector, makeReference } from "../lib/steering";
 import { attempt, useAutoRun, useTask } from "../lib/task";
-import { askedModel, refreshVectors, vectors } from "../lib/vectors";
+import { askedModel, findSae, refreshVectors, saes, vectors } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
@@ -31,8 +31,10 @@ type State = BesideState & WindowState & {
   read: "tokens" | "windows";
   colour: Colour;
   probe: string;
-  /** Where the probe is read: at its best layer, or at each that it has. */
-  at: "best" | "each";
+  /** Where a vector is read: at its best layer, at each that it has, or at one, as in `12`. */
+  at: string;
+  /** What is read at one layer; at each it is the cosine. */
+  by: "projection" | "cosine";
 };
 
 /** Characters up to which a text is read again at every change; a longer one waits for the button. */
@@ -73,6 +75,7 @@ const INITIAL: State = {
   colour: "surprisal",
   probe: "",
   at: "best",
+  by: "projection",
 };
 
 /** A text as it was read, and as it was beside that. */
@@ -116,12 +119,15 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
     if (usesVectors && isShown) refreshVectors().catch(() => (vectors.value ??= []));
   }, [usesVectors, isShown, askedModel.value]);
 
-  const query = model && toQuery(state, model.id, stored);
+  const coders = saes.value;
   const made = useMemo(
-    () => attempt(() => (model ? makeBeside(state, model.id, models, stored) : null)),
-    [state, model?.id, models, stored],
+    () =>
+      attempt(() =>
+        model ? { query: toQuery(state, model.id, stored), beside: makeBeside(state, model.id, models, stored) } : null,
+      ),
+    [state, model?.id, models, stored, coders],
   );
-  const beside = "value" in made ? made.value : null;
+  const { query = null, beside = null } = ("value" in made ? made.value : null) ?? {};
   const other = query && beside && {
     query: { ...query, model: beside.model, steering: beside.steering as Query["steering"] },
     name: beside.name,
@@ -167,27 +173,40 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
             ]}
             onChange={(colour) => setState({ colour })}
           />
-          {state.colour === "probe" && stored !== null && stored.length > 0 && (
+          {state.colour === "probe" && stored !== null && stored.length + coders.length > 0 && (
             <VectorSelect
               label="Probe"
               value={state.probe}
               cards={stored}
+              hasFeatures
               onChange={(probe) => setState({ probe })}
             />
           )}
-          {state.colour === "probe" && stored !== null && stored.length > 0 && (
+          {state.colour === "probe" && findVector(state.probe, stored ?? []) && (
             <Segments
               label="Read at"
               value={state.at}
               options={[
                 { value: "best", label: "its best layer" },
                 { value: "each", label: "every layer" },
+                ...(isLayer(state.at) ? [{ value: state.at, label: `layer ${state.at}` }] : []),
               ]}
               onChange={(at) => setState({ at })}
             />
           )}
+          {state.colour === "probe" && state.at !== "each" && findVector(state.probe, stored ?? []) && (
+            <Segments
+              label="Read by"
+              value={state.by}
+              options={[
+                { value: "projection", label: "projection" },
+                { value: "cosine", label: "cosine" },
+              ]}
+              onChange={(by) => setState({ by })}
+            />
+          )}
         </div>
-        {state.colour === "probe" && stored?.length === 0 && <LacksVector />}
+        {state.colour === "probe" && stored?.length === 0 && coders.length === 0 && <LacksVector />}
         <BesideFields state={state} setState={setState} model={model} models={models} cards={stored} />
         <div class="actions">
           <RunButton task={task} onRun={run} label="Score" disabled={!canRun} />
@@ -238,17 +257,24 @@ function toBody(query: Query): JsonObject {
 
 type Stored = readonly Schemas["VectorCard"][] | null;
 
+const isLayer = (at: string): boolean => /^\d+$/.test(at);
+
+/** What is asked of a text. Throws Error where an autoencoder's feature is not named. */
 function toQuery(state: State, model: string, stored: Stored): Query {
-  const probe = state.colour === "probe" ? findVector(state.probe, stored ?? []) : undefined;
-  const layer = probe?.about.recommendation?.layer ?? probe?.layers.at(-1);
+  const query: Query = { model, text: state.text };
+  if (state.colour !== "probe") return query;
+  const probe = findVector(state.probe, stored ?? []);
+  if (probe === undefined) {
+    return findSae(state.probe) ? { ...query, probe: { ...makeReference(state.probe, []), read: "activation" } } : query;
+  }
+  const best = probe.about.recommendation?.layer ?? probe.layers.at(-1);
+  const layer = isLayer(state.at) ? Number(state.at) : best;
+  if (layer === undefined) return query;
+  const isEach = state.at === "each";
   return {
-    model,
-    text: state.text,
-    probe:
-      probe && layer !== undefined
-        ? { name: probe.name, layers: state.at === "each" ? probe.layers : [layer], read: state.at === "each" ? "cosine" : "projection" }
-        : undefined,
-    bestLayer: probe && layer,
+    ...query,
+    probe: { name: probe.name, layers: isEach ? probe.layers : [layer], read: isEach ? "cosine" : state.by },
+    bestLayer: layer,
   };
 }
 
@@ -517,7 +543,7 @@ export const text = view<State, Sides | Progress>({
   icon: "text",
   lead: "How well does the model read a text?",
   initial: INITIAL,
-  asks: ({ colour, probe, at, ...rest }) => [rest, colour === "probe" && [probe, at]],
+  asks: ({ colour, probe, at, by, ...rest }) => [rest, colour === "probe" && [probe, at, by]],
   component: TextView,
   outcome: Outcome,
 });

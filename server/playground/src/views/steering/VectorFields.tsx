@@ -180,7 +180,8 @@ export function VectorSelect({ label, value, cards, onChange, none, hasFeatures 
   );
 }
 
-function describeOwnLayers(vector: string, card: VectorCard | undefined): string {
+/** What an empty field of layers means. */
+export function describeOwnLayers(vector: string, card: VectorCard | undefined): string {
   const sae = card === undefined ? findSae(vector) : undefined;
   if (sae !== undefined) return String(sae.layer);
   const best = card?.about.recommendation?.layer;

@@ -5,6 +5,7 @@ import { useMemo, useState } from "preact/hooks";
 import { call, stream, streamFile, type Schemas } from "../../lib/api";
 import { bytes, count, number, plural } from "../../lib/format";
 import type { JsonObject } from "../../lib/snippets";
+import { readFile } from "../../lib/tables";
 import { useAutoRun, useTask } from "../../lib/task";
 import type { OutcomeProps, ViewProps } from "../../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
@@ -203,15 +204,6 @@ export function Windows<S extends WindowState>(props: WindowsProps<S>) {
       {progress && <WindowsOutcome result={progress} state={state} setState={setState} />}
     </Panes>
   );
-}
-
-/** Return a file's text. Throws Error where it is not text. */
-async function readFile(file: File): Promise<string> {
-  try {
-    return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-  } catch {
-    throw new Error(`${file.name} is not UTF-8 text.`);
-  }
 }
 
 async function findPlaces(

@@ -9,6 +9,7 @@ import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
 import { CopyAs } from "../../parts/CopyAs";
 import { TextField } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
+import { linkExamples } from "../examples/request";
 import { useReplaced } from "./Make";
 
 export const SAE_CONFIG = "cfg.json";
@@ -81,6 +82,9 @@ export function Saes() {
               <span class="vector-actions">
                 <a class="quiet" href={`#steer?${new URLSearchParams({ vector: `${sae.name}/0`, scale: "4" })}`}>
                   <Icon name="steer" /> Steer
+                </a>
+                <a class="quiet" title="Examples" aria-label={`Examples of ${sae.name}`} href={linkExamples(`${sae.name}/0`)}>
+                  <Icon name="examples" />
                 </a>
                 <button type="button" class="quiet" aria-label={`Delete ${sae.name}`} onClick={() => setDoomed(sae)}>
                   <Icon name="trash" />

@@ -10,6 +10,7 @@ import { CopyAs } from "../../parts/CopyAs";
 import { TextField } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
 import { save } from "../../parts/LineChart";
+import { linkExamples } from "../examples/request";
 import { Evaluate } from "./Evaluate";
 import { Quality } from "./Quality";
 
@@ -112,6 +113,9 @@ function Entry({ card, model, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
           <button type="button" class="quiet" aria-label={`Steer with ${card.name}`} onClick={() => onSteer(card)}>
             <Icon name="steer" /> Steer
           </button>
+          <a class="quiet" title="Examples" aria-label={`Examples of ${card.name}`} href={linkExamples(card.name)}>
+            <Icon name="examples" />
+          </a>
           <button type="button" class="quiet" aria-label={`Download ${card.name} as safetensors`} onClick={() => fetchFile("safetensors")}>
             <Icon name="down" /> safetensors
           </button>

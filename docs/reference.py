@@ -1,4 +1,4 @@
-"""The pages of the documentation that follow from the code: `python -m logsteer_server.reference`.
+"""The pages of the documentation that follow from the code: `python -m docs.reference docs`.
 
 Settings, endpoints with the fields of their requests, problem codes and metrics, as Markdown.
 """
@@ -270,7 +270,7 @@ def write_pages() -> Mapping[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the pages into a directory, or with --check compare them; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m logsteer_server.reference")
+    parser = argparse.ArgumentParser(prog="python -m docs.reference")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--check", action="store_true", help="fail where a file differs")
     arguments = parser.parse_args(argv)

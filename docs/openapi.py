@@ -1,4 +1,4 @@
-"""The OpenAPI document, written from the schemas: `python -m logsteer_server.openapi`."""
+"""The OpenAPI document, written from the schemas: `python -m docs.openapi`."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def render() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the document to stdout, or with --check FILE compare; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m logsteer_server.openapi")
+    parser = argparse.ArgumentParser(prog="python -m docs.openapi")
     parser.add_argument("--check", type=Path, metavar="FILE", help="fail where FILE differs")
     arguments = parser.parse_args(argv)
     if arguments.check is None:
