@@ -36,11 +36,6 @@ def read_tensors(file: bytes) -> tuple[dict[str, Any], dict[str, str]]:
         raise ValueError(f"it cannot be read as safetensors: {error}") from error
 
 
-def import_numpy() -> Any:
-    """Return the module numpy; ImportError that says what to install where it is missing."""
-    return import_package("numpy", ImportError('arrays need numpy: pip install "logsteer[arrays]"'))
-
-
 # ------------------------------------------------------------------ torch.save
 
 
