@@ -114,7 +114,6 @@ ANSWERS: dict[str, Any] = {
     "tokens": TokenizeAnswer.model_validate(TOKENS),
     "selftest": SelftestAnswer.model_validate(SELFTEST),
 }
-PLOTTED = {"perplexity", "text", "sweep", "card"}
 
 
 class Reader(HTMLParser):
@@ -300,14 +299,6 @@ def test_numbers_of_items_stay_integers() -> None:
 
 
 # ------------------------------------------------------------------ plots
-
-
-@pytest.mark.parametrize("name", sorted(PLOTTED))
-def test_plots(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    figure = ANSWERS[name].plot(path)
-    assert isinstance(figure, Figure)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_shows_the_numbers_of_the_answer() -> None:

@@ -59,13 +59,13 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the examples name, and a server with what they name there."""
-    import numpy as np
+    import torch
     from safetensors.torch import save_file
 
-    from tests.client.test_sae import save as save_autoencoder
     from tests.conftest import DEMO_MODEL
     from tests.contract.directions import draw_direction, load_model
     from tests.contract.lora import write_adapter
+    from tests.server.test_saes import save_sae
 
     for card in client.vectors.list().vectors:
         client.vectors.delete(card.name)  # of other files with this server
@@ -76,16 +76,11 @@ def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_adapter(directory / "adapter")
     save_file(draw_direction(load_model(DEMO_MODEL)), directory / "direction.safetensors")
     width = client.models().models[0].hidden_size or 0
-    arrays = {"W_enc": (width, 9), "W_dec": (9, width), "b_dec": (width,)}
-    random = np.random.default_rng(0)
-    weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
-    save_autoencoder(directory / "sae", {"d_in": width}, **weights)
     config = {"d_in": width, "d_sae": 130, "hook_name": "blocks.2.hook_resid_post"}
-    arrays = {"W_enc": (width, 130), "W_dec": (130, width), "b_dec": (width,), "b_enc": (130,)}
-    weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
-    stored = directory / "gpt2-small-res-jb"
-    stored.mkdir()
-    save_autoencoder(stored / "blocks.8.hook_resid_pre", config, **weights)
+    shapes = {"W_enc": (width, 130), "W_dec": (130, width), "b_dec": (width,), "b_enc": (130,)}
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (directory / "gpt2-small-res-jb").mkdir()
+    save_sae(directory / "gpt2-small-res-jb/blocks.8.hook_resid_pre", config, weights)
     return directory
 
 
@@ -102,6 +97,8 @@ def _stored(place: Path, client: Client, request: pytest.FixtureRequest) -> None
     client.saes.put("res8", place / "gpt2-small-res-jb/blocks.8.hook_resid_pre")
     client.adapters.put("story", place / "adapter")
     client.overrides.put("gradient", place / "direction.safetensors")
+    if "captures delete" in request.node.name:
+        client.capture(["Once"], "res2", [2], overwrite=True)
     if "cheerful" in request.node.name and "variants put" not in request.node.name:
         client.variants.put("cheerful", steering="mood:4@2")
 

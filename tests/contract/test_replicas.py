@@ -1,10 +1,6 @@
 """Two replicas of the demo model on vLLM: the same answers as one, and as many prefix hits."""
 
-import os
 import random
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,7 @@ import pytest
 
 from logsteer import Client
 from tests.conftest import Server, vllm_model
-from tests.faults.processes import find_engines, running, wait_for
+from tests.faults.processes import running, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -115,28 +111,3 @@ def test_the_selftest_looks_at_each(server: Server) -> None:
         assert found["replicas"].reason.endswith("texts at once on 2 replicas")
         alone = {check.name: check for check in client.selftest("one").checks}
         assert alone["replicas"].verdict == "not_run"
-
-
-def test_one_killed_in_the_middle_is_not_seen(server: Server) -> None:
-    items = make_items(9)
-    with Client(server.url, max_retries=0) as client:
-        quiet = list_logprobs(client, "one", items)
-        found: list[list[float]] = []
-        asking = threading.Thread(
-            target=lambda: found.extend(list_logprobs(client, "two", items) for _ in range(4))
-        )
-        asking.start()
-        wait_for(lambda: any(own.num_jobs for own in client.model("two").replicas))
-        os.kill(find_newest_engine(server), signal.SIGKILL)
-        asking.join(READY_S)
-        assert len(found) == 4
-        for values in found:
-            assert max(abs(a - b) for a, b in zip(values, quiet, strict=True)) < 1e-5
-        wait_for(lambda: client.model("two").replicas[1].state == "ready", READY_S)
-        time.sleep(0.1)
-        assert client.model("two").restarts == 1
-
-
-def find_newest_engine(server: Server) -> int:
-    """The engine that was started last: the second replica of the second model."""
-    return find_engines(server)[-1]

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.conftest import Server, fake_model
 from tests.faults.processes import (
     check_retryable,
-    find_engine,
     find_family,
     is_alive,
     open_request,
@@ -125,18 +123,3 @@ def test_a_second_signal_ends_the_server_at_once(server: Server) -> None:
         with pytest.raises(httpx.TransportError):
             lost.result()
     wait_for(lambda: not any(map(is_alive, family)), 20)
-
-
-@pytest.mark.parametrize("server", [ENDLESS], indirect=True)
-@pytest.mark.parametrize("state", ["idle", "busy", "stopped"])
-def test_no_engine_outlives_a_server_that_is_killed(server: Server, state: str) -> None:
-    engine = psutil.Process(find_engine(server))
-    with ThreadPoolExecutor(1) as pool:
-        if state == "busy":
-            pool.submit(score, server, "fake", 7)
-            wait_for_jobs(server, "fake")
-        if state == "stopped":
-            engine.suspend()
-        server.process.kill()
-        server.process.wait()
-    wait_for(lambda: not is_alive(engine), 20)

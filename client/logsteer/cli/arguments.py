@@ -217,6 +217,8 @@ def _read_type(kind: Any) -> dict[str, Any]:
     rest = [part for part in get_args(kind) if part is not NoneType]
     if NoneType in get_args(kind):
         return _read_type(rest[0])
+    if bool in rest:  # a flag, or a value of the other type behind it
+        return {"nargs": "?", "const": True, "type": rest[-1]}
     if get_origin(kind) is Literal:
         return {"choices": rest}
     if get_origin(kind) is list:

@@ -210,7 +210,7 @@ def _show_override(client: Client, arguments: argparse.Namespace) -> None:
 _PAIR = '{"positive": "…", "negative": "…"}'
 _PAIRS = f"a line a pair: {_PAIR}; or a JSON list of these; - is standard input"
 _SIDES = ("positive", "negative")
-_TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None,
+_TRAINING = {"method": None, "whiten": "CAPTURE", "read": None, "hook": "NAME", "bos": None,
              "max_harm": "X", "harm_texts": "TEXT", "overwrite": None}  # fmt: skip
 
 

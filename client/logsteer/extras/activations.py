@@ -25,7 +25,7 @@ from logsteer._exchange import ClientSettings, Exchange
 from logsteer.errors import AnswerError, InvalidRequestError
 from logsteer.extras import import_package
 from logsteer.extras.datasets import check_counts
-from logsteer.extras.tensors import import_numpy, read_tensors
+from logsteer.extras.tensors import read_tensors
 from logsteer.schemas import ActivationsHeader, CaptureIndex
 from logsteer.schemas.captures import name_shard
 
@@ -142,7 +142,8 @@ class Activations(list[ActivationsOfItem]):
         return found
 
     def _list_norms(self) -> list[dict[str, Any]]:
-        np = import_numpy()
+        import numpy as np
+
         found = []
         for item, one in enumerate(self):
             norms = {
@@ -286,7 +287,8 @@ def load_activations(
     missing = ImportError("a loader gives tensors of torch: pip install torch")
     torch = import_package("torch", missing)
     import_package("torch.utils.data", missing)
-    np = import_numpy()
+    import numpy as np
+
     layers = shards.contents.layers
     own = layers[0] if layer is None else layer
     if own not in layers or (layer is None and len(layers) > 1):

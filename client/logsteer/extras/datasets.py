@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras import import_package
-from logsteer.extras.files import FileFormat, RowFile, has_rows
+from logsteer.extras.files import RowFile, has_rows
 from logsteer.schemas import Message
 from logsteer.schemas.chat import CONVERSATION
 
@@ -191,9 +191,8 @@ class PromptRow:
 
 def _read_file(path: str, columns: Sequence[str] | None = None) -> Iterable[str | Row]:
     """Yield the rows of a file, of Parquet these columns. Errors: InvalidRequestError, OSError."""
-    form: FileFormat | None = None if has_rows(path) else "jsonl"
     try:
-        with RowFile(Path(path), columns, form) as file:
+        with RowFile(Path(path), columns, None if has_rows(path) else "jsonl") as file:
             for _, row in read_json_lines(file.lines, path, _FORM):
                 yield row
     except LogsteerError as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import AnswerError
-from logsteer.extras.tensors import import_numpy, read_tensors
+from logsteer.extras.tensors import read_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,8 @@ class TeacherScores:
     """
 
     def __init__(self, file: bytes) -> None:
-        np = import_numpy()
+        import numpy as np
+
         try:
             arrays, metadata = read_tensors(file)
             self.answer: dict[str, Any] = json.loads(metadata["answer"])
@@ -54,7 +55,8 @@ class TeacherScores:
 
     def pad(self, name: str, value: float = 0.0) -> Any:
         """Return the array of this name as [B, T] or [B, T, K], filled up at the right."""
-        np = import_numpy()
+        import numpy as np
+
         array = getattr(self, name)
         lengths = np.diff(self.row_starts)
         padded = np.full((len(self), int(lengths.max()), *array.shape[1:]), value, array.dtype)

@@ -36,11 +36,6 @@ def read_tensors(file: bytes) -> tuple[dict[str, Any], dict[str, str]]:
         raise ValueError(f"it cannot be read as safetensors: {error}") from error
 
 
-def import_numpy() -> Any:
-    """Return the module numpy; ImportError that says what to install where it is missing."""
-    return import_package("numpy", ImportError('arrays need numpy: pip install "logsteer[arrays]"'))
-
-
 # ------------------------------------------------------------------ torch.save
 
 
@@ -112,12 +107,11 @@ def convert_torch(data: bytes) -> bytes:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             raise _refuse(f"entry {name[:80]!r} is not a tensor of floating-point numbers")
-    content: bytes = writer.save({
+    return bytes(writer.save({
         # A copy, as the layers may share memory, which safetensors refuses.
         name: tensor.detach().to_dense().to(torch.float32).contiguous().clone()
         for name, tensor in tensors.items()
-    })  # fmt: skip
-    return content
+    }))  # fmt: skip
 
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:
