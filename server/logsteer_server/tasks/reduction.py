@@ -161,7 +161,7 @@ class Reduction:
 def load_moments(store: CaptureStore, index: CaptureIndex) -> dict[str, Doubles]:
     """Return a capture's `mean.LAYER` [D] and `covariance.LAYER` [D, D], as asked for; it blocks.
 
-    Errors: APIError `not_found` where there are none.
+    Errors: APIError `not_found` where `reduce` asked for none, or there are no rows yet.
     """
     asked = CaptureRequest.model_validate(index.request).reduce
     if asked is None or index.reduced is None or not index.reduced.rows:

@@ -57,7 +57,7 @@ def find_direction(
 
 @dataclass(frozen=True, slots=True)
 class Covariance:
-    """A covariance by its K principal axes and their variances; `floor` is that of all others."""
+    """A covariance: K principal axes, their variances, and the variance of all others, `floor`."""
 
     basis_KD: Double
     values_K: Double
