@@ -1,4 +1,4 @@
-"""`logsteer-server`: read what the command line names, serve it, and end in order."""
+"""`logsteer-server`: start the service, show how the models come up, and say how to ask them."""
 
 import argparse
 import asyncio
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
+from logsteer.schemas import ModelCard
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import Drain
@@ -56,6 +57,7 @@ END_S = 5
 that still waits then, such as for the rest of its body, is cancelled, and answered so, too."""
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
+PROGRESS_EVERY_S = 5.0
 YOUNG_OBJECTS = 20_000
 """Objects that Python's collector looks at together: those of a few large requests.
 
@@ -281,9 +283,7 @@ async def _serve(
     app = create_app(settings, reread)
     server = DrainingServer(configure_server(settings, app), app.state, settings)
     hung_up = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, hung_up.set)
-    log.debug("requests are served on a loop of %s", type(loop).__module__)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -296,8 +296,86 @@ async def _serve(
         needs_key = app.state.keys.needs_key
         if not needs_key and settings.uds is None and not is_loopback(settings.host):
             log.warning("INSECURE: anyone who reaches %s can use it without a key", url)
-        log.info("logsteer %s listens on %s; its models load, see GET /models", __version__, url)
-        reloading = asyncio.create_task(_reload(app.state, hung_up))
+        loop = asyncio.get_running_loop()
+        log.debug("requests are served on a loop of %s", type(loop).__module__)
+        reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")
+        others = [
+            asyncio.create_task(reporting),
+            asyncio.create_task(_reload(app.state, hung_up)),
+        ]
         await serving
-        reloading.cancel()
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
     return (server.status, server.last_words) if server.started else (1, "")
+
+
+async def report_start(
+    models: ModelRegistry, url: str, needs_key: bool, to_log: bool = False
+) -> None:
+    """Print how each model comes up, and what to ask once all of them have; or log the former."""
+
+    def say(text: str, level: int = logging.INFO) -> None:
+        if to_log:
+            log.log(level, "%s", text.strip())
+        else:
+            print(text, file=sys.stderr if level >= logging.ERROR else sys.stdout, flush=True)
+
+    started = time.monotonic()
+    say(f"logsteer {__version__} listens on {url}; models are loading.")
+    waiting = dict(models.by_id)
+    last_report = started
+    while waiting:
+        await asyncio.sleep(0.1)
+        elapsed = time.monotonic() - started
+        for model_id, model in list(waiting.items()):
+            card = model.describe()
+            if card.state == "ready":
+                say(
+                    f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
+                    f"{describe_precision(card)}, context {card.context_length}, "
+                    f"vocabulary {card.vocab_size})"
+                )
+                del waiting[model_id]
+            elif card.state == "failed":
+                say(f"  {model_id}: failed: {card.detail}", logging.ERROR)
+                del waiting[model_id]
+        if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
+            last_report = time.monotonic()
+            states = (f"{model_id}: {model.status[0]}" for model_id, model in waiting.items())
+            say(f"  {', '.join(states)}, {elapsed:.0f} s")
+    ready = [model for model in models.by_id.values() if model.is_ready]
+    if ready and not to_log:
+        named = None if models.default else ready[0].id
+        print(suggest_calls(url, named, needs_key))
+
+
+def describe_precision(card: ModelCard) -> str:
+    """Return the dtype of a model that is ready, and what half precision costs."""
+    assert card.provenance is not None
+    dtype, cost = card.provenance.dtype, "not measured against float32"
+    if dtype not in ("bfloat16", "float16"):
+        return dtype
+    if card.rounding is not None:
+        cost = f"within {card.rounding:.2g} nats a token of float32"
+    return f"{dtype}: {cost}"
+
+
+def suggest_calls(url: str, model: str | None, needs_key: bool) -> str:
+    """Return three calls to paste."""
+    key = " -H 'Authorization: Bearer '$LOGSTEER_API_KEY" if needs_key else ""
+    field = f'"model": "{model}", ' if model else ""
+    bodies = {
+        "logprob": f'{{{field}"items": [{{"context": "The capital of France is", '
+        '"targets": [" Paris", " London"]}]}',
+        "perplexity": f'{{{field}"texts": ["The capital of France is Paris."]}}',
+        "tokenize": f'{{{field}"texts": ["The capital of France is Paris."]}}',
+    }
+    how = ""
+    if url.startswith("unix://"):
+        how, url = f"--unix-socket {url.removeprefix('unix://')} ", "http://localhost"
+    calls = [
+        f"  curl -s {how}{url}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+        for path, body in bodies.items()
+    ]
+    return "\n".join(["Try:", *calls, f"All endpoints: {url}/docs    Stop: Ctrl-C"])

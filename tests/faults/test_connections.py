@@ -411,7 +411,7 @@ def test_a_unix_domain_socket(
     path = tmp_path / "socket"
     assert on_socket.url == f"unix://{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    wait_for(lambda: "ready after" in on_socket.output)
+    wait_for(lambda: "--unix-socket" in on_socket.output)
     with Client(on_socket.url, max_retries=0) as client:
         assert client.logprob([ITEM]).results
         assert [*client.perplexity_events(["Once upon a time"])]

@@ -1,8 +1,6 @@
 """The configured models, by id: start, lookup, shutdown."""
 
 import asyncio
-import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from logsteer.errors import api_error
@@ -15,8 +13,6 @@ from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.runtime.supervision import SupervisionLimits
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import JobContents
-
-log = logging.getLogger(__name__)
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Tests a model, and opens its gate or sets the reason."""
@@ -162,14 +158,6 @@ class ModelRegistry:
 
 
 async def _load(model: ResidentModel, prove: Prove | None) -> None:
-    began = time.monotonic()
     await model.load_codec()
     if prove is not None and model.status[0] != "failed":
         await prove(model)
-    info = model.handle.info
-    if model.is_ready and info is not None:
-        log.info(
-            "model %s: ready after %.0f s (%s, %s, context %d, vocabulary %d)",
-            *(model.id, time.monotonic() - began, info.engine, info.dtype),
-            *(info.context_length, info.vocab_size),
-        )
