@@ -1,4 +1,4 @@
-"""How a model of the configuration is set up in vLLM: environment, arguments, description."""
+"""vLLM's environment, arguments and description for a model of the configuration."""
 
 import json
 import os
@@ -48,7 +48,7 @@ SAMPLED = 1
 
 
 def set_environment(spec: EngineSpec) -> None:
-    """Set what vLLM reads from the environment; only before it is imported does that count."""
+    """Set vLLM's environment variables, which must happen before it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if spec.runner != "auto" or is_cpu_build() or spec.pipeline_parallel > 1:
         os.environ[V2] = str(int(spec.runner == "v2"))
@@ -74,19 +74,19 @@ def set_environment(spec: EngineSpec) -> None:
 
 
 class InterpretedDriver:
-    """What vLLM asks of a backend of Triton's: here of one whose kernels are interpreted."""
+    """A stand-in for a Triton backend, whose kernels are interpreted."""
 
     @staticmethod
     def is_active() -> bool:
-        """Say that the backend's device is there."""
+        """Return that the backend's device exists."""
         return True
 
 
 def interpret_kernels() -> None:
-    """Have Triton interpret kernels in this process. Call it before vLLM is imported.
+    """Make Triton interpret kernels in this process. Call it before vLLM is imported.
 
-    vLLM's V2 runner prepares steps by Triton's kernels, and vLLM's build for CPUs takes no Triton
-    without a backend for them. The interpreter needs none; a stand-in says that there is one.
+    vLLM's V2 runner prepares steps with Triton kernels, and vLLM's build for CPUs refuses a Triton
+    without a CPU backend. The interpreter needs none, so a stand-in is registered.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends
@@ -95,9 +95,9 @@ def interpret_kernels() -> None:
 
 
 def _list_plugins() -> list[str]:
-    """Return the plugins of vLLM that are installed, without that of TransformerLens.
+    """Return the installed plugins of vLLM except TransformerLens' own.
 
-    That one is for its own way into vLLM, and imports 600 modules.
+    That plugin serves TransformerLens' own vLLM bridge, and imports 600 modules.
     """
     found = entry_points()
     return [
@@ -110,7 +110,7 @@ def _list_plugins() -> list[str]:
 
 
 def set_breakable_graphs(spec: EngineSpec, path: Path | str) -> None:
-    """Set whether attention breaks captured graphs up, as vLLM's configuration would set it later.
+    """Set whether attention splits captured graphs, as vLLM's configuration would set it later.
 
     vLLM's attention reads that as it is imported, which here is before its configuration exists,
     and is left out of graphs that are captured otherwise.
@@ -126,7 +126,7 @@ def set_breakable_graphs(spec: EngineSpec, path: Path | str) -> None:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether vLLM is asked for numbers that depend on no neighbour in a batch."""
+    """Return whether vLLM's batch-invariant mode is on."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
@@ -136,7 +136,7 @@ SOCKET_NAME = 37
 
 
 def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path]:
-    """Make this process ready to import vLLM; return its scratch directory, and where the model is.
+    """Prepare this process to import vLLM; return its scratch directory and the model's path.
 
     Errors: ValueError as `check_devices` and `check_runner`, and those of `locate_model`.
     """
@@ -151,9 +151,9 @@ def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path]:
 
 
 def set_scratch(directory: Path) -> None:
-    """Have vLLM put the sockets between its processes into a directory, so that none is left.
+    """Make vLLM create its processes' sockets in a directory, so that none is left behind.
 
-    Not where the directory's name is too long for a socket: they then lie where vLLM puts them.
+    If the directory's name is too long for a socket, they stay in vLLM's own directory.
     """
     if len(os.fsencode(directory)) + SOCKET_NAME <= MAX_SOCKET_PATH:
         os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
@@ -175,7 +175,7 @@ LEAST_SHARE = 0.01
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`.
 
-    Errors: ValueError as `check_arguments`, and for adapters that vLLM's kernel does not compute.
+    Errors: ValueError as `check_arguments`, and for adapters that vLLM's kernel cannot compute.
     """
     check_arguments(spec.engine_args)
     if spec.adapter_slots and spec.dtype == "float32" and not on_cpu:
@@ -243,12 +243,12 @@ class SteeringSize:
     hooks: tuple[str, ...] = ("resid_post",)
 
     def count_rows(self, layers: int, width: int) -> int:
-        """Return how many activations there is room for, in float32: one of each layer at least."""
+        """Return how many float32 activations fit, at least one per layer."""
         return max(layers, self.capture_bytes // (4 * width))
 
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
-    """Return the room of the steering tables; without slots there are no tables."""
+    """Return the size of the steering tables; without slots there are no tables."""
     return SteeringSize(
         spec.steering_slots,
         spec.steering_depth,
@@ -264,7 +264,7 @@ at most so many bytes: enough for the rows of a product, by default."""
 
 
 def widen_columns(given: int, left: int) -> int:
-    """Return the room of policy columns, in bytes: at least what is given.
+    """Return the memory for policy columns in bytes, at least the given number.
 
     `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 1.5 GiB.
     """
@@ -276,7 +276,7 @@ TUNED_BEYOND = 32_768
 
 
 def context_length(path: Path | str, limit: int | None, trusts: bool = False) -> int:
-    """Return how many tokens the model reads; `trusts`: its configuration may be code of its own.
+    """Return the model's context length; `trusts`: its configuration may run code of its own.
 
     Errors: ValueError as `fit_context_length`.
     """
@@ -287,7 +287,7 @@ def context_length(path: Path | str, limit: int | None, trusts: bool = False) ->
 
 
 def fit_context_length(path: Path | str, text_config: Any, limit: int | None) -> int:
-    """Return how many tokens a model of this configuration reads in vLLM.
+    """Return the context length of a model of this configuration in vLLM.
 
     Errors: ValueError where nothing says it, or where vLLM at that length computes another model.
     """
@@ -380,7 +380,7 @@ def find_room(step_tokens: int, sequences: int, cache_tokens: int) -> EngineRoom
 
 
 def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str, str]:
-    """Return why the model has not each of the hooks that it has not, and what to do."""
+    """Return why each missing hook is missing, and what to do."""
     missing = {
         hook: f"set hooks: [{', '.join([*spec.hooks, hook])}] for the model {spec.id} in the "
         "configuration"
@@ -393,7 +393,7 @@ def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str
 
 
 def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dict[Feature, str]:
-    """Return what this model cannot do, and what to do instead."""
+    """Return what this model does not support, and what to do instead."""
     other = "serve the model with engine transformer_lens"
     lacks: dict[Feature, str] = {
         "override": f"the engine vllm has no parameter overrides; {other}",
@@ -409,7 +409,7 @@ def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dic
 
 
 def clear_new_blocks() -> None:
-    """Have vLLM clear each block that a request takes, on every rank, before it is first read.
+    """Make vLLM zero each block that a request takes, on every rank, before it is first read.
 
     Attention multiplies what it masks by 0, and 0 times NaN is NaN: the numbers that a text leaves
     in a block where another one has none yet are not without effect if they are not finite. A text

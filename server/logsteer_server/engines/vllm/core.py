@@ -1,8 +1,8 @@
-"""vLLM as the engine's process uses it: the one module that steps, feeds and asks vLLM's engine.
+"""vLLM's engine in the engine's process: the one module that adds its requests and runs its steps.
 
-The scheduler is fed and stepped here and not by vLLM's front end, which costs more than the work on
-a short text: it copies the sampling parameters of every request deeply and makes Python objects of
-every token. `internals` lists what is relied on. The module imports vLLM, so it is imported
+Requests go to the scheduler directly. vLLM's front end would cost more than a short text's own
+work: it deep-copies the sampling parameters of every request and makes Python objects of every
+token. `internals` lists what is relied on. The module imports vLLM, so it is imported
 after `config.set_environment`.
 """
 
@@ -86,7 +86,7 @@ class VllmCore:
         )
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker, after the steps begun; return the results by rank."""
+        """Call a method of every worker once pending steps have run; return the results by rank."""
         results: list[Any] = self.engine_core.model_executor.collective_rpc(method, args=args)
         return results
 
@@ -98,7 +98,7 @@ class VllmCore:
         cache_salt: str,
         use_cache: bool,
     ) -> str:
-        """Hand a prompt that nothing is generated for to the scheduler; return its request's id."""
+        """Schedule a prompt to be scored or captured; return its request's id."""
         params = copy(self._params)
         first_needed = find_first_needed(extra_args)
         # In front of the first wanted row there has to be a block, or there is nothing to look up.
@@ -117,10 +117,10 @@ class VllmCore:
         eos_ids: Sequence[int],
         use_cache: bool,
     ) -> str:
-        """Hand a job that generates to the scheduler; return its request's id.
+        """Schedule a job that generates; return its request's id.
 
-        It ends at one of `eos_ids` unless the job ignores them; stop strings are not looked for.
-        Errors: ValueError for what vLLM does not take, such as a JSON Schema.
+        It stops at one of `eos_ids` unless the job ignores them; stop strings are not checked.
+        Errors: ValueError for options that vLLM refuses, such as a JSON Schema.
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
@@ -163,7 +163,7 @@ class VllmCore:
         return request_id
 
     def step(self) -> list[Any]:
-        """Begin the steps that may be under way; return an `EngineCoreOutput` a request of one.
+        """Start as many steps as may run at once; return one step's `EngineCoreOutput` per request.
 
         Errors: whatever the model raises.
         """
@@ -172,9 +172,7 @@ class VllmCore:
         return self.steps.end()
 
     def count_held(self) -> int:
-        """Return how many tokens have their keys and values in the cache, or had them when they
-        were preempted, and will again.
-        """
+        """Return how many tokens have keys and values in the cache, preempted requests included."""
         scheduler = self.engine_core.scheduler
         size = self.config.cache_config.kv_cache_size_tokens
         preempted = itertools.takewhile(
@@ -184,16 +182,16 @@ class VllmCore:
         return held + sum(int(request.num_tokens) for request in preempted)
 
     def count_blocks(self) -> tuple[int, int]:
-        """Return how many blocks the key-value cache has, and how many of them requests hold.
+        """Return the number of blocks of the key-value cache, and of those that requests hold.
 
-        One that is in the cache of prefixes alone is free: the next request may take it.
+        Blocks that only the prefix cache holds are free.
         """
         pool = self.engine_core.scheduler.kv_cache_manager.block_pool
         size = int(pool.num_gpu_blocks) - 1  # the first is vLLM's own, for nothing
         return size, size - int(pool.get_num_free_blocks())
 
     def count_requests(self) -> tuple[int, int]:
-        """Return how many requests run, and how many wait for the scheduler."""
+        """Return the numbers of running and of waiting requests."""
         running, waiting = self.engine_core.scheduler.get_request_counts()
         return int(running), int(waiting)
 
@@ -202,9 +200,9 @@ class VllmCore:
         self.engine_core.abort_requests([request_id])
 
     def load_adapter(self, name: str, slot: int, path: str) -> tuple[LoRARequest, set[str]]:
-        """Put the adapter of a file into a slot, in place of what that held.
+        """Load the adapter of a file into a slot, replacing the slot's last one.
 
-        Return what requests with the adapter carry, and the file's modules that no rank applied.
+        Return the `LoRARequest` for its requests, and the file's modules that no rank applied.
         Errors: whatever vLLM raises, in any process.
         """
         unapplied: list[set[str]] = self.call_workers("load_adapter", name, slot, path)
@@ -220,7 +218,7 @@ class VllmCore:
 
 
 def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
-    """Return vLLM's configuration of a model that reads so many tokens.
+    """Return vLLM's configuration of a model with this context length.
 
     Errors: ValueError where the specification cannot be served.
     """
@@ -258,10 +256,10 @@ def check_breakable_graphs() -> None:
 
 
 def look_at_models_here() -> None:
-    """Have vLLM look at a model's class in this process, where its model will run.
+    """Make vLLM inspect a model's class in this process, where the model will run.
 
-    It does that in a process that imports all of vLLM again, so that CUDA is not in use before
-    workers are forked off; a single rank has none.
+    By default it starts a process that imports all of vLLM again, so that CUDA is not initialised
+    before workers fork; a single rank forks none.
     """
     registry._run_in_subprocess = lambda look: look()
 
@@ -270,11 +268,10 @@ NAME_BLOCK = kv_cache_utils.generate_block_hash_extra_keys
 
 
 def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[Any, int]:
-    """Return what keeps a block of the prefix cache apart beside its tokens and those before it.
+    """Return the extra keys of a prefix-cache block, beside its tokens and those before it.
 
-    It takes the place of vLLM's function. Beside what that returns, the first block with a token
-    that a plan changes is named by the plan, and with it all that follow: blocks before it are
-    shared by every plan.
+    It replaces vLLM's function, and adds the plan's name to the first block with a token that the
+    plan changes. The following blocks depend on that one; blocks before it are shared by all plans.
     """
     keys, next_mm = NAME_BLOCK(request, start, end, start_mm)
     params = request.sampling_params
@@ -285,9 +282,9 @@ def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[A
 
 
 class PreemptionCount:
-    """Count how often a scheduler takes the blocks of a running request for another one.
+    """Count a scheduler's preemptions.
 
-    It takes the place of a function of the scheduler, which counts for requests that it still has.
+    It replaces a method of the scheduler, whose own counts end with their requests.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -302,10 +299,10 @@ class PreemptionCount:
 
 
 class StepLimit:
-    """Have a step read no more of a score request's tokens than the request allows.
+    """Limit the tokens of a score request that one step reads.
 
-    It takes the place of a function that the scheduler asks last how many tokens of a request to
-    read: for each request of each step, so only from the first request with a limit on.
+    It replaces the function by which the scheduler settles a request's tokens in a step. That runs
+    for each request of each step, so it is replaced at the first request with a limit.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -313,7 +310,7 @@ class StepLimit:
         scheduler._reserve_prefill_lookahead = self.limit
 
     def limit(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return vLLM's answer, or the request's limit where that is less."""
+        """Return the smaller of vLLM's number and the request's limit."""
         params = request.sampling_params
         scored = (params.extra_args or {}).get(SCORE, {}) if params else {}
         allowed: int = self._reserve(request, num_computed_tokens, num_new_tokens)
@@ -321,10 +318,10 @@ class StepLimit:
 
 
 class PrefixHitLimit:
-    """End a request's prefix-cache hit before the first token whose row or activations are wanted.
+    """End a request's prefix-cache hit before the first token to be scored or captured.
 
-    It takes the place of two functions of a cache manager. Without it, a context that ends with a
-    cache block hides the row of its last token, and the whole sequence would be computed again.
+    It replaces two methods of a cache manager. Otherwise a hit of a context that ends with a cache
+    block would skip its last token's row, and the whole sequence would be computed again.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -337,7 +334,7 @@ class PrefixHitLimit:
         manager.coordinator.find_longest_cache_hit = self.find_longest_cache_hit
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Return vLLM's answer for a request, with what it needs left out of the hit."""
+        """Return vLLM's hit for a request, cut before the first token that it needs."""
         params = request.sampling_params
         self._limit = find_first_needed((params and params.extra_args) or {})
         try:
@@ -346,16 +343,16 @@ class PrefixHitLimit:
             self._limit = None
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """Return vLLM's answer, of at most as many tokens as stand before the first wanted."""
+        """Return vLLM's longest hit before the first token that is needed."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
 
 
 class FreedPrefixes:
-    """Forget what the prefix cache holds of a request that has ended in the last step, or runs.
+    """Evict a request's blocks from the prefix cache, after its last step or while it runs.
 
-    A hit would be one of an equal request and give what that gives by itself, NaN. So this is no
-    protection of others; it leaves the cache to what can be used.
+    It is for results that are NaN: only an equal request could hit the blocks, and would get NaN by
+    itself, too. So it protects nobody; it makes room for usable blocks.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -365,20 +362,20 @@ class FreedPrefixes:
         manager.free = self.free
 
     def free(self, request: Any) -> None:
-        """Free a request's blocks as vLLM does, in place of its own function; note which."""
+        """Free a request's blocks by vLLM's own method, which this one replaces, and record which."""
         request_id = request.request_id
         self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
         self._free(request)
 
     def forget(self) -> None:
-        """Forget which blocks were freed: the next step that ends frees others.
+        """Forget the freed blocks, before the next step ends and frees others.
 
-        Where the step after it has begun, others may have them when they are asked for. Those lose
-        no more than what the cache knows of theirs.
+        If a later step has begun, other requests may own the blocks by the time that they are
+        evicted; those requests lose their cached prefixes and nothing else.
         """
         self._freed = {}
 
     def evict(self, request_id: str) -> None:
-        """Take the request's blocks out of the prefix cache; those that run with them keep them."""
+        """Evict the request's blocks from the prefix cache; requests that run on them keep them."""
         groups = self._freed.get(request_id) or self._manager.coordinator.get_blocks(request_id)
         self._manager.evict_blocks({block.block_id for blocks in groups for block in blocks})

@@ -3,9 +3,8 @@
 The operation `logsteer::steer` stands at every activation that the model's `hooks` name, and always
 runs, so that compiled graphs and CUDA graphs contain it. What is called a layer here is one such
 activation, by its number (`points.SiteNumbers`): with resid_post alone, the layer that it leaves.
-What the operation does is data: each token of a step has a slot, and slot 0 changes nothing. It
-also measures what it changed, reads what probes ask for (`probe_tables`), and captures activations
-that are wanted (`captures`).
+The operation works by data: each token of a step has a slot, and slot 0 changes nothing. It also
+measures its changes, evaluates probes (`probe_tables`), and captures activations (`captures`).
 
 Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M marked tokens, F
 fields of a mark, W what a layer has of a plan.
@@ -36,7 +35,7 @@ from logsteer_server.numerics.residual_ops import (
 
 
 class TraceSums:
-    """Give requests entries, and keep the sums of each: of tokens changed, and of their ratios.
+    """Assign entries to requests, and sum up each one's changed tokens and their ratios.
 
     `sums_EL3[e, l]`: both numbers of a request at a layer, and the ratio of its first token,
     float64; `decided_E[e]`: the bits of its conditions, as its prompt's last token decided them.
@@ -64,7 +63,7 @@ class TraceSums:
     def take(self) -> int:
         """Return an entry whose sums are 0. Errors: RuntimeError where none is left.
 
-        Those that were released are set to 0 together, once all others have been given out.
+        Released entries are set to 0 together, once no other is left.
         """
         if not self._unused:
             if not self._used:
@@ -199,11 +198,10 @@ class SteeringTables:
         self.residual_counts_1.fill_(self._residual_counts)
 
     def load(self, plans: Mapping[int, SteeringPlan]) -> None:
-        """Put the sites, probes and conditions of plans into slots, in place of what those held.
+        """Load the sites, probes and conditions of plans into slots, replacing their last plans.
 
-        One copy takes them all to the device. Rows of a slot's last plan stay where this one has
-        none: `work_LSW` says that they count no more. Errors: ValueError for more operations than
-        fit.
+        One copy moves them all to the device. Rows that this plan does not use keep their old
+        numbers, and `work_LSW` leaves them out. Errors: ValueError for more operations than fit.
         """
         slots_s, work_LsW, offsets_at_n, offsets_nD, ops_at_m, directions_mD, numbers_mP, *read = (
             staging.send_all(pack_plans(plans, self._shape), self.work_LSW)
@@ -222,7 +220,7 @@ class SteeringTables:
             self._site_layers[slot] = {site.layer for site in plan.sites}
 
     def write(self, step: Step) -> None:
-        """Store what the tokens of the next forward pass are for; tokens not named are for nothing.
+        """Write the marks of the next forward pass's tokens; other tokens are left alone.
 
         Call it between two passes, because captured graphs read these buffers.
         """
@@ -276,7 +274,7 @@ class SteeringTables:
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         """Steer the tokens of this step at one layer, in place; measure, and capture.
 
-        The plain form, which looks at the marked tokens alone: for CPUs.
+        The plain form, for CPUs, which reads the marked tokens only.
         """
         if not self._residual_counts:
             residual_TD = None
@@ -323,9 +321,9 @@ class SteeringTables:
             self.add_up()
 
     def _gather(self, num_tokens: int, layer: int) -> "_Change | None":
-        """Gather what is done to the tokens of this step at a layer, out of the slots' tables.
+        """Gather from the slots' tables the changes of this step's tokens at a layer.
 
-        None where no token has anything to be done there.
+        None where no token is changed.
         """
         steered = self.step.steered
         work_tW = self.work_LSW[layer, torch.from_numpy(steered.slots_t)].numpy()
@@ -363,9 +361,9 @@ class SteeringTables:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is done to some of the steered tokens of a step at a layer: rows of `SteeredTokens`.
+    """The changes of some of a step's steered tokens at a layer: rows of `SteeredTokens`.
 
-    Without index it is done to every token; tensors of one row are for all of them. `sizes`,
+    Without an index every token is changed; tensors of one row apply to all tokens. `sizes`,
     `norms`: |change| and |activation| of the tokens in each step so far, not added up yet.
     """
 
