@@ -362,7 +362,7 @@ class FreedPrefixes:
         manager.free = self.free
 
     def free(self, request: Any) -> None:
-        """Free a request's blocks by vLLM's own method, which this one replaces, and record which."""
+        """Free a request's blocks by vLLM's own method, which this replaces; record which."""
         request_id = request.request_id
         self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
         self._free(request)
