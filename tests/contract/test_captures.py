@@ -112,7 +112,7 @@ def test_scores_and_windows_and_replies_have_activations(client: Client) -> None
         assert read(choice["activations"]).shape == (2, 3, len(VECTOR))
 
 
-def test_every_encoding_says_the_same_and_a_stream_at_its_end(client: Client) -> None:
+def test_every_encoding_says_the_same_and_a_stream_as_it_grows(client: Client) -> None:
     body = {"prompts": [PROMPT], "capture": CAPTURE, **DRAW}
     plain = ask(client, "/generate", body).json()["results"][0]["completions"][0]["activations"]
     half = body | {"capture": CAPTURE | {"dtype": "float16"}}
@@ -125,8 +125,15 @@ def test_every_encoding_says_the_same_and_a_stream_at_its_end(client: Client) ->
         json.loads(data.removeprefix("data: "))
         for name, data in pairwise(lines) if name == "event: piece"
     ]  # fmt: skip
-    assert ["activations" in piece for piece in pieces] == [False] * 8 + [True]
-    assert np.abs(read(pieces[-1]["activations"]) - read(plain)).max() < WITHIN
+    streamed = [piece["activations"] for piece in pieces]
+    prompt = len(plain["positions"]) - 8
+    assert [len(one["positions"]) for one in streamed] == [prompt, *[1] * 8], "the last is not read"
+    assert [place for one in streamed for place in one["positions"]] == plain["positions"]
+    joined = np.concatenate([read(one) for one in streamed], axis=1)
+    assert np.abs(joined - read(plain)).max() < WITHIN
+    whole = json.loads(lines[lines.index("event: result") + 1].removeprefix("data: "))
+    shown = whole["results"][0]["completions"][0]["activations"]
+    assert np.abs(read(shown) - read(plain)).max() < WITHIN
     items = [{"context": PROMPT, "targets": [" there", " was"]}]
     scored = {"items": items, "capture": CAPTURE}
     file = load(ask(client, "/logprob", scored, "vnd.safetensors"))

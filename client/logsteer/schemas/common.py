@@ -385,7 +385,9 @@ class RowColumns(Reply):
         default=None, description="One entry for each layer of each probe, in their order."
     )
     activations: TokenActivations | None = Field(
-        default=None, description="What was captured; of a stream the last piece has it."
+        default=None,
+        description="What was captured; in a stream, of the tokens read since the last piece. "
+        "`mean` and `last` come with the last piece.",
     )
 
 

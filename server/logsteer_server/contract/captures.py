@@ -3,6 +3,7 @@
 Axis letters: L layers, T tokens, D width of an activation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -58,3 +59,12 @@ class CapturedActivations:
     activations_LTD: npt.NDArray[np.float32]
     places: Places
     sinks: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, parts: Sequence["CapturedActivations"]) -> "CapturedActivations":
+        """Return those of tokens that follow one another as one."""
+        return cls(
+            np.concatenate([part.activations_LTD for part in parts], axis=1),
+            np.concatenate([part.places for part in parts]),
+            parts[-1].sinks,
+        )

@@ -19,6 +19,7 @@ from logsteer.schemas import (
     ParameterFields,
 )
 from logsteer_server.contract.batches import change_all
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.plan import Kept, Readings, SteeringPlan
@@ -279,9 +280,8 @@ class Interventions:
         is_steered = is_steered and self.steering is not None
         return show_readings(self.probes, readings, first, is_steered)
 
-    def show_activations(self, output: Output) -> dict[str, Any]:
+    def show_activations(self, found: CapturedActivations | None) -> dict[str, Any]:
         """Return what an answer shows of an output's activations."""
-        found = output.activations
         return show_activations(self.capture, found) if self.capture and found else {}
 
     def count_captured(self, jobs: Iterable[Job]) -> int:

@@ -18,6 +18,7 @@ from logsteer.schemas import (
     SteerRequest,
     list_conversations,
 )
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     NO_TOKENS,
@@ -125,6 +126,12 @@ class Continuation:
         return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
 
     @property
+    def activations(self) -> CapturedActivations | None:
+        """The activations captured in all its pieces."""
+        found = [piece.activations for piece in self.pieces if piece.activations is not None]
+        return CapturedActivations.join(found) if found else None
+
+    @property
     def last(self) -> GenerateOutput:
         """The piece that it has ended with; the latest one, if it has not."""
         return next((p for p in self.pieces if p.finish_reason is not None), self.pieces[-1])
@@ -155,7 +162,7 @@ class Continuation:
             **interventions.show_readings(
                 self.readings, len(self.job.tokens), is_steered=self.is_steered
             ),
-            **interventions.show_activations(self.last),
+            **interventions.show_activations(self.activations),
             **show_columns(columns, self.job.columns),
             **aggregates,
         }
@@ -245,7 +252,7 @@ class Continuations:
             **interventions.show_readings(
                 piece.readings, len(entry.job.tokens), is_steered=entry.is_steered
             ),
-            **interventions.show_activations(piece),
+            **interventions.show_activations(piece.activations),
             **show_columns(_read_columns(piece), entry.job.columns),
         }
 

@@ -106,7 +106,7 @@ def assemble_targets(
             readings = outputs.readings[target.job] if outputs.readings else None
             score |= shown.interventions.show_readings(readings, first)
         if shown.captured:
-            score |= shown.interventions.show_activations(shown.captured[target.job])
+            score |= shown.interventions.show_activations(shown.captured[target.job].activations)
         scores.append(score)
     results = [_score_item(item, scores, shown.space) for item in plan.items]
     return results if shown.interventions.probes else FiniteDocuments(results)

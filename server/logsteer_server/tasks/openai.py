@@ -250,7 +250,7 @@ class OpenAITask(BodyTask[S]):
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return what was read and captured of (a piece of) the completion of that number."""
-        shown = self.interventions.show_activations(output)
+        shown = self.interventions.show_activations(output.activations)
         if not self.interventions.probes:
             return shown
         prompt = self._prompts[index // self._body.n]

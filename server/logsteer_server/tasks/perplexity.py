@@ -341,7 +341,7 @@ class WindowTask(BodyTask[W]):
         """Add a scored window; return its event if the answer is a stream of them."""
         score = self._scores[window.text]
         entry = score.add(window, output, tokens)
-        entry |= self.interventions.show_activations(output)
+        entry |= self.interventions.show_activations(output.activations)
         if windows:
             score.windows.append(entry)
         self._windows_done += 1

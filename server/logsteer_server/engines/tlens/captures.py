@@ -57,11 +57,12 @@ class CapturedRow:
         self.places.append(position_n[chosen_n])
         return tokens.place_N[own][chosen_n]
 
-    def finish(self) -> CapturedActivations:
-        """Return the capture's result for the tokens that were read."""
+    def take(self) -> CapturedActivations:
+        """Return and clear the capture's result for the tokens read since the last call."""
         places = np.concatenate([np.zeros(0, np.int64), *self.places])
         none_0W = torch.zeros((0, self.points[0].width))
         found_LTW = torch.stack([torch.cat([none_0W, *parts]) for parts in self.parts_L])
+        self.places, self.parts_L = [], [[] for _ in self.points]
         return finish_capture(self.capture, places, found_LTW.numpy())
 
 

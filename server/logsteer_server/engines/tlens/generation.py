@@ -7,7 +7,7 @@ row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import numpy as np
@@ -69,6 +69,11 @@ class GenerationRow(Entry):
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
         """Return the tokens since the last output; with a reason, the final output."""
+        if self.captured and self.captured.capture.read == "each" and not finish_reason:
+            return replace(self._take(None), activations=self.captured.take())
+        return self._take(finish_reason)
+
+    def _take(self, finish_reason: str | None) -> GenerateOutput:
         if not self.steered:
             return self.drawn.take(finish_reason)
         # The last token was sampled and never read.

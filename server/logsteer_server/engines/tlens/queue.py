@@ -54,7 +54,7 @@ class Entry:
     def conclude(self, output: Output) -> tuple[int, JobResult]:
         """Return the job's result: the output with its captures, or the reason for a failure."""
         if self.captured is not None:
-            output = replace(output, activations=self.captured.finish())
+            output = replace(output, activations=self.captured.take())
         return self.job_id, find_failure(self.job, output) or output
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from logsteer_server.contract.batches import find_failure, is_finite
+from logsteer_server.contract.captures import CapturedActivations
 from logsteer_server.contract.engine import (
     DeviceMemory,
     EngineInfo,
@@ -43,7 +44,7 @@ from logsteer_server.engines.vllm.requests import (
     RunningJob,
     ScoreRequests,
 )
-from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
+from logsteer_server.engines.vllm.slots import CapturedRows, SteeringSlot, SteeringSlots
 from logsteer_server.engines.vllm.stream import (
     UnknownStreamError,
     ask_graphs,
@@ -254,6 +255,7 @@ class VllmEngine:
             by_kind.setdefault(running.kind, []).append((running, output))
         results: list[tuple[int, JobResult]] = []
         ended: list[tuple[RunningJob, JobResult]] = []
+        pieces: list[tuple[RunningJob, Output]] = []
         for kind, own in by_kind.items():
             for running, result in self._add_readings(kind.collect(own)):
                 if result is None:
@@ -264,9 +266,27 @@ class VllmEngine:
                     self._submit(running)
                 elif result.is_last:
                     ended.append((running, result))
-                else:
-                    results.append((running.job_id, result))
+                elif isinstance(result, Output):
+                    pieces.append((running, result))
+        captured = self._take_captures([one for one, _ in pieces if one.streams_captures])
+        for running, result in pieces:
+            found = captured.get(running.request_id)
+            results.append((running.job_id, replace(result, activations=found)))
         return results + self._end(ended)
+
+    def _take_captures(self, jobs: Sequence[RunningJob]) -> dict[str, CapturedActivations]:
+        """Return by request the activations captured since its last output that had any."""
+        captured = self._slots.read_captures(
+            {
+                running.request_id: CapturedRows(
+                    running.job, running.slot.rows, running.num_captured, running.num_read
+                )
+                for running in jobs
+            }
+        )
+        for running in jobs:
+            running.num_captured = running.num_read
+        return captured
 
     def _add_readings(self, collected: Sequence[Collected]) -> list[Collected]:
         """Return the outputs with what probes have read of their tokens."""
@@ -294,12 +314,8 @@ class VllmEngine:
                 if running.slot.plan and running.slot.plan.sites
             }
         )
-        captured = self._slots.read_captures(
-            {
-                running.request_id: (running.job, running.slot.rows, running.num_read)
-                for running, result in ended
-                if running.job.capture and not result.failed
-            }
+        captured = self._take_captures(
+            [running for running, result in ended if running.job.capture and not result.failed]
         )
         results: list[tuple[int, JobResult]] = []
         for running, result in ended:

@@ -42,6 +42,8 @@ class RunningJob:
     readings: Readings | None = None
     """What was read of tokens that no output has had yet."""
     num_generated: int = 0
+    num_captured: int = 0
+    """Tokens read by the last output that had activations."""
 
     @property
     def num_read(self) -> int:
@@ -52,6 +54,11 @@ class RunningJob:
     def lora_request(self) -> Any:
         """What tells vLLM which adapter to use, if any."""
         return self.adapter and self.adapter.lora_request
+
+    @property
+    def streams_captures(self) -> bool:
+        """Whether each output has the activations of its tokens, and not the last output all."""
+        return self.job.capture is not None and self.job.capture.read == "each"
 
     @property
     def keeps_readings(self) -> bool:

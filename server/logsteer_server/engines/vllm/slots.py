@@ -6,7 +6,7 @@ The tables are in the workers, which are called on every rank after the steps th
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,6 +97,15 @@ class SteeringSlot:
     plan: SteeringPlan | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
     rows: range | None = None
+
+
+class CapturedRows(NamedTuple):
+    """A job's rows of the capture buffer, and which tokens of its sequence: [start, end)."""
+
+    job: Any
+    rows: range | None
+    start: int
+    end: int
 
 
 class SteeringSlots:
@@ -292,22 +301,21 @@ class SteeringSlots:
                 joined[request_id] = Readings(read[0][1].first, np.stack(values, axis=1))
         return joined
 
-    def read_captures(
-        self, ended: Mapping[str, tuple[Any, range | None, int]]
-    ) -> dict[str, CapturedActivations]:
-        """Return the activations of requests that have ended, by their jobs, rows and lengths."""
+    def read_captures(self, asked: Mapping[str, CapturedRows]) -> dict[str, CapturedActivations]:
+        """Return the activations of some tokens of each request."""
         places: dict[str, Indices] = {}
         rows: dict[str, range] = {}
-        for request_id, (job, own, length) in ended.items():
-            end = int(np.searchsorted(job.places, length))
-            first = max(0, end - 1) if job.capture.read == "last" else 0
+        for request_id, (job, own, start, length) in asked.items():
+            first, end = np.searchsorted(job.places, (start, length)).tolist()
+            if job.capture.read == "last":
+                first = max(0, end - 1)
             places[request_id] = job.places[first:end]
             if own is not None and first < end:
                 count = len(job.capture.layers)
                 rows[request_id] = own[first * count : end * count]
         by_rank: list[dict[str, Any]] = self._call_workers("take_captures", rows) if rows else []
         found = {}
-        for request_id, (job, _, _) in ended.items():
+        for request_id, (job, *_) in asked.items():
             capture = job.capture
             shape = len(places[request_id]), len(capture.layers), self._info.hidden_size
             values_LTD = np.zeros((shape[1], shape[0], shape[2]), np.float32)
