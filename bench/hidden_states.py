@@ -62,6 +62,7 @@ def main() -> None:
         llm = LLM(path, dtype=dtype, **options)
 
         def run(ids: list[list[int]]) -> int:
+            llm.reset_prefix_cache()  # or the texts of the run before would come from there
             prompts: Any = [{"prompt_token_ids": own} for own in ids]
             outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
             rows = 0
