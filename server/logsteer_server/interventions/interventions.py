@@ -45,7 +45,7 @@ from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import CaptureStore, name_prefix
 from logsteer_server.stores.contents import ContentFiles
-from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
+from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import open_all
 from logsteer_server.stores.upkeep import SHARED_BYTES
@@ -193,10 +193,10 @@ class NamespaceRegistry:
         if (known := self._opened.get(place)) is not None:
             return known
         own = shared = self._shared
+        captures = self.find_captures(caller)
         if caller.namespace is not None:
-            prefix = f"{KEYS_DIRECTORY}/{caller.namespace}/"
-            max_bytes = self._settings.max_key_bytes if quota is None else quota
-            own = open_all(self._objects, max_bytes, prefix, self._settings.store_grace_s)
+            grace_s = self._settings.store_grace_s
+            own = open_all(self._objects, captures.max_bytes, captures.prefix, grace_s)
         may_share = "admin" in caller.scopes
         configured = [make_card(variant.name, variant) for variant in self._settings.variants]
         saes = SaeStore(Namespace(own[3], shared[3], may_share=may_share), self._files)
@@ -206,7 +206,7 @@ class NamespaceRegistry:
             Namespace(own[2], shared[2], may_share=may_share),
             saes,
             VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
-            self.find_captures(caller),
+            captures,
             may_steer="steer" in caller.scopes,
         )
         return stores

@@ -271,7 +271,9 @@ class VllmEngine:
         captured = self._take_captures([one for one, _ in pieces if one.streams_captures])
         for running, result in pieces:
             found = captured.get(running.request_id)
-            results.append((running.job_id, replace(result, activations=found)))
+            results.append(
+                (running.job_id, replace(result, activations=found) if found else result)
+            )
         return results + self._end(ended)
 
     def _take_captures(self, jobs: Sequence[RunningJob]) -> dict[str, CapturedActivations]:
