@@ -11,9 +11,7 @@ const NAMES: Record<Form, string> = { curl: "curl", python: "Python", cli: "CLI"
 /** Buttons that copy a request; the last copied text is shown. */
 export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: string }) {
   const [form, setForm] = useState<Form | null>(null);
-  const [copied, setCopied] = useState(false);
-  const timer = useRef(0);
-  useEffect(() => () => clearTimeout(timer.current), []);
+  const [isCopied, copy] = useCopy();
   const made = attempt(() => toCommand(asked, BASE));
   const command = "value" in made ? made.value : null;
   const unsaid = findUnsaid(asked);
@@ -26,10 +24,7 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
     const isSame = form === next;
     setForm(isSame ? null : next);
     if (isSame) return;
-    await copyText(write[next]() ?? "");
-    setCopied(true);
-    clearTimeout(timer.current);
-    timer.current = window.setTimeout(() => setCopied(false), 2000);
+    await copy(write[next]() ?? "");
   };
   const shown = form === null ? null : write[form]();
   return (
@@ -47,13 +42,13 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
               data-copy={name}
               onClick={() => void choose(name)}
             >
-              <Icon name={copied && form === name ? "check" : "copy"} /> {NAMES[name]}
+              <Icon name={isCopied && form === name ? "check" : "copy"} /> {NAMES[name]}
             </button>
           ))}
         {"error" in made && <span class="hint">no CLI: {(made.error as Error).message}</span>}
         {command !== null && unsaid.length > 0 && <span class="hint">the command leaves out {unsaid.join(", ")}</span>}
         <span class="copied" role="status">
-          {copied ? "Copied" : ""}
+          {isCopied ? "Copied" : ""}
         </span>
       </div>
       {shown !== null && (
@@ -63,6 +58,20 @@ export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: str
       )}
     </div>
   );
+}
+
+/** Return what copies a text, and whether it has just done so. */
+export function useCopy(): [isCopied: boolean, copy: (text: string) => Promise<void>] {
+  const [isCopied, setCopied] = useState(false);
+  const timer = useRef(0);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const copy = async (text: string): Promise<void> => {
+    await copyText(text);
+    setCopied(true);
+    clearTimeout(timer.current);
+    timer.current = window.setTimeout(() => setCopied(false), 2000);
+  };
+  return [isCopied, copy];
 }
 
 /** Copy a text; pages without a secure origin have no clipboard, and select it instead. */

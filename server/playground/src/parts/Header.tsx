@@ -1,9 +1,8 @@
 // The head of the page: its name, the model that is asked, and light or dark.
-import { useEffect, useState } from "preact/hooks";
 import { isAway } from "../lib/api";
 import { chosenModel, currentModel, namedModels } from "../lib/models";
 import { isDark, switchTheme } from "../lib/theme";
-import { copyText } from "./CopyAs";
+import { useCopy } from "./CopyAs";
 import { isHelpWanted } from "./HelpDialog";
 import { Icon } from "./Icon";
 
@@ -68,17 +67,12 @@ export function Header() {
 
 /** Copies the address, which has the view and what is in its fields. */
 function LinkButton() {
-  const [isCopied, setCopied] = useState(false);
-  useEffect(() => {
-    if (!isCopied) return undefined;
-    const timer = setTimeout(() => setCopied(false), 2000);
-    return () => clearTimeout(timer);
-  }, [isCopied]);
+  const [isCopied, copy] = useCopy();
   return (
     <button
       type="button"
       class="icon-button"
-      onClick={() => void copyText(location.href).then(() => setCopied(true))}
+      onClick={() => void copy(location.href)}
       aria-label={isCopied ? "Link copied" : "Copy a link to this"}
       title="Copy a link to this"
     >

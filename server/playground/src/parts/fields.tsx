@@ -1,6 +1,7 @@
 // Inputs with their labels. Each calls `onChange` with a value of its own type, at every keystroke.
 import type { ComponentChildren } from "preact";
 import { useCallback, useEffect, useId, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { bytes } from "../lib/format";
 import { Icon } from "./Icon";
 
 interface Labelled {
@@ -287,6 +288,19 @@ export function Drop({ onTake, children }: TakeProps & { children: ComponentChil
     >
       {children}
     </div>
+  );
+}
+
+/** The file that was chosen, and a button to put it away. */
+export function ChosenFile({ file, onRemove }: { file: File; onRemove: () => void }) {
+  return (
+    <p class="file">
+      <Icon name="file" />
+      <b>{file.name}</b> <span class="hint">{bytes(file.size)}</span>
+      <button type="button" class="quiet" onClick={onRemove}>
+        <Icon name="close" /> Put it away
+      </button>
+    </p>
   );
 }
 

@@ -1,7 +1,7 @@
 import "./examples.css";
 import { useMemo, useState } from "preact/hooks";
 import { call, upload, type Schemas } from "../lib/api";
-import { bytes, plural } from "../lib/format";
+import { plural } from "../lib/format";
 import { findSae, saes } from "../lib/vectors";
 import { findVector } from "../lib/steering";
 import { readFile } from "../lib/tables";
@@ -10,7 +10,7 @@ import { view, type ViewProps } from "../lib/view";
 import { LacksVector } from "../parts/Beside";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm, Working } from "../parts/controls";
-import { Drop, FileButton, NumberField, Segments, TextArea, TextField } from "../parts/fields";
+import { ChosenFile, Drop, FileButton, NumberField, Segments, TextArea, TextField } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Panes } from "../parts/Panes";
 import SAMPLE from "../sample.txt?raw";
@@ -102,13 +102,7 @@ function ExamplesView({ state, setState, model, isShown }: ViewProps<State>) {
                 onChange={(next) => setState({ texts: next })}
               />
             ) : (
-              <p class="file">
-                <Icon name="file" />
-                <b>{file.name}</b> <span class="hint">{bytes(file.size)}</span>
-                <button type="button" class="quiet" onClick={() => setFile(null)}>
-                  <Icon name="close" /> Put it away
-                </button>
-              </p>
+              <ChosenFile file={file} onRemove={() => setFile(null)} />
             )}
           </Drop>
           {vectors !== null && state.probes.map((probe, at) => (

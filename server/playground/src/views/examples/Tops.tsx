@@ -3,7 +3,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { call, type Schemas } from "../../lib/api";
 import { count, number, plural } from "../../lib/format";
 import { writeCsv } from "../../lib/tables";
-import { copyText } from "../../parts/CopyAs";
+import { useCopy } from "../../parts/CopyAs";
 import { Select } from "../../parts/fields";
 import { Icon } from "../../parts/Icon";
 import { save } from "../../parts/LineChart";
@@ -158,12 +158,7 @@ interface EntryProps {
 }
 
 function Entry({ number: rank, example, token, share, note, href }: EntryProps) {
-  const [isCopied, setCopied] = useState(false);
-  useEffect(() => {
-    if (!isCopied) return undefined;
-    const timer = setTimeout(() => setCopied(false), 2000);
-    return () => clearTimeout(timer);
-  }, [isCopied]);
+  const [isCopied, copy] = useCopy();
   const [before, marked] = mark(example, token);
   return (
     <li class="example">
@@ -195,7 +190,7 @@ function Entry({ number: rank, example, token, share, note, href }: EntryProps) 
           type="button"
           class="quiet"
           aria-label={`Copy example ${rank}`}
-          onClick={() => void copyText(example.text).then(() => setCopied(true))}
+          onClick={() => void copy(example.text)}
         >
           <Icon name={isCopied ? "check" : "copy"} />
         </button>

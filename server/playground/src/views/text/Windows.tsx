@@ -3,15 +3,14 @@ import "./windows.css";
 import type { ComponentChildren } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { call, stream, streamFile, type Schemas } from "../../lib/api";
-import { bytes, count, number, plural } from "../../lib/format";
+import { count, number, plural } from "../../lib/format";
 import type { JsonObject } from "../../lib/snippets";
 import { readFile } from "../../lib/tables";
 import { useAutoRun, useTask } from "../../lib/task";
 import type { OutcomeProps, ViewProps } from "../../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
 import { CopyAs } from "../../parts/CopyAs";
-import { Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../../parts/fields";
-import { Icon } from "../../parts/Icon";
+import { ChosenFile, Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../../parts/fields";
 import { LineChart } from "../../parts/LineChart";
 import { Panes } from "../../parts/Panes";
 import { Stats } from "../../parts/Stats";
@@ -142,13 +141,7 @@ export function Windows<S extends WindowState>(props: WindowsProps<S>) {
               maxRows={9}
             />
           ) : (
-            <p class="file">
-              <Icon name="file" />
-              <b>{file.name}</b> <span class="hint">{bytes(file.size)}</span>
-              <button type="button" class="quiet" onClick={() => setFile(null)}>
-                <Icon name="close" /> Put it away
-              </button>
-            </p>
+            <ChosenFile file={file} onRemove={() => setFile(null)} />
           )}
         </Drop>
         {props.examples}
