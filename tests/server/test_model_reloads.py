@@ -1,4 +1,4 @@
-"""What becomes of changes of models when another one comes: one table. Engines are scripts here."""
+"""What becomes of models while they change: one table. Engines are scripts here."""
 
 import asyncio
 import re
@@ -20,180 +20,93 @@ from tests.server.scripted_model import ScriptedHandle, answer_as_fake
 LIMIT_S = 30.0
 
 RULES = {
-    "a model that an earlier reload has begun to load goes on loading": (
-        "auto",
-        """
-        at first    a=A
-        reload      a=A large=A
-        running     a=A large=A
-        reload      large=A c=A       added c; removed a; unchanged large
-        running     large=A c=A
-        answers     large=A
-        answers     c=A
-        ended       failed -
-        """,
-    ),
-    "what loads and is wanted no more is given up, and who waits for it is told": (
-        "auto",
-        """
-        at first    a=A
-        reload      a=A large=A other=A
-        running     a=A large=A other=A
-        reload      a=A other=B       removed large; replaced other
-        running     a=A other=B
-        answers     other=B
-        ended       failed -; failed of 1 large other
-        found       other=B ready
-        """,
-    ),
-    "beside: the old one answers, and stays where it is wanted again": (
+    "beside: the old one answers until the new one does": (
         "always",
         """
         at first    a=A b=A
-        reload      a=B b=A
+        reload      a=B b=A           replaced a; unchanged b; pending a
         running     a=A a=B b=A
-        reload      a=A b=A           replaced a
-        running     a=A b=A
-        ended       failed -; failed of 1 a
         found       a=A ready
-        """,
-    ),
-    "beside: what loads already goes on": (
-        "always",
-        """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=A a=B b=A
-        reload      a=B b=A           unchanged a b
         answers     a=B
-        ended       failed -; failed of 1 -
         running     a=B b=A
+        found       a=B ready
         """,
     ),
-    "beside: another one loads in place of what loads": (
+    "beside: the old one stays where the new one fails": (
         "always",
         """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=A a=B b=A
-        reload      a=C b=A           replaced a
-        running     a=A a=C b=A
+        at first    a=A
+        reload      a=B
+        running     a=A a=B
+        fails       a=B
+        running     a=A
         found       a=A ready
-        answers     a=C
-        ended       failed -; failed of 1 a
-        running     a=C b=A
+        noted       a its replacement failed: it is broken
+        reload      a=A               unchanged a
         """,
     ),
-    "beside: a model that goes takes what loads along": (
-        "always",
-        """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=A a=B b=A
-        reload      b=A               removed a
-        ended       failed -; failed of 1 a
-        running     b=A
-        """,
-    ),
-    "in place: what has ended is started again where it is wanted again": (
-        "never",
-        """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=B b=A
-        reload      a=A b=A
-        running     a=A b=A
-        found       a=A loading
-        answers     a=A
-        ended       failed -
-        found       a=A ready
-        """,
-    ),
-    "in place: another one loads in place of what loads": (
-        "never",
-        """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=B b=A
-        reload      a=C b=A
-        running     a=C b=A
-        answers     a=C
-        ended       failed -
-        found       a=C ready
-        """,
-    ),
-    "in place: a model that goes takes what loads along": (
-        "never",
-        """
-        at first    a=A b=A
-        reload      a=B b=A
-        running     a=B b=A
-        reload      b=A
-        ended       failed -
-        running     b=A
-        """,
-    ),
-    "one that answers its last requests takes new ones again": (
+    "in place: the old one answers its last requests, then the new one loads": (
         "never",
         """
         at first    a=A
         ask         a
         reload      a=B
         found       a=A draining
-        reload      a=A
-        ended       failed -
-        found       a=A ready
         running     a=A
+        finish      a
+        running     a=B
+        found       a=B loading
+        answers     a=B
+        found       a=B ready
         """,
     ),
-    "the one that answered last comes back, whatever was given up between": (
+    "in place: the old one comes back where the new one fails": (
         "never",
         """
         at first    a=A
         reload      a=B
         running     a=B
-        reload      a=C
-        running     a=C
-        fails       a=C
-        ended       failed a
+        fails       a=B
         running     a=A
         answers     a=A
         found       a=A ready
-        reload      a=C               replaced a
+        noted       a its replacement failed: it is broken
         """,
     ),
-    "a model that comes back waits for the end of what it was": (
+    "what never answered does not come back": (
+        "never",
+        """
+        at first    a=A
+        reload      a=A b=A
+        fails       b=A
+        found       b=A failed
+        idle
+        reload      a=A b=B
+        running     a=A b=B
+        fails       b=B
+        found       b=B failed
+        """,
+    ),
+    "one that is removed answers its last requests": (
         "auto",
         """
         at first    a=A b=A
         ask         a
-        reload      b=A
+        reload      b=A               removed a; unchanged b; pending a
         found       -
-        reload      a=B b=A           added a
-        found       a=B loading
         running     a=A b=A
         finish      a
-        running     a=B b=A
-        answers     a=B
-        ended       failed -
-        found       a=B ready
+        running     b=A
         """,
     ),
-    "one that loads may be unloaded, and a reload waits for an unload": (
+    "one that is unloaded stays so with other settings": (
         "auto",
         """
         at first    a=A
-        reload      a=A large=A
-        unload      large
-        found       large=A unloaded
-        ask         a
         unload      a
-        reload      a=B large=B       replaced a large
-        found       a=A draining
-        finish      a
-        ended       failed -
+        reload      a=B               replaced a
+        idle
         found       a=B unloaded
-        found       large=B unloaded
         running     -
         """,
     ),
@@ -201,46 +114,19 @@ RULES = {
         "never",
         """
         at first    a=A
-        reload      a=unreadable      replaced a
-        ended       failed a
+        reload      a=unreadable
+        noted       a its replacement failed: no such directory
         found       a=A ready
         running     a=A
-        """,
-    ),
-    "what cannot be loaded is refused before a working model ends that has replaced another": (
-        "never",
-        """
-        at first    a=A
-        reload      a=B
-        running     a=B
-        answers     a=B
-        ended       failed -
-        reload      a=unreadable      replaced a
-        ended       failed a
-        found       a=B ready
-        running     a=B
         """,
     ),
     "what cannot be loaded is refused before the working model ends (beside)": (
         "always",
         """
         at first    a=A
-        reload      a=unreadable      replaced a
-        ended       failed a
-        found       a=A ready
-        running     a=A
-        """,
-    ),
-    "a load given up for one that cannot be loaded: the one that answered last comes back": (
-        "never",
-        """
-        at first    a=A
-        reload      a=B
-        running     a=B
         reload      a=unreadable
-        running     a=unreadable
-        fails       a=unreadable
-        ended       failed a
+        noted       a its replacement failed: no such directory
+        found       a=A ready
         running     a=A
         """,
     ),
@@ -283,7 +169,6 @@ class Machine:
 
     def __init__(self, models: list[ModelSettings], **others: Any) -> None:
         self.handles: list[LateHandle] = []
-        self.reports: list[ReloadAnswer] = []
         self._others = others
         self._asked: dict[str, Any] = {}
         self.configuration = models
@@ -321,8 +206,7 @@ class Machine:
 
     async def reload(self, *models: ModelSettings, wait_s: float = 0.0) -> ReloadAnswer:
         self.configuration = list(models)
-        self.reports.append(await self.changes.reload(wait_s))
-        return self.reports[-1]
+        return await self.changes.reload(wait_s)
 
     async def do(self, verb: str, text: str, told: str) -> None:
         """Do what a line of the table says, or wait until it is so."""
@@ -344,14 +228,12 @@ class Machine:
             case "finish":
                 self._asked.pop(text).release()
             case "unload":
-                wait_s = 0.0 if text in self._asked else LIMIT_S
-                await self.changes.unload(self.models.by_id[text], wait_s)
-            case "ended":
-                await until(lambda: not self.reports[-1].pending)
-                for part in text.split("; "):
-                    _, number, names = re.fullmatch(r"failed( of \d)? ?(.*)", part).group(0, 1, 2)  # type: ignore[union-attr]
-                    report = self.reports[int(number[-1]) - 1 if number else -1]
-                    assert sorted(report.failed) == names.replace("-", "").split()
+                await self.changes.unload(self.models.by_id[text], LIMIT_S)
+            case "noted":
+                name, _, note = text.partition(" ")
+                await until(lambda: self.models.by_id[name].note == note)
+            case "idle":
+                await until(lambda: not self.changes._running)
             case _:
                 raise AssertionError(verb)
 
@@ -389,10 +271,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_change_ends_as_the_table_says(rule: str) -> None:
     beside, lines = RULES[rule]
-
     machine = None
     for line in lines.strip().splitlines():
-        verb, text, told = re.fullmatch(r" *(\S+(?: first)?) +(.*?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
+        verb, text, told = re.fullmatch(r" *(at first|\S+) *(.*?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
         if machine is None:
             machine = Machine(read_models(text), reload_beside=beside)
             await machine.begin()
@@ -400,70 +281,44 @@ async def test_a_change_ends_as_the_table_says(rule: str) -> None:
             await machine.do(verb, text, told or "")
 
 
-async def test_a_card_says_what_became_of_its_replacement() -> None:
-    machine = Machine([model("a")], reload_beside="always")
-    await machine.begin()
-    await machine.reload(model("a", "unreadable"))
-    found = machine.models.by_id["a"]
-    await until(lambda: found.note == "its replacement failed: no such directory")
-    await machine.reload(model("a", "B"))
-    await until(lambda: found.note == "its replacement loads")
-    await machine.reload(model("a"))
-    await until(lambda: found.note == "")
-
-
-async def test_who_asks_meanwhile_is_told_why_and_a_second_change_is_refused() -> None:
-    machine = Machine([model("a"), model("b")])
+async def test_a_change_during_another_one_is_refused_and_changes_nothing() -> None:
+    machine = Machine([model("a"), model("b")], reload_beside="always")
     await machine.begin()
     asked = machine.models.by_id["a"].admission.enter()
-    await machine.reload(model("b"))
-    await until(lambda: "a" not in machine.models.by_id)
-    await machine.reload(model("a"), model("b"))
-    with pytest.raises(APIError, match="has to end first") as caught:
-        machine.models.by_id["a"].require()
-    assert caught.value.retryable
-    with pytest.raises(APIError, match="Another change of model a"):
-        await machine.changes.unload(machine.models.by_id["a"], 0.0)
-    asked.release()
-
-
-async def test_required_alone_changes_what_loads_without_a_new_start() -> None:
-    machine = Machine([model("a")], reload_beside="always")
-    await machine.begin()
-    await machine.reload(model("a", "B"), model("c"))
+    await machine.reload(model("a", "B"), model("b"))
     await until(lambda: len(machine.running) == 3)
-    b, c = machine.find("a=B"), machine.find("c=A")
-    report = await machine.reload(model("a", "B", required=False), model("c", required=False))
-    assert (report.replaced, sorted(report.pending)) == (["a", "c"], ["a", "c"])
-    b.come_up()
-    c.come_up()
-    await until(lambda: not report.pending)
-    assert [own.settings.required for own in machine.models.by_id.values()] == [False, False]
-    assert machine.running == ["a=B", "c=A"]
-    assert (machine.find("a=B"), report.failed) == (b, {})
+    a, b = machine.models.by_id.values()
+    assert (a.note, b.note) == ("its replacement loads", "")
+    for refused in (machine.changes.unload(a, 0.0), machine.reload(model("c"))):
+        with pytest.raises(APIError, match="Another change of model a") as caught:
+            await refused
+        assert caught.value.retryable
+    await machine.changes.unload(b, LIMIT_S)
+    assert machine.show() == {"a=A ready", "b=A unloaded"}
+    machine.find("a=B").come_up()
+    asked.release()
+    await until(lambda: machine.running == ["a=B"])
 
 
-async def test_of_reloads_at_once_the_last_one_counts() -> None:
-    machine = Machine([model("a")], reload_beside="always")
+async def test_the_report_says_what_failed_in_time_and_has_the_order_of_the_configuration() -> None:
+    machine = Machine([model("a"), model("b")])
     await machine.begin()
-    reloads = []
-    for version in "BCDE":
-        reloads.append(asyncio.create_task(machine.reload(model("a", version))))
-        await asyncio.sleep(0)
-    await asyncio.gather(*reloads)
-    await until(lambda: machine.running == ["a=A", "a=E"])
-    machine.find("a=E").come_up()
-    await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
-    await machine.reload(model("b"), model("a", "E"))
-    assert list(machine.models.by_id) == ["b", "a"], "as the configuration has them"
+    wanted = model("c"), model("b", required=False), model("a", "unreadable")
+    report = await machine.reload(*wanted, wait_s=0.1)
+    assert (report.added, report.replaced) == (["c"], ["b", "a"])
+    assert (report.pending, report.failed) == (["c"], {"a": "no such directory"})
+    assert list(machine.models.by_id) == ["c", "b", "a"]
+    assert not machine.models.by_id["b"].settings.required
+    assert machine.running == ["a=A", "b=A", "c=A"]
 
 
-async def test_loads_at_once_start_one_engine() -> None:
+async def test_a_model_is_loaded_once() -> None:
     machine = Machine([model("a")])
     await machine.begin()
     own = machine.models.by_id["a"]
     await machine.changes.unload(own, LIMIT_S)
-    await asyncio.gather(*(machine.changes.load(own, 0.0) for _ in range(3)))
+    for _ in range(2):
+        await machine.changes.load(own, 0.0)
     assert machine.running == ["a=A"]
     machine.find("a=A").come_up()
     await until(lambda: own.is_ready)

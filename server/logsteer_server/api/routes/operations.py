@@ -135,12 +135,10 @@ async def drain_model(
 async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     """Read the configuration again; add, remove and replace models while others answer.
 
-    An invalid configuration changes nothing. SIGHUP does the same. A reload during an earlier one
-    is accepted: it keeps the changes that it wants, too, and cancels the others.
+    An invalid configuration changes nothing. SIGHUP does the same. During another change it is
+    refused as `overloaded`.
     """
-    report = await changes.reload(query.wait_s)
-    report.pending.sort()
-    return report
+    return await changes.reload(query.wait_s)
 
 
 @router.get("/healthz")
