@@ -18,7 +18,7 @@ from bench.timing import summarize, time_in_turn
 from logsteer import Client
 
 LAYER = 12
-TEXTS = 400 if DEVICE == "cuda" else 16
+TEXTS = 400 if DEVICE == "cuda" else 64
 CHARS = 1000
 BATCHES = (1, 4, 16)
 """Of the loop, which is measured at each."""
@@ -104,6 +104,6 @@ def compare_captures(place: Workplace, runs: int) -> dict[str, Any]:
     pairs = [(first, other) for other in others]
     result = summarize(seconds, sum(map(len, ids)), "tokens", pairs)
     note = f"layer {LAYER}, {TEXTS} texts of {CHARS} characters; the loop is best at {best}; the "
-    note += "client asks twice a second whether a job has ended; vLLM is in the process that asks, "
-    note += "and without a GPU its connector runs with two changes (bench/hidden_states.py)"
+    note += "client asks five times a second whether a job has ended; vLLM is in the process that "
+    note += "asks, and without a GPU its connector runs with two changes (bench/hidden_states.py)"
     return result | {"note": note}

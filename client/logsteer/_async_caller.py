@@ -41,7 +41,7 @@ from logsteer.extras.teacher import TeacherScores, list_items
 from logsteer.schemas import CaptureIndex, Deleted, ItemScore, SpacePolicy
 from logsteer.schemas.captures import name_shard
 
-POLL_S = 0.5
+POLL_S = 0.2
 """Between two questions how far a capture has come."""
 
 A = TypeVar("A", bound=BaseModel)
