@@ -22,7 +22,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from logsteer.errors import APIError
 from logsteer.schemas import ModelCard
 from logsteer_server import __version__
-from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
+from logsteer_server.api.connections import LimitedProtocol
 from logsteer_server.api.gate import Drain
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
@@ -260,10 +260,11 @@ async def _reload(state: State, asked: asyncio.Event) -> None:
 
 def configure_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Config:
     """Return how uvicorn is to serve an application: with the bounds of connections."""
-    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
+    most = min(settings.max_connections, raise_descriptor_limit() - OWN_DESCRIPTORS)
+    limits = {"max_connections": max(1, most), "stall_timeout_s": settings.stall_timeout_s}
     return uvicorn.Config(
         app,
-        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+        http=partial(LimitedProtocol, **limits),  # type: ignore[arg-type]
         log_config=None,  # its lines are written as all others
         log_level="error",  # it warns of each request that is none, which strangers may send
         access_log=False,

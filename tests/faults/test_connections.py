@@ -11,9 +11,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,7 +21,6 @@ from starlette.datastructures import Headers
 from logsteer import AsyncClient, Client
 from logsteer.errors import LogsteerError
 from logsteer_server.__main__ import main
-from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import AllowedHosts
 from logsteer_server.listening import check_exposure, listen_at
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
@@ -44,6 +41,8 @@ STREAM = {
     "max_tokens": 100,
     "stream": True,
 }
+TEXT = "Once upon a time there was a little girl who liked to read books."
+LONG = {"model": "fake", "texts": [TEXT] * 16_384}
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +74,14 @@ def check_health(server: Server) -> None:
 def test_headers_that_never_end_are_cut_by_their_size(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(REQUEST + b"X: " + b"a" * 2**17)
-        assert read_all(connection).startswith(b"HTTP/1.1 431 ")
+        assert read_all(connection) == b""
 
 
 def test_headers_that_come_slowly_are_cut_by_their_time(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(REQUEST)
         began = time.monotonic()
-        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+        assert read_all(connection) == b""
         assert time.monotonic() - began < 8, "it is 30 s without the setting"
 
 
@@ -110,13 +109,16 @@ def test_trailers_that_never_end_are_cut(server: Server) -> None:
         read_all(connection)  # ends: the server has closed
 
 
-def test_the_longest_idle_make_room_at_the_limit(server: Server) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        idle = [connect(server) for _ in range(3 * MOST_CONNECTIONS)]
-        check_health(server)
-        assert pool.submit(check_health, server).result(60) is None
-        for connection in idle:
-            connection.close()
+def test_more_connections_than_the_limit_are_ended_and_those_without_a_byte_make_room(
+    server: Server,
+) -> None:
+    idle = [connect(server) for _ in range(MOST_CONNECTIONS)]
+    with connect(server) as beyond:
+        assert read_all(beyond) == b""
+    for connection in idle:
+        assert read_all(connection) == b""
+        connection.close()
+    check_health(server)
 
 
 def test_a_request_of_keep_alive_is_not_cut_by_the_one_before(server: Server) -> None:
@@ -133,11 +135,13 @@ def test_a_request_of_keep_alive_is_not_cut_by_the_one_before(server: Server) ->
             time.sleep(pause * TIMEOUT_S)
 
 
-def connect_slowly(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+def connect_slowly(
+    server: Server, path: str, body: dict[str, Any], buffer: int = 4096
+) -> socket.socket:
     """Send a request over a connection that takes little of its answer unless it is read."""
     content = httpx.Request("POST", server.url, json=body).content
     slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     slow.settimeout(60)
     slow.connect(address_of(server))
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
@@ -163,8 +167,7 @@ def test_a_stream_that_is_not_read_holds_no_budget(start_server: ServerFactory) 
 
 def test_an_answer_that_is_not_read_is_cut(server: Server) -> None:
     """It has more bytes than the system's buffers hold; the end comes without reading any."""
-    texts = ["Once upon a time there was a little girl who liked to read books."] * 16_384
-    with connect_slowly(server, "/tokenize", {"model": "fake", "texts": texts}) as slow:
+    with connect_slowly(server, "/tokenize", LONG) as slow:
         ended = select.poll()
         ended.register(slow, select.POLLHUP)
         assert ended.poll(60_000), "the server keeps a connection that reads nothing"
@@ -174,17 +177,15 @@ def test_an_answer_that_is_not_read_is_cut(server: Server) -> None:
     assert 0 < len(body) < length
 
 
-async def test_a_caller_who_reads_on_is_not_cut_for_the_pause() -> None:
-    protocol = LimitedProtocol.__new__(LimitedProtocol)
-    protocol._limits, protocol._writing = ConnectionLimits(1, 60.0), None
-    protocol.loop = asyncio.get_running_loop()
-    protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: 2**16)  # type: ignore[assignment]
-    protocol.flow = SimpleNamespace(pause_writing=int, resume_writing=int)  # type: ignore[assignment]
-    protocol.pause_writing()
-    watch = protocol._writing
-    protocol.resume_writing()
-    assert watch is not None and protocol._writing is None
-    assert watch.cancelled()
+def test_a_caller_who_reads_on_is_not_cut_for_the_pauses(server: Server) -> None:
+    with connect_slowly(server, "/tokenize", LONG, buffer=2**17) as slow:
+        found = b""
+        while len(found) < 2**20:
+            time.sleep(0.4 * TIMEOUT_S)
+            found += slow.recv(2**17, socket.MSG_WAITALL)
+        found += read_all(slow)
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert len(body) == int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
 
 
 def test_what_follows_an_answer_is_dropped_to_a_bound(server: Server) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import sys
 import threading
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -14,9 +13,9 @@ import uvicorn
 
 import logsteer
 import logsteer_server
-from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.app import create_app
 from logsteer_server.listening import listen_at
+from logsteer_server.serving import configure_server
 from logsteer_server.settings import Settings
 from tests.conftest import fake_model
 
@@ -42,11 +41,7 @@ class CallCounter:
 async def count_one(counter: CallCounter, app: Any) -> Counter[CodeType]:
     """The calls of the request that takes the fewest: others have a heartbeat among theirs."""
     listener = listen_at("127.0.0.1", 0)
-    limits = ConnectionLimits.of(app.state.settings, 100)
-    config = uvicorn.Config(
-        app, http=partial(LimitedProtocol, limits=limits), log_config=None, access_log=False
-    )  # type: ignore[arg-type]
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configure_server(app.state.settings, app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)

@@ -1,25 +1,22 @@
 """Connections within bounds: how many, how long their headers are, how slowly they read and write.
 
 A caller who has sent no key yet can open connections and send bytes, so what these may take is
-bounded before a request exists:
+bounded before a request exists. Each connection is looked at every `stall_timeout_s`, and ended
+where it waits for its caller, who has done nothing since the last look:
 
-    connection ──── MAX_HEADER_BYTES ────► headers ─────────────► body ──► the application
-                  within stall_timeout_s            never without a byte        │
-    closed by the other ◄──────────── never without progress ──── answer ◄──────┘
-
-At `max_connections` the connection that has been without a request the longest makes room for a new
-one; where all have one, the new one is answered 503.
+    headers    they have begun, or the connection has, and they have not ended
+    body       no byte has come, though the application reads
+    answer     less than MIN_WRITE_PROGRESS was taken, and the application waits to write
 """
 
 import asyncio
 import socket
 import struct
-from dataclasses import dataclass, field
+from fcntl import ioctl
+from termios import TIOCOUTQ
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-
-from logsteer_server.settings import Settings
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 NO_LINGER = struct.pack("ii", 1, 0)
 """`struct linger` that ends a connection with RST; without it, bytes that nobody reads stay in the
@@ -32,174 +29,98 @@ MAX_DISCARDED_BYTES = 2**24
 """Bytes of a body that are dropped after its answer, so that the caller gets to read that."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The bounds of all connections, and those without a request, the oldest first."""
-
-    max_connections: int
-    stall_timeout_s: float
-    idle: dict["LimitedProtocol", None] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: Settings, descriptors: int) -> "ConnectionLimits":
-        """Return the bounds of the settings; `descriptors`: how many connections there can be."""
-        return cls(max(1, min(settings.max_connections, descriptors)), settings.stall_timeout_s)
-
-
 class LimitedProtocol(HttpToolsProtocol):
     """Serve one connection as uvicorn does, within bounds."""
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, max_connections: int, stall_timeout_s: float, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._limits = limits
-        self._reading: asyncio.TimerHandle | None = None
-        self._writing: asyncio.TimerHandle | None = None
-        self._in_headers = True
-        self._header_bytes = 0
-        self._discarded_bytes = 0
+        self._max_connections = max_connections
+        self._stall_timeout_s = stall_timeout_s
+        self._looking: asyncio.TimerHandle
+        self._in_body = False
+        self._num_requests = 0
+        self._header_bytes = self._received_bytes = self._discarded_bytes = 0
+        # Of the last look: the request whose headers were awaited, and what was not taken.
+        self._awaited: int | None = None
         self._unsent_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers; at the limit, make room or refuse."""
-        limits = self._limits
-        if len(self.connections) >= limits.max_connections and not self._make_room():
-            detail = "the server has as many connections as it takes; try again later"
-            super().connection_made(transport)
-            self._refuse(503, detail)
-            return
+        """Begin to look at the connection; end it where there are too many."""
         super().connection_made(transport)
-        limits.idle[self] = None
-        self._reading = self.loop.call_later(limits.stall_timeout_s, self._end_headers)
-
-    def _make_room(self) -> bool:
-        """End the connection that has been without a request the longest, if there is any."""
-        oldest = next(iter(self._limits.idle), None)
-        if oldest is None:
-            return False
-        del self._limits.idle[oldest]
-        self.connections.discard(oldest)
-        oldest.cut()
-        return True
+        self._looking = self.loop.call_later(self._stall_timeout_s, self._look)
+        if len(self.connections) > self._max_connections:
+            self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._limits.idle.pop(self, None)
-        for timer in (self._reading, self._writing):
-            if timer is not None:
-                timer.cancel()
+        self._looking.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless headers grow beyond their bound."""
+        """Parse what came, unless headers grow beyond their bound, or a body after its answer."""
         if self.transport.is_closing():
             return
-        if self._in_headers:
-            self._header_bytes += len(data)
-        if self._reading is None:  # the first bytes of another request on this connection
-            self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_headers)
+        self._received_bytes += len(data)
+        self._header_bytes += 0 if self._in_body else len(data)
+        self._discarded_bytes += 0 if self._is_answering else len(data) * self._in_body
         super().data_received(data)
-        if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes; send fewer")
+        if self._header_bytes > MAX_HEADER_BYTES or self._discarded_bytes > MAX_DISCARDED_BYTES:
+            self.cut()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count trailers after a body, which are headers, too."""
-        if not self._in_headers:
-            self._header_bytes += len(name) + len(value)
+        self._header_bytes += (len(name) + len(value)) * self._in_body
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin to wait for the body."""
-        self._in_headers = False
+        self._in_body = True
+        self._num_requests += 1
         self._header_bytes = 0
-        self._limits.idle.pop(self, None)
-        self._wait_for_body()
         super().on_headers_complete()
 
-    def _wait_for_body(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-        self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_body)
-
-    def on_body(self, body: bytes) -> None:
-        """Pass a piece of the body on; after the answer it is dropped, up to a bound."""
-        self._wait_for_body()
-        if self.cycle.response_complete:
-            self._discarded_bytes += len(body)
-            if self._discarded_bytes > MAX_DISCARDED_BYTES:
-                self.transport.close()
-        super().on_body(body)
-
     def on_message_complete(self) -> None:
-        """Stop waiting: the whole request has arrived."""
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-        self._in_headers = True
-        self._header_bytes = 0
+        """Wait for nothing: the whole request has arrived."""
+        self._in_body = False
         super().on_message_complete()
 
-    def on_response_complete(self) -> None:
-        """Count the connection among those without a request, until the next one's headers."""
-        super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
-            self._limits.idle[self] = None
-
-    def _end_headers(self) -> None:
-        if self._is_answering:  # the next request waits for this one's end
-            self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_headers)
-        elif self._header_bytes:
-            seconds = self._limits.stall_timeout_s
-            self._refuse(408, f"the headers did not come within {seconds:g} s")
-        else:
-            self.transport.close()
-
-    def _end_body(self) -> None:
-        if self.flow.read_paused:  # nothing comes because nothing is asked for
-            self._wait_for_body()
-        else:
-            self.cut()
-
-    def pause_writing(self) -> None:
-        """Watch whether the caller reads what is written."""
-        super().pause_writing()
-        self._watch_writing()
-
-    def _watch_writing(self) -> None:
-        self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self._limits.stall_timeout_s, self._end_writing)
-
-    def _end_writing(self) -> None:
-        taken = self._unsent_bytes - self.transport.get_write_buffer_size()
-        if taken >= MIN_WRITE_PROGRESS:
-            self._watch_writing()
-        else:
-            self.cut()
-
     def resume_writing(self) -> None:
-        """Stop watching: the caller has read."""
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+        """Forget what had not been taken."""
+        self._unsent_bytes = 0
         super().resume_writing()
+
+    def _look(self) -> None:
+        """End the connection where it stalls, or look again later."""
+        received, self._received_bytes = self._received_bytes, 0
+        before, self._unsent_bytes = self._unsent_bytes, 0
+        awaited, self._awaited = self._awaited, None
+        if self.flow.write_paused:
+            self._unsent_bytes = self._count_unsent()
+            stalls = 0 < before < self._unsent_bytes + MIN_WRITE_PROGRESS
+        elif self._in_body:
+            stalls = not received and not self.flow.read_paused
+        else:  # uvicorn ends connections that are idle between two requests
+            if not self._is_answering and (self._header_bytes or not self._num_requests):
+                self._awaited = self._num_requests
+            stalls = self._awaited is not None and self._awaited == awaited
+        if stalls:
+            self.cut()
+        else:
+            self._looking = self.loop.call_later(self._stall_timeout_s, self._look)
+
+    def _count_unsent(self) -> int:
+        """Return the bytes that the caller's system has not acknowledged."""
+        queued = ioctl(self.transport.get_extra_info("socket"), TIOCOUTQ, bytes(4))
+        return int(self.transport.get_write_buffer_size() + struct.unpack("i", queued)[0])
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def cut(self) -> None:
         """End the connection now; what the system still holds to send is dropped, not kept."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
         self.transport.abort()
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _refuse(self, status: int, detail: str) -> None:
-        """Answer bytes that are not a request yet, and close; in the middle of another answer, cut
-        that.
-        """
-        if self._is_answering:
-            self.cut()
-            return
-        body = f"{detail}\n".encode()
-        head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: "
-        self.transport.write(STATUS_LINE[status] + head + b"%d\r\n\r\n" % len(body) + body)
-        self.transport.close()

@@ -137,7 +137,7 @@ class Settings(BaseSettings):
         30.0,
         gt=0,
         description="Time for a request's headers, for each part of its body, and for its caller "
-        "to read some of the answer; then the connection is closed.",
+        "to read some of the answer; the connection is closed at the latest after twice as long.",
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Maximum bytes of a JSON request.")
     max_text_chars: int = Field(
