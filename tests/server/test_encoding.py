@@ -531,6 +531,6 @@ def test_an_upload_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> No
     request = request_of([b"123", b"45", b"6", b"7"])
     asyncio.run(write_body(request, upload, UploadLimit(10, "setting"), threads))  # type: ignore[arg-type]
     assert list(upload.given) == [
-        ("reserve", 3), ("reserve", 5), ("write", b"12345"), ("reserve", 6), ("reserve", 7),
+        ("check", 3), ("check", 5), ("write", b"12345"), ("check", 6), ("check", 7),
         ("write", b"67"),
     ]  # fmt: skip

@@ -214,26 +214,18 @@ def test_names_are_bounded(store: Store[Any], monkeypatch: pytest.MonkeyPatch) -
     assert len(store.list_all().cards) == 2
 
 
-def test_unfinished_uploads_reserve_their_room(open_store: Open) -> None:
+def test_an_upload_is_refused_once_it_has_no_room(open_store: Open) -> None:
     store = open_store(max_bytes=4 * SIZE)
     put_content(store, "a", make_content(1))
-    first = store.receive("b", SIZE)
-    second = store.receive("c")  # of a size not said
-    second.write(bytes(SIZE))
-    assert sum(store.room._reserved.values()) == 2 * SIZE
-    with refused("overloaded", "running uploads", retryable=True):
-        store.receive("d", SIZE + 1)
-    with pytest.raises(APIError, match="running uploads"):
-        second.write(bytes(SIZE + 1))
-    assert second.path.stat().st_size == SIZE
     with refused("payload_too_large"):
-        store.receive("d", 3 * SIZE + 1)  # more than there is, whoever else is at work
-    second.discard()
-    store.receive("d", 2 * SIZE).discard()
-    store.receive("a", 3 * SIZE).discard()  # in the place of what a has now
-    first.discard()
-    put_content(store, "b", make_content(2))
-    assert sum(store.room._reserved.values()) == 0
+        store.receive("b", 3 * SIZE + 1)
+    store.receive("a", 4 * SIZE).discard()  # in the place of what a has now
+    upload = store.receive("b")  # of a size not said
+    upload.write(bytes(3 * SIZE))
+    with refused("payload_too_large"):
+        upload.write(bytes(1))
+    assert upload.path.stat().st_size == 3 * SIZE
+    upload.discard()
     assert list(store.objects.uploads.iterdir()) == []
 
 

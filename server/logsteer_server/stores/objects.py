@@ -30,7 +30,6 @@ from logsteer.errors import APIError, api_error
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.upload import (
     OWNER_ONLY_DIRECTORY,
-    StoreRoom,
     Upload,
     remove_left_overs,
     report_faults,
@@ -106,11 +105,11 @@ class Objects:
         """Return an object's absolute path, or its place in the bucket."""
         return str(self.root / place) if self.is_local else place
 
-    def open_upload(self, room: StoreRoom | None = None, stored: int = 0) -> Upload:
+    def open_upload(self, check: Callable[[int], None] | None = None) -> Upload:
         """Open a file that `write_file` can give a place; see `Upload`."""
         with report_faults(self.uploads):
             make_directory(self.uploads)
-            return Upload(self.uploads, room, stored)
+            return Upload(self.uploads, check)
 
     def remove_left_overs(self) -> None:
         """Remove the uploads of servers that were killed."""

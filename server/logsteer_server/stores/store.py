@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256 as new_sha256
 from pathlib import Path
@@ -38,7 +38,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VariantCard, VectorCard
 from logsteer.schemas.common import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
-from logsteer_server.stores.upload import StoreRoom, Upload, refuse_damage, refuse_size
+from logsteer_server.stores.upload import Upload, refuse_damage, refuse_size
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +152,8 @@ class Store(Generic[C]):
     prefix: str = ""
     """What its places begin with: nothing, or `keys/<key>/`."""
     grace_s: float = GRACE_S
-    room: StoreRoom = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = StoreRoom(self.kind.noun, self.max_bytes)
         self._root = f"{self.prefix}{self.kind.plural}"
         self._parsed: dict[ObjectEntry, NameRecord[C] | None] = {}
 
@@ -168,24 +166,24 @@ class Store(Generic[C]):
     def receive(self, name: str, announced: int = 0) -> Upload:
         """Open a file for the upload of a name of at least `announced` bytes.
 
-        It reserves its room. Errors: APIError `payload_too_large` and `overloaded` without room.
+        Errors: APIError `payload_too_large` and `overloaded` without room.
         """
         index = self._read_index()
         self._check_count(index.records, name)
-        upload = self.objects.open_upload(self.room, index.measure(without=name))
-        try:
-            upload.reserve(announced)
-            if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
-                detail = (
-                    f"The {self.kind.noun} store still holds contents that were replaced or "
-                    f"deleted within the last {3 * self.grace_s:g} s: try again when they are "
-                    "swept."
-                )
-                raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
-        except BaseException:
-            upload.discard()
-            raise
-        return upload
+        stored = index.measure(without=name)
+
+        def check(size: int) -> None:
+            if stored + size > self.max_bytes:
+                raise refuse_size(self.kind.noun, stored + size, self.max_bytes)
+
+        check(announced)
+        if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
+            detail = (
+                f"The {self.kind.noun} store still holds contents that were replaced or deleted "
+                f"within the last {3 * self.grace_s:g} s: try again when they are swept."
+            )
+            raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+        return self.objects.open_upload(check)
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool = False) -> C | None:
         """Return the card that the same request has made, if any.
@@ -238,7 +236,6 @@ class Store(Generic[C]):
         data = record.model_dump_json().encode()
         if not self.objects.write(data, self._locate(card.name), create=create):
             return self._repeat(self._find_record(card.name), request)  # another server's
-        self.room.release(upload)  # what it reserved is stored now
         return card
 
     def _check_count(self, names: Mapping[str, object], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that are being written to a store's directory, the room they take, a disk's faults."""
+"""Files that are being written to a store's directory, their bounds, a disk's faults."""
 
 import errno
 import fcntl
@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkstemp
@@ -16,47 +16,11 @@ from logsteer.errors import APIError, api_error
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5.0
-"""Retry-After while unfinished uploads hold the room."""
 OWNER_ONLY_DIRECTORY = 0o700
 UNLOCKED_S = 60.0
 """An upload that nobody has locked for so long is not one that is just being opened."""
 INSUFFICIENT_STORAGE = 507
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class StoreRoom:
-    """What a store may hold, at most `max_bytes`, and what unfinished uploads reserve of it."""
-
-    def __init__(self, noun: str, max_bytes: int) -> None:
-        self.noun = noun
-        self.max_bytes = max_bytes
-        self._reserved: dict[Upload, int] = {}
-        self._lock = threading.Lock()
-
-    def reserve(self, upload: "Upload", size: int) -> None:
-        """Have an upload reserve `size` bytes at least.
-
-        Errors: APIError `payload_too_large`; `overloaded` where the others are in the way.
-        """
-        with self._lock:
-            size = max(size, self._reserved.get(upload, 0))
-            others = sum(own for other, own in self._reserved.items() if other is not upload)
-            total = upload.stored + size
-            if total > self.max_bytes:
-                raise refuse_size(self.noun, total, self.max_bytes)
-            if total + others > self.max_bytes:
-                detail = (
-                    f"The {self.noun} store has no room beside running uploads, which reserve "
-                    f"{others} of {self.max_bytes} bytes: try again when they are done."
-                )
-                raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
-            self._reserved[upload] = size
-
-    def release(self, upload: "Upload") -> None:
-        """Give back what an upload reserves."""
-        with self._lock:
-            self._reserved.pop(upload, None)
 
 
 def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
@@ -77,13 +41,12 @@ def refuse_damage(what: str, noun: str) -> APIError:
 class Upload:
     """A file that is being written; `discard` it when done, whether or not it was stored.
 
-    It reserves its place in `room` as it grows, beside the `stored` bytes that stay there.
+    `check` refuses a size that the store has no room for.
     """
 
-    def __init__(self, directory: Path, room: StoreRoom | None = None, stored: int = 0) -> None:
+    def __init__(self, directory: Path, check: Callable[[int], None] | None = None) -> None:
         self._directory = directory
-        self._room = room
-        self.stored = stored
+        self.check: Callable[[int], object] = check or int
         self._handle, name = mkstemp(dir=directory, suffix=".part")
         self.path = Path(name)
         fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
@@ -92,15 +55,10 @@ class Upload:
         self._is_open = True
         self.size = 0
 
-    def reserve(self, size: int) -> None:
-        """Reserve room for a file of `size` bytes. Errors: as `StoreRoom.reserve`."""
-        if self._room is not None:
-            self._room.reserve(self, size)
-
     def write(self, data: bytes) -> None:
-        """Append bytes. Errors: as `reserve`; APIError `internal` where the disk fails."""
+        """Append bytes. Errors: as `check`; APIError `internal` where the disk fails."""
         with self._use():
-            self.reserve(self.size + len(data))
+            self.check(self.size + len(data))
             self._hasher.update(data)
             rest = memoryview(data)
             while rest:
@@ -122,7 +80,7 @@ class Upload:
             yield
 
     def discard(self) -> None:
-        """Close the file, remove it where it was not stored, and give its room back."""
+        """Close the file, and remove it where it was not stored."""
         with self._lock:
             if not self._is_open:
                 return
@@ -134,8 +92,6 @@ class Upload:
                 log.warning("%s could not be removed: %s", self.path, error)
             finally:
                 os.close(self._handle)
-                if self._room is not None:
-                    self._room.release(self)
 
 
 def remove_left_overs(directory: Path, min_age_s: float = UNLOCKED_S) -> list[Path]:

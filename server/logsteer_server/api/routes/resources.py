@@ -231,8 +231,7 @@ async def open_upload(
 ) -> AsyncIterator[Upload]:
     """Open a file for an upload; it is closed afterwards, and removed if it was not stored.
 
-    The room that the request announces is reserved before anything is read. Errors: APIError
-    `payload_too_large`; `overloaded` if other uploads hold the room.
+    Nothing is read of what the store has no room for. Errors: APIError `payload_too_large`.
     """
     announced = read_announced(request)
     if announced > limit.max_bytes:
@@ -261,7 +260,7 @@ async def write_body(
     waiting, size = bytearray(), 0
     async for chunk in read_upload(request, limit):
         size += len(chunk)
-        upload.reserve(size)
+        upload.check(size)
         waiting += chunk
         if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
             await threads.run(upload.write, bytes(waiting))
@@ -373,7 +372,7 @@ async def _read_form(
 
 
 class _LimitedForm(Request):
-    """A request whose form is read up to a limit of bytes, which the upload reserves as it grows.
+    """A request whose form is read up to a limit of bytes, and to the store's room.
 
     Starlette keeps the form's files in the system's directory for temporary files until then.
     """
@@ -389,5 +388,5 @@ class _LimitedForm(Request):
         size, limit = 0, self._limit
         async for chunk in read_upload(self._request, limit):
             size += len(chunk)
-            self._upload.reserve(size)
+            self._upload.check(size)
             yield chunk
