@@ -54,8 +54,9 @@ format: setup ## format the code
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
 
-bench: setup ## run the benchmarks, write bench/results.json and bench/results.md
+bench: setup ## run the benchmarks, write their results and tables in bench/: of small models, then of SmolLM2
 	@$(PYTHON) -m bench.run
+	@$(PYTHON) -m bench.run --model smollm2 --output bench/smollm2-results.json
 
 test-containers: setup ## build the image, run it, hold it to what the manifests say; takes a Docker engine
 	@CONTAINERS=$${CONTAINERS:-all} $(PYTHON) -m pytest -n 0 -s tests/containers

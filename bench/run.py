@@ -3,7 +3,7 @@
     make bench                      everything
     .venv/bin/python -m bench.run --only choices --runs 7
     .venv/bin/python -m bench.run --table
-    .venv/bin/python -m bench.run --model CHECKPOINT --output bench/gpu-results.json
+    .venv/bin/python -m bench.run --model smollm2 --output bench/smollm2-results.json
 
 Peers run on the same machine, in turn with logsteer: one run of each, then the next of each. With a
 checkpoint of the user's, the rows that can take one run with it, and the others are left out.
@@ -25,6 +25,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+from tests.trained import convert_smollm2
 
 from bench import (
     captures,
@@ -106,7 +108,8 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
         tempfile.TemporaryDirectory(prefix="logsteer-bench-") as directory,
         contextlib.ExitStack() as stack,
     ):
-        place = Workplace(Path(directory), stack, options.model, options.dtype)
+        given = options.model and find_checkpoint(options.model)
+        place = Workplace(Path(directory), stack, given, options.dtype)
         for name in names:
             if name not in SHARING:
                 place.stop_shared()
@@ -129,11 +132,16 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
     return failed
 
 
+def find_checkpoint(name: str) -> Path:
+    """Return the checkpoint at a path; of `smollm2` the one that the test dependency brings."""
+    return convert_smollm2() if name == "smollm2" else Path(name)
+
+
 def write_command(name: str, options: argparse.Namespace) -> str:
     """Return what runs this row again."""
     words = [".venv/bin/python -m bench.run --only", name]
     if options.model is not None:
-        words += ["--model", options.model.name, "--dtype", options.dtype]
+        words += ["--model", Path(options.model).name, "--dtype", options.dtype]
     return " ".join(words)
 
 
@@ -143,7 +151,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), metavar="ROW")
     parser.add_argument("--runs", type=int, help="counted runs of each way; else the row's own")
     parser.add_argument("--output", type=Path, default=BENCH / "results.json")
-    parser.add_argument("--model", type=Path, help="a checkpoint to measure with")
+    parser.add_argument("--model", help="a checkpoint to measure with, or smollm2")
     parser.add_argument("--dtype", default="auto", help="of that checkpoint")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     options = parser.parse_args()
