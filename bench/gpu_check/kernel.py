@@ -105,7 +105,7 @@ def differ(tables: SteeringTables, hidden_TD: Tensor, exact: dict[str, Tensor]) 
     found = {
         "hidden": hidden_TD,
         "captures": tables.captures.stored_ND,
-        "ratios": torch.from_numpy(tables.take_sums(PLACES.tolist())[:, LAYER, 1]),
+        "ratios": torch.from_numpy(tables.fetch_sums(PLACES.tolist())[:, LAYER, 1]),
     }
     errors = [
         (found[name].cpu().double() - value).abs().max() / value.abs().max()

@@ -102,9 +102,9 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
     pieces = []
     for token in ids:
         assert not text.add(token)
-        pieces.append(text.take(False))
+        pieces.append(text.pop(False))
     assert not text.end()
-    assert "".join(pieces) + text.take(True) == said
+    assert "".join(pieces) + text.pop(True) == said
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     for count in range(len(ids) + 1):  # many of these end within a character
         grown, whole = (GrowingText(backend, before, (), include_stop=False) for _ in range(2))
@@ -113,10 +113,10 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
         whole.add_all(ids[:count])
         grown.end()
         whole.end()
-        assert whole.take(True) == grown.take(True)
+        assert whole.pop(True) == grown.pop(True)
     cut = GrowingText(backend, before, ("語, t", "zzz"), include_stop=False)
     taken = [token for token in ids if not cut.add(token)]
-    assert cut.take(True).startswith(" naïve 😀 — ok\n  日本")
+    assert cut.pop(True).startswith(" naïve 😀 — ok\n  日本")
     assert len(taken) < len(ids)
 
 
@@ -139,16 +139,16 @@ def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> 
     taken = []
     for token in (2, 3, 1, 4, 5, 2, 4):
         text.add(token)
-        taken.append(text.take(False))
+        taken.append(text.pop(False))
     assert taken == [" b", "c", " a", "", "é", " b", ""]
     text.end()
-    assert text.take(True) == "\N{REPLACEMENT CHARACTER}"  # a character that nothing completed
+    assert text.pop(True) == "\N{REPLACEMENT CHARACTER}"  # a character that nothing completed
     drawn, texts = (2, 3, 1, 4), []
     for stream in (False, True):
         job = GenerateJob(np.array([1], np.int32), len(drawn), logprobs=False, stream=stream)
         tokens = DrawnTokens(job, (), sentencepiece)
         assert [tokens.add(token, None) for token in drawn] == [None, None, None, "length"]
-        texts.append(tokens.take("length").text)
+        texts.append(tokens.pop("length").text)
     assert texts == [" bc a\N{REPLACEMENT CHARACTER}"] * 2
 
 

@@ -45,7 +45,7 @@ def read_three(
         parts.append(PromptPart(name, wanted, 0, T, T, index * T))
     reader.begin_step()
     reader.read(parts, HIDDEN_TD, project)
-    return reader.take_finished()
+    return reader.pop_finished()
 
 
 def lack_memory(error: Exception) -> Callable[[Tensor], Tensor]:

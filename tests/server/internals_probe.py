@@ -15,7 +15,7 @@ import torch
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
-from logsteer_server.engines.vllm.internals import INTERNALS, find_moved
+from logsteer_server.engines.vllm.internals import INTERNALS, find_changed
 from logsteer_server.imports import hold_collector, leave_out_unused
 from tests.probes import finish
 
@@ -91,7 +91,7 @@ def main() -> None:
         import_module("vllm.plugins").load_general_plugins()
         import_module("vllm.transformers_utils.config")
     unasked = [name for name in UNASKED if name in sys.modules]
-    moved = find_moved()  # before ours take the place of vLLM's
+    moved = find_changed()  # before ours take the place of vLLM's
     profiled = {
         "meta": profile("meta", True),
         "cpu": profile("cpu", True),

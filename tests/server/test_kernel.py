@@ -107,7 +107,7 @@ for dtype in (torch.float32, torch.bfloat16):
             plain.apply(a, residual, layer)
             kernel.launch(fused, b, residual, layer)
         read = plain.probes.readings_TGR
-        sums = torch.from_numpy(plain.take_sums(list(range(16))))
+        sums = torch.from_numpy(plain.fetch_sums(list(range(16))))
         for tables in (plain, fused):
             tables.probes.decide_prompts()
         found.append({

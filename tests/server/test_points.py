@@ -468,13 +468,13 @@ def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
     vllm: Any = SimpleNamespace(config=SimpleNamespace(model_config=model), call_workers=call)
     if is_wrong:
         with pytest.raises(ValueError, match="set compile: false"):
-            stream.ask_graphs(vllm)
+            stream.check_model_graphs(vllm)
     else:
-        stream.ask_graphs(vllm)
+        stream.check_model_graphs(vllm)
     texts = 1 if is_wrong and step == "prompt" else 2
     assert called == ["begin_stream_probe", "end_stream_probe"] * texts
     model.enforce_eager = True
-    stream.ask_graphs(vllm)
+    stream.check_model_graphs(vllm)
     assert len(called) == 2 * texts, "layers that run one by one are not compared"
 
 
@@ -483,22 +483,22 @@ def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
 
 def test_equal_keys_share_a_slot_and_others_wait() -> None:
     pool = SlotPool(2)
-    assert pool.take(b"a") == (1, True)
-    assert pool.take(b"a") == (1, False)
-    assert pool.take(b"b") == (2, True)
-    assert pool.take(b"c") is None
+    assert pool.acquire(b"a") == (1, True)
+    assert pool.acquire(b"a") == (1, False)
+    assert pool.acquire(b"b") == (2, True)
+    assert pool.acquire(b"c") is None
     pool.release(1)
-    assert pool.take(b"c") is None
+    assert pool.acquire(b"c") is None
     pool.release(1)
-    assert pool.take(b"c") == (1, True)
+    assert pool.acquire(b"c") == (1, True)
 
 
 def test_an_idle_slot_keeps_its_content_until_it_is_needed() -> None:
     pool = SlotPool(2)
-    pool.take(b"a")
+    pool.acquire(b"a")
     pool.release(1)
-    assert pool.take(b"b") == (2, True)
-    assert pool.take(b"a") == (1, False)
+    assert pool.acquire(b"b") == (2, True)
+    assert pool.acquire(b"a") == (1, False)
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
@@ -507,7 +507,7 @@ def test_no_slot_ever_serves_two_keys(keys: list[int]) -> None:
     held: list[tuple[int, int]] = []
     content: dict[int, int] = {}
     for key in keys:
-        found = pool.take(bytes([key]))
+        found = pool.acquire(bytes([key]))
         if found is None:
             slot, _ = held.pop(0)
             pool.release(slot)
@@ -522,11 +522,11 @@ def test_no_slot_ever_serves_two_keys(keys: list[int]) -> None:
 
 def test_a_slot_that_could_not_be_filled_is_forgotten() -> None:
     pool = SlotPool(1)
-    assert pool.take(b"a") == (1, True)
-    pool.forget(1)
+    assert pool.acquire(b"a") == (1, True)
+    pool.invalidate(1)
     pool.release(1)
-    assert pool.take(b"a") == (1, True)
-    assert pool.take(b"b") is None
+    assert pool.acquire(b"a") == (1, True)
+    assert pool.acquire(b"b") is None
 
 
 def steer_by(size: float) -> ScoreJob:
@@ -548,15 +548,15 @@ def test_plans_are_loaded_together_and_those_that_fail_again() -> None:
 
     slots = SteeringSlots(call, SteeringSize(2 * PLANS_AT_ONCE, 1, 1, 64), INFO)
     jobs = [steer_by(n) for n in range(PLANS_AT_ONCE + 3)]
-    taken = list(map(slots.take, jobs))
+    taken = list(map(slots.acquire, jobs))
     with pytest.raises(RuntimeError, match="no memory"):
         slots.load_plans()
     for slot in taken:
         slots.release(slot)
-    again = [slot.numbers[0] for slot in map(slots.take, jobs) if slot is not None]
+    again = [slot.numbers[0] for slot in map(slots.acquire, jobs) if slot is not None]
     slots.load_plans()
     slots.load_plans()
     assert loaded[1:] == [again[:PLANS_AT_ONCE], again[PLANS_AT_ONCE:]]
-    assert slots.take(jobs[0]) is not None
+    assert slots.acquire(jobs[0]) is not None
     slots.load_plans()
     assert len(loaded) == 3

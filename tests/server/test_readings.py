@@ -60,10 +60,10 @@ def test_tokens_that_are_read_again_count_once() -> None:
     assert sequence.passed == (2,)
     sequence.add(0, values(0.7, 0.9, 0.1, 0.8, 0.6))  # preempted: from the start once more
     assert sequence.passed == (3,)
-    taken = sequence.take()
+    taken = sequence.pop()
     assert taken.first == 0
     assert np.allclose(taken.values_TGR[:, 0, 0], [0.7, 0.9, 0.1, 0.8, 0.6])
-    assert sequence.take() is None
+    assert sequence.pop() is None
 
 
 def test_a_token_after_the_end_has_not_passed() -> None:
@@ -91,10 +91,10 @@ def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> Non
     sequence = SequenceReadings(asked)
     sequence.add(0, values(0.9, 0.9, 0.9, 0.1))
     assert sequence.passed == (1,)
-    assert np.allclose(components(sequence.take().values_TGR), [0.9, 0.9, 0.1])
+    assert np.allclose(components(sequence.pop().values_TGR), [0.9, 0.9, 0.1])
     nothing = SequenceReadings(request(2, HIGH, first_kept=None))
     nothing.add(0, values(0.9))
-    assert (nothing.passed, nothing.take()) == ((1,), None)
+    assert (nothing.passed, nothing.pop()) == ((1,), None)
 
 
 def test_the_example_of_the_recorder() -> None:
@@ -116,9 +116,9 @@ def test_the_example_of_the_recorder() -> None:
         steps.append(read)
         recorder.record(torch.from_numpy(values(0.2 + step)))
     assert steps[0] is steps[1] is steps[2]
-    taken = recorder.take("a")
+    taken = recorder.pop("a")
     assert np.allclose(taken.values_TGR[:, 0, 0], [0.1, 0.9, 0.2, 1.2, 2.2])
-    assert recorder.read_passed("a", 99) == (4,)
+    assert recorder.count_passed("a", 99) == (4,)
     recorder.end("a")
     assert len(recorder) == 0
 
@@ -137,9 +137,9 @@ def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
             read = [[0.9, 0.1, 0.8, 0.7, 0.2][t] for t in range(position, position + count)]
             recorder.record(torch.from_numpy(values(*read)))
             if asks_often:
-                recorder.read_passed("a", 99)
-        taken = recorder.take("a")
-        results.append((recorder.read_passed("a", 99), taken.first, components(taken.values_TGR)))
+                recorder.count_passed("a", 99)
+        taken = recorder.pop("a")
+        results.append((recorder.count_passed("a", 99), taken.first, components(taken.values_TGR)))
     assert results[0] == results[1]
     assert results[0][0] == (3, 3)
     assert results[0][2] == [np.float32(c) for c in (0.9, 0.1, 0.8, 0.7, 0.2)]
@@ -157,9 +157,9 @@ def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     recorder.record(torch.from_numpy(values(0.9, 0.1, 0.9, 0.9)))
     third = recorder.find(["a"], np.array([0, 1]), np.array([7]))
     assert third.sources_r.tolist() == [DECIDED]
-    taken = recorder.take("a")
+    taken = recorder.pop("a")
     assert (taken.first, len(taken.values_TGR)) == (4, 3)
-    assert recorder.read_passed("a", 99) == (0,)
+    assert recorder.count_passed("a", 99) == (0,)
 
 
 def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
@@ -174,10 +174,10 @@ def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
     read = recorder.find(["b", "c"], np.array([0, 1, 3]), np.array([3, 0]))
     assert read.is_kept_r.tolist() == [True, False, True]
     recorder.record(torch.from_numpy(values(0.0, 7.0)))
-    assert recorder.read_passed("b", 99) == (2,)
-    taken = recorder.take("c")
+    assert recorder.count_passed("b", 99) == (2,)
+    taken = recorder.pop("c")
     assert (taken.first, components(taken.values_TGR)) == (1, [7.0])
-    assert recorder.take("b") is None
+    assert recorder.pop("b") is None
 
 
 def components(values_TGR: np.ndarray) -> list[float]:

@@ -39,7 +39,7 @@ def read_parts(
         hidden_TD = torch.cat([torch.full((3, V), 7.0), LOGITS_TV[begin:end]])
         reader.begin_step()
         reader.read([PromptPart("a", request, begin, end, T, 3)], hidden_TD, lambda rows: rows)
-        finished = reader.take_finished()
+        finished = reader.pop_finished()
         assert bool(finished) == (end == T)
     return finished.get("a")
 
@@ -100,7 +100,7 @@ def test_a_row_that_targets_share_goes_through_the_head_once() -> None:
         reader = RowReader(RowBounds(3 * 4 * V, passes * 16 * V), V, 0, 1)
         reader.read(parts, hidden_TV, project)
         assert seen == [2, 3]  # as evenly as three at once allow
-        found = reader.take_finished()
+        found = reader.pop_finished()
         for i, job in enumerate(jobs):
             rows_RV = hidden_TV[i * T : (i + 1) * T]
             rows_RV = rows_RV[[T - 1] * len(job.targets) if job.shares_row else slice(T - 3, T)]
@@ -122,7 +122,7 @@ def test_the_costliest_reading_fills_the_bound_and_no_more() -> None:
     reader.read_costliest(torch.zeros(64, V), project)
     reader.read_costliest(torch.zeros(3, V), project)
     assert seen == [5, 3]
-    assert not reader.take_finished()
+    assert not reader.pop_finished()
 
 
 def test_rows_that_the_prefix_cache_hides_give_none() -> None:

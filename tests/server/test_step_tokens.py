@@ -254,7 +254,7 @@ class TraceRank:
     def begin(
         self, name: str, slot: int, positions: Positions, prompt_len: int, num_cached: int
     ) -> None:
-        entry = self.entries[name] = self.sums.take()
+        entry = self.entries[name] = self.sums.acquire()
         self.recorder.begin(name, entry, [(slot, positions)], prompt_len, num_cached)
 
     def end(self, name: str) -> None:
@@ -372,12 +372,12 @@ def test_the_example_of_the_recorder() -> None:
 
 def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
     recorder, sums = TraceRecorder(), TraceSums(4, 2, torch.empty(0))
-    entries = [sums.take() for _ in range(2)]
+    entries = [sums.acquire() for _ in range(2)]
     for name, entry in zip("ab", entries, strict=True):
         recorder.begin(name, entry, [(2, Positions("all"))], prompt_len=4, num_cached=0)
     for at, ratios in ((0, [0.5, 0.25]), (1, [2.0, 4.0])):
         found = recorder.find(["a", "b"], np.arange(3), np.array([at, at]))
-        sums.keep(found.entries_t)
+        sums.snapshot(found.entries_t)
         sums.add(1, found.entries_t, torch.tensor([ratios]), found.is_first_t)
     assert [recorder.is_beyond("a", end) for end in (1, 2)] == [True, False]
     assert (recorder.count("a", 1), recorder.count("b", 2)) == ((1,), (2,))
@@ -389,10 +389,10 @@ def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
 
 def test_entries_are_empty_when_they_are_given_out_again() -> None:
     sums = TraceSums(3, 2, torch.empty(0))
-    first = [sums.take() for _ in range(3)]
+    first = [sums.acquire() for _ in range(3)]
     assert sorted(first) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="more requests"):
-        sums.take()
+        sums.acquire()
     sums.add(1, np.array(first), torch.tensor([[np.nan, 0.0, np.inf]]), np.array([0, 0, 1]) > 0)
     sums.decided_E[first[1]] = 5
     counts, totals, firsts = sums.fetch(first)[:, 1].T
@@ -402,6 +402,6 @@ def test_entries_are_empty_when_they_are_given_out_again() -> None:
     assert firsts.tolist() == [0, 0, np.inf]
     for entry in first:
         sums.release(entry)
-    assert sorted(sums.take() for _ in range(3)) == [1, 2, 3]
+    assert sorted(sums.acquire() for _ in range(3)) == [1, 2, 3]
     assert not sums.fetch(first).any()
     assert not sums.decided_E.any()

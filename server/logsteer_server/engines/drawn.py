@@ -1,4 +1,4 @@
-"""What both engines keep of a prompt's continuation: its tokens, their values, and their text.
+"""The state of a continuation on both engines: its tokens, their values, and their text.
 
 Axis letters: N tokens, W values of a token.
 """
@@ -19,18 +19,18 @@ from logsteer_server.numerics.drawing import spec_of_draw
 from logsteer_server.numerics.rows import RowSpec, unpack
 
 CONTEXT_TOKENS = 8
-"""Tokens of the prompt that are decoded with the first new ones, for the spaces between them."""
+"""Tokens of the prompt that are decoded with the first new ones, which may begin with a space."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4
-"""Bytes of a character, and so the tokens that one may take; more that give none are no text."""
+"""Most bytes of a character, and so most tokens of one; longer invalid sequences are output."""
 
 
 class GrowingText:
-    """Text that grows by tokens; what comes out of it never has to be taken back.
+    """Decode tokens to text incrementally, so that output text never changes later.
 
-    A token's text depends on the one before it (a leading space) and may be part of a character.
-    So each new piece is what decoding adds to tokens whose text is already out, and it waits until
-    its last character is whole. Special tokens are left out with `skip_special`.
+    A token's text depends on the token before it (a leading space) and may be part of a character.
+    So each new piece is the text that a token adds to the decoding of earlier ones, and it is held
+    back until its last character is complete. `skip_special` leaves special tokens out.
     """
 
     def __init__(
@@ -44,31 +44,31 @@ class GrowingText:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._begin = 0
-        self._done = len(self._ids)
+        self._decoded = len(self._ids)
         self._stop = stop
         self._include_stop = include_stop
         self._skip_special = skip_special
         # A stop string may begin in one token and end in a later one.
         self._held = max(map(len, stop), default=1) - 1
         self._text = ""
-        self._out = 0
+        self._num_output = 0
 
     def add(self, token: int, may_end: bool = True) -> bool:
-        """Add a token; return whether a stop string ends the text here, if it may."""
+        """Add a token; return whether a stop string ends the text. `may_end`: look for them."""
         self._ids.append(token)
         piece = self._decode_piece()
-        waits = not piece or piece.endswith(INCOMPLETE)
-        if waits and len(self._ids) - self._done <= LONGEST_CHARACTER:
+        is_incomplete = not piece or piece.endswith(INCOMPLETE)
+        if is_incomplete and len(self._ids) - self._decoded <= LONGEST_CHARACTER:
             return False
         if piece:
-            self._begin = self._done
-        self._done = len(self._ids)
+            self._begin = self._decoded
+        self._decoded = len(self._ids)
         return self._extend(piece, may_end)
 
     def add_all(self, tokens: Sequence[int]) -> None:
         """Add all tokens of a text without stop strings.
 
-        They are decoded at once, unless bytes are no character, whose text depends on the steps.
+        They are decoded at once, unless there are invalid bytes, whose text depends on the steps.
         """
         whole = self._decode([*self._ids, *tokens])
         if INCOMPLETE in whole:
@@ -77,37 +77,37 @@ class GrowingText:
         else:
             self._text = whole[len(self._decode(self._ids)) :]
             self._ids += tokens
-            self._begin = self._done = len(self._ids)
+            self._begin = self._decoded = len(self._ids)
 
     def end(self) -> bool:
         """Add the rest of an incomplete character; return as `add` does."""
         piece = self._decode_piece()
-        self._begin = self._done = len(self._ids)
+        self._begin = self._decoded = len(self._ids)
         return self._extend(piece, may_end=True)
 
     def _decode_piece(self) -> str:
-        """Return the text that tokens add after the last piece."""
-        before = self._decode(self._ids[self._begin : self._done])
+        """Return the text of the tokens after the last piece."""
+        before = self._decode(self._ids[self._begin : self._decoded])
         return self._decode(self._ids[self._begin :])[len(before) :]
 
     def _extend(self, piece: str, may_end: bool) -> bool:
         searched = max(0, len(self._text) - self._held)
         self._text += piece
-        found = [
+        matches = [
             (at, at + len(stop) if self._include_stop else at)
             for stop in self._stop
             if may_end and (at := self._text.find(stop, searched)) >= 0
         ]
-        if found:
-            _, end = min(found)
+        if matches:
+            _, end = min(matches)
             self._text = self._text[:end]
-        return bool(found)
+        return bool(matches)
 
-    def take(self, is_last: bool) -> str:
-        """Return the new text that can no longer change; all of it in the last piece."""
-        end = len(self._text) if is_last else max(self._out, len(self._text) - self._held)
-        piece = self._text[self._out : end]
-        self._out = end
+    def pop(self, is_last: bool) -> str:
+        """Return the new text that can no longer change; at the end, all new text."""
+        end = len(self._text) if is_last else max(self._num_output, len(self._text) - self._held)
+        piece = self._text[self._num_output : end]
+        self._num_output = end
         return piece
 
     def _decode(self, ids: list[int]) -> str:
@@ -115,10 +115,10 @@ class GrowingText:
 
 
 class DrawnValues:
-    """Values of the tokens since the last output; `spec` names them.
+    """The values of the tokens since the last output; `spec` names them.
 
-    They are in one buffer: small arrays that are kept between steps fragment the heap, so that a
-    cache that is copied at each step always needs fresh memory.
+    One buffer holds them: small arrays kept between steps fragment the heap, so that a cache copied
+    at each step always needs new memory.
     """
 
     def __init__(self, spec: RowSpec) -> None:
@@ -127,32 +127,32 @@ class DrawnValues:
         self._buffer = bytearray()
 
     def add(self, values_NW: np.ndarray) -> None:
-        """Add the values of the next N tokens; a row may have further ones after them."""
+        """Add the values of the next N tokens; columns beyond the spec's width are ignored."""
         self._buffer += values_NW[:, : self._width].astype(self._dtype).tobytes()
 
-    def take(self) -> dict[str, Any]:
+    def pop(self) -> dict[str, Any]:
         """Return and clear the values, as fields of a `GenerateOutput`.
 
-        All of them have no entries where the job asks for no log-probabilities.
+        All fields are empty for a job without log-probabilities.
         """
         values_NW = np.frombuffer(self._buffer, self._dtype).reshape(-1, max(1, self._width))
         self._buffer = bytearray()
-        columns, none_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
+        columns, empty_N0 = unpack(values_NW, self._spec), values_NW[:, :0]
         if listed := self._spec.listed:
             columns[TOP_IDS] = np.array([listed], np.int32).repeat(len(values_NW), axis=0)
             columns[TOP_LOGPROBS] = columns.pop(ALTERNATIVES)
         return {
-            "logprobs": columns.pop("logprob", none_N0.ravel()),
-            "top_ids": columns.pop(TOP_IDS, none_N0.astype(np.int32)),
-            "top_logprobs": columns.pop(TOP_LOGPROBS, none_N0),
+            "logprobs": columns.pop("logprob", empty_N0.ravel()),
+            "top_ids": columns.pop(TOP_IDS, empty_N0.astype(np.int32)),
+            "top_logprobs": columns.pop(TOP_LOGPROBS, empty_N0),
             "columns": columns,
         }
 
 
 class DrawnTokens:
-    """The tokens drawn for a job since its last output.
+    """The tokens generated for a job since its last output.
 
-    Their text is decoded as they come only where somebody waits for it: a stream or a stop string.
+    Text is decoded token by token only for a stream or stop strings, otherwise at the end.
     """
 
     def __init__(self, job: GenerateJob, eos_ids: tuple[int, ...], tokenizer: Any) -> None:
@@ -168,9 +168,9 @@ class DrawnTokens:
         self.num_tokens = 0
 
     def add(self, token: int, values_1W: np.ndarray | None) -> str | None:
-        """Take a token in, with what was read with it.
+        """Add a token with its values.
 
-        Returns why the continuation ends with it: `stop` or `length`; None where it does not.
+        Return the finish reason if the continuation ends with it, `stop` or `length`; else None.
         """
         self.num_tokens += 1
         self._ids.append(token)
@@ -184,18 +184,18 @@ class DrawnTokens:
             return None
         return "stop" if self._grows and self._text.end() else "length"
 
-    def take(self, finish_reason: str | None, **others: Any) -> GenerateOutput:
-        """Return the tokens since the last output; with a reason, the final output.
+    def pop(self, finish_reason: str | None, **others: Any) -> GenerateOutput:
+        """Return the output with the tokens since the last one; with a reason, the final output.
 
-        `others` are further fields of the output.
+        `others`: further fields of the output.
         """
         ids, self._ids = self._ids, []
         if finish_reason:
             if not self._grows:
                 self._text.add_all([token for token in ids if token not in self._hidden_ids])
             self._text.end()
-        text = self._text.take(finish_reason is not None)
+        text = self._text.pop(finish_reason is not None)
         token_ids = np.array(ids, dtype=np.int32)
         return GenerateOutput(
-            token_ids, text, finish_reason=finish_reason, **self._values.take(), **others
+            token_ids, text, finish_reason=finish_reason, **self._values.pop(), **others
         )

@@ -1,4 +1,4 @@
-"""Failures of jobs over which an engine raised an unexpected error."""
+"""Failures of jobs for which an engine raised an unexpected error."""
 
 import logging
 
@@ -18,7 +18,7 @@ MEMORY_WORDS = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that it came from, tells that too little memory was free."""
+    """Return whether an error, or one in its chain of causes, reports a lack of memory."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, MemoryError) or "OutOfMemory" in type(link).__name__:
@@ -30,10 +30,10 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def describe_error(error: Exception) -> JobFailure:
-    """Return the failure of the job over which an error was raised, and log the error.
+    """Return the failure of a job for which an error was raised, and log the error.
 
-    Trying again helps where memory ran out, and nowhere else. A file that is gone went with the
-    request that named it, which was cancelled: nobody reads that failure.
+    A retry helps only if memory ran out. A missing file was deleted with its request, which was
+    cancelled, so its failure is not logged.
     """
     if isinstance(error, FileNotFoundError):
         return JobFailure("internal", f"{error.filename} is gone: the request was cancelled")

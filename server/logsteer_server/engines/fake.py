@@ -63,9 +63,9 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: Job, tokens: np.ndarray, width: int) -> CapturedActivations | None:
-    """Return what a job captures of these tokens, if anything: in [-1, 1], a sine a dimension.
+    """Return a job's captured activations of these tokens, or None without a capture.
 
-    CapturedActivations are fixed by layer, hook and the sum of the tokens read so far.
+    Each dimension is a sine in [-1, 1] of the layer, the hook and the sum of the tokens so far.
     """
     if (capture := job.capture) is None:
         return None
@@ -79,10 +79,10 @@ def fake_activations(job: Job, tokens: np.ndarray, width: int) -> CapturedActiva
 
 
 def fake_readings(job: Job, tokens: np.ndarray) -> Readings | None:
-    """Return what the probes of a job's plan read of these tokens, where it keeps any.
+    """Return the probe readings of these tokens, or None if a job's plan keeps none.
 
-    Components in [-5, 5] of activations of norm 10, fixed by token, layer and number of the probe;
-    steering adds 1 to them.
+    They are components in [-5, 5] of activations with norm 10, and depend on the token, the layer
+    and the probe's number; steering adds 1.
     """
     if job.plan is None or (first := job.plan.first_kept(job.prompt_len)) is None:
         return None
@@ -99,17 +99,17 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
     """Repeat the prompt's tokens, each as a letter; in pieces of one token for a stream."""
     ids = np.resize(job.tokens, job.max_tokens)
     size = 1 if job.stream else job.max_tokens
-    read = fake_readings(job, np.concatenate([job.tokens, ids[:-1]]))
-    shown = 0
+    probed = fake_readings(job, np.concatenate([job.tokens, ids[:-1]]))
+    num_output = 0
     pieces: list[JobResult] = []
     for start in range(0, job.max_tokens, size):
         part = ids[start : start + size]
         shape = (len(part), job.top)
         own = None
-        if read is not None:
-            end = max(read.first, job.prompt_len - 1) - read.first + start + len(part)
-            own = Readings(read.first + shown, read.values_TGR[shown:end])
-            shown = end
+        if probed is not None:
+            end = max(probed.first, job.prompt_len - 1) - probed.first + start + len(part)
+            own = Readings(probed.first + num_output, probed.values_TGR[num_output:end])
+            num_output = end
         pieces.append(
             GenerateOutput(
                 part,
@@ -126,7 +126,7 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
 
 
 def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.ndarray]:
-    """Return columns made of the log-probabilities, each in the range that it really has."""
+    """Return columns derived from the log-probabilities, with values that are possible."""
     values = dict.fromkeys(names, -logprobs / 3) | {
         "logprob": logprobs,
         "rank": (1 - logprobs).astype(np.int32),
@@ -138,21 +138,21 @@ def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.nda
 
 
 def fake_change(job: Job) -> float:
-    """Return by how much a job's adapter and override move its log-probabilities: in (-0.2, 0].
+    """Return the shift of a job's log-probabilities by its adapter and override, in (-0.2, 0].
 
-    Each is fixed by the SHA-256 of its file, which is read against it. Errors: OSError; ValueError.
+    It is determined by the SHA-256 of the files. Errors: OSError; ValueError for a wrong SHA-256.
     """
     change = 0.0
     for stored in job.delta.files:
-        found = hashlib.sha256(Path(stored.path).read_bytes()).hexdigest()
-        if found != stored.sha256:
+        digest = hashlib.sha256(Path(stored.path).read_bytes()).hexdigest()
+        if digest != stored.sha256:
             raise ValueError(f"{stored.path} is not {stored.sha256}")
-        change -= int(found[:2], 16) / 2560
+        change -= int(digest[:2], 16) / 2560
     return change
 
 
 def fake_scores(job: ScoreJob, shift: float = 0.0) -> list[JobResult]:
-    """Return the columns of `fake_columns`, and alternatives; log-probabilities are shifted."""
+    """Return a score job's columns and alternatives, its log-probabilities plus `shift`."""
     try:
         logprobs = fake_logprobs(job) + np.float32(shift + fake_change(job))
     except (OSError, ValueError) as error:
@@ -170,15 +170,16 @@ def fake_scores(job: ScoreJob, shift: float = 0.0) -> list[JobResult]:
 
 
 class FakeEngine:
-    """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
-    `hidden_size`, `ahead_tokens` of its room, `delay_s` a step, `shift` of log-probabilities, and
-    whether it works `piecewise`: a piece of a stream is a step.
+    """Answer all jobs in one step, without a model.
 
-    A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
-    keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
-    `memory_file` exists, and hangs where `hang_file` does. While the file `hold_file` exists, no
-    start ends, and no step; given a `hold_id`, no step with this token id. With `reads_files` it
-    takes adapters and overrides, as `fake_change` does.
+    `engine_args`: `vocab_size`, `context_length`, `num_layers`, `hidden_size`, `ahead_tokens` of
+    its room, `delay_s` seconds a step, `shift` of log-probabilities, `piecewise`: one piece of a
+    stream per step. With `reads_files` it supports adapters and overrides, by `fake_change`.
+
+    Faults: the token id `crash_id` raises, `exit_id` ends the process, `hang_id` hangs the step,
+    `fail_id` fails its job alone. A start runs out of memory until the file `memory_file` exists,
+    and hangs if `hang_file` exists. While `hold_file` exists, starts and steps wait; with a
+    `hold_id`, only steps with this token id.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -224,7 +225,7 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine claims to be."""
+        """The description of this engine."""
         return self._info
 
     @property
@@ -233,7 +234,7 @@ class FakeEngine:
         return bool(self._jobs)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Accept jobs; they are answered by the next step."""
+        """Accept jobs; the next step answers them."""
         self._jobs.update(jobs)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
@@ -246,37 +247,37 @@ class FakeEngine:
         """Answer every job, or a piece of each."""
         time.sleep(self._args.get("delay_s", 0.0))
         if "hold_id" not in self._args or any(
-            self._is_told("hold", job) for job in self._jobs.values()
+            self._has_fault("hold", job) for job in self._jobs.values()
         ):
             self._wait_while_held()
         jobs, self._jobs = self._jobs, {}
         results = []
         for job_id, job in jobs.items():
-            found = self._pieces.pop(job_id, None) or self._answer(job)
-            if self._args.get("piecewise") and len(found) > 1:
-                self._jobs[job_id], self._pieces[job_id] = job, found[1:]
-                found = found[:1]
-            results += [(job_id, result) for result in found]
+            pieces = self._pieces.pop(job_id, None) or self._answer(job)
+            if self._args.get("piecewise") and len(pieces) > 1:
+                self._jobs[job_id], self._pieces[job_id] = job, pieces[1:]
+                pieces = pieces[:1]
+            results += [(job_id, result) for result in pieces]
         return results
 
     def _wait_while_held(self) -> None:
         while "hold_file" in self._args and Path(self._args["hold_file"]).exists():
             time.sleep(HELD_POLL_S)
 
-    def _is_told(self, what: str, job: Job) -> bool:
-        """Return whether a job has the token id that tells the engine to do this."""
-        return self._args.get(f"{what}_id", -1) in job.tokens
+    def _has_fault(self, fault: str, job: Job) -> bool:
+        """Return whether a job has the token id that triggers a fault."""
+        return self._args.get(f"{fault}_id", -1) in job.tokens
 
     def _answer(self, job: Job) -> list[JobResult]:
         if failure := self._info.refuse(job):
             return [failure]
-        if self._is_told("crash", job):
+        if self._has_fault("crash", job):
             raise RuntimeError("the fake engine was told to crash")
-        if self._is_told("exit", job):
+        if self._has_fault("exit", job):
             os._exit(1)
-        if self._is_told("hang", job):
+        if self._has_fault("hang", job):
             time.sleep(HANG_S)
-        if self._is_told("fail", job):
+        if self._has_fault("fail", job):
             return [JobFailure("internal", "the fake engine was told to fail this job")]
         return self._add_activations(job, self._answers[type(job)](job))
 
@@ -286,15 +287,15 @@ class FakeEngine:
         if last.failed or job.capture is None:
             return results
         drawn = [out.token_ids for out in results if isinstance(out, GenerateOutput)]
-        read = np.concatenate([job.tokens, *drawn])[: job.num_read]
-        found = fake_activations(job, read, self._info.hidden_size)
-        return [*others, replace(last, activations=found)]
+        tokens = np.concatenate([job.tokens, *drawn])[: job.num_read]
+        activations = fake_activations(job, tokens, self._info.hidden_size)
+        return [*others, replace(last, activations=activations)]
 
     def take_load(self) -> None:
-        """Return nothing: what generates ends with the step that it begins in."""
+        """Return None: every generation ends in the step in which it begins."""
 
     def read(self) -> EngineReading:
-        """Return that jobs wait for the next step, which answers all of them."""
+        """Return the number of jobs that wait for the next step."""
         return EngineReading(waiting=len(self._jobs))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""A GGUF file as a model: dequantised once, by transformers' loader, into the user's cache.
+"""A GGUF file as a model: dequantised once, with transformers' loader, into the user's cache.
 
-What its tokenizer puts in front of a text and its chat template are the file's own.
+Its BOS setting and its chat template come from the file.
 """
 
 import hashlib
@@ -21,14 +21,15 @@ CONFIG = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
 }
-"""Names of transformers' configurations, and those of a GGUF file."""
+"""Name in transformers' configurations -> name in a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of its model: the sizes among them as transformers' configurations do.
+    """A file's description of its model.
 
-    `kind`: the type of most numbers, such as Q4_1.
+    `config`: sizes, by the names of transformers' configurations. `kind`: the commonest data type,
+    such as Q4_1.
     """
 
     architecture: str
@@ -45,29 +46,29 @@ def is_gguf(path: str) -> bool:
 
 def read_header(file: str | Path) -> GgufHeader:
     """Return a file's description of its model. Errors: ValueError for another or partial file."""
-    from gguf import GGUFReader  # here: it takes a second
+    from gguf import GGUFReader  # here: the import takes a second
 
     reader = GGUFReader(file)
 
-    def read(name: str) -> Any:
+    def value_of(name: str) -> Any:
         field = reader.get_field(name)
         return None if field is None else field.contents()
 
-    architecture = read("general.architecture")
-    if architecture is None or (read("split.count") or 1) > 1:
+    architecture = value_of("general.architecture")
+    if architecture is None or (value_of("split.count") or 1) > 1:
         raise ValueError(f"{file}: a model in one file is read; join its parts by llama-gguf-split")
-    config = {ours: read(f"{architecture}.{name}") for ours, name in CONFIG.items()}
+    config = {ours: value_of(f"{architecture}.{name}") for ours, name in CONFIG.items()}
     sizes = Counter[str]()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_elements)
     ((kind, _),) = sizes.most_common(1)
-    return GgufHeader(architecture, config, sizes.total(), kind, read(ADD_BOS))
+    return GgufHeader(architecture, config, sizes.total(), kind, value_of(ADD_BOS))
 
 
 def describe_gguf(file: Path) -> str:
-    """Return what becomes of a file, for `--check`.
+    """Return where a file is or will be dequantised, for `--check`.
 
-    Errors: ValueError as `read_header`, and where transformers does not read its architecture.
+    Errors: ValueError as `read_header`, and if transformers does not support its architecture.
     """
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
@@ -83,7 +84,7 @@ def describe_gguf(file: Path) -> str:
 
 
 def find_converted(file: Path) -> Path:
-    """Return the directory that a file's checkpoint has, or gets, in the user's cache."""
+    """Return the directory of a file's checkpoint in the user's cache, which may not exist yet."""
     stat, caches = file.stat(), os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
@@ -91,9 +92,9 @@ def find_converted(file: Path) -> Path:
 
 
 def convert(file: Path) -> Path:
-    """Return the directory of a file's checkpoint, which is written where it is not there yet.
+    """Convert a file to a checkpoint in float32, unless that was done before; return its directory.
 
-    Its weights are float32. Errors: ValueError as `read_header`, or of transformers' loader.
+    Errors: ValueError as `read_header`, or from transformers' loader.
     """
     target = find_converted(file)
     if target.is_dir():
@@ -122,14 +123,14 @@ def _write_checkpoint(file: Path, directory: Path, header: GgufHeader) -> None:
     if header.add_bos is not None and tokenizer.bos_token is not None:
         _set_bos(directory / "tokenizer.json", tokenizer, header.add_bos)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # It is not quantised any more, and as one that is it would not be saved.
+    # The model is dequantised; marked as quantised, it could not be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(directory)
 
 
 def _set_bos(file: Path, tokenizer: Any, add_bos: bool) -> None:
-    """Set whether a tokenizer begins each text with BOS."""
+    """Set whether a tokenizer puts BOS before each text."""
     bos = tokenizer.bos_token
     parts = [{"SpecialToken": {"id": bos, "type_id": 0}}] * add_bos
     content = json.loads(file.read_text())

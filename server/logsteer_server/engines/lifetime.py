@@ -1,11 +1,11 @@
-"""How long an engine's processes live: as long as the one that started them, and no shorter.
+"""Lifetime of engine processes and their files: they end with the server, and not before it.
 
-A terminal's Ctrl-C and a service manager's SIGTERM reach a whole group of processes. Engines ignore
-both, because the server still needs them for what it is answering; the kernel kills them when it is
-gone, however that came about and whatever they are doing.
+A terminal's Ctrl-C and a service manager's SIGTERM reach the whole process group. Engines ignore
+both, because the server still needs them to finish its answers; the kernel kills them when the
+server has ended, for whatever reason.
 
-Files that nobody needs once a process is gone stand in directories that it holds locked for so
-long: after a kill or a crash the next server knows what nobody owns any more, and removes it.
+Temporary files are in directories that their process keeps locked: after a kill or a crash, the
+next server removes the directories without a lock holder.
 """
 
 import ctypes
@@ -26,15 +26,15 @@ PR_SET_PDEATHSIG = 1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 ROOT = Path("/")
 LATELY_S = 10.0
-"""Longer than the detection of a killed engine takes."""
+"""Window of `MemoryKills`; longer than it takes to detect that an engine was killed."""
 
 
 def follow_parent() -> None:
-    """Ignore interrupts from now on, and die with the process that started this one.
+    """Ignore interrupts from now on, and die with the parent process.
 
-    Does nothing in a process that no other of ours has started. The kernel tells a child when the
-    thread that started it ends, so that must be one that lives as long as its process. Only Linux
-    does; elsewhere an engine ends when it next reads from its parent.
+    Do nothing in a process that multiprocessing did not start. The kernel kills the child when the
+    thread that started it ends, so that thread must live as long as its process. Only Linux has
+    this; elsewhere an engine ends at its next read from its parent.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -44,14 +44,14 @@ def follow_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it was gone before the kernel was asked
+    if os.getppid() != parent.pid:  # the parent ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Keep interrupts from a process that is started in the block, until it follows its parent."""
-    resource_tracker.ensure_running()  # its own start would let them through again
+    """Block interrupts for processes started in the block, until they call `follow_parent`."""
+    resource_tracker.ensure_running()  # starting it later would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         yield
@@ -60,7 +60,7 @@ def hold_interrupts() -> Iterator[None]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal, as SIGSTOP does; False where unknown."""
+    """Return whether a signal such as SIGSTOP has stopped a process; False if unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -69,10 +69,10 @@ def is_stopped(pid: int) -> bool:
 
 
 class MemoryKills:
-    """Tells whether the kernel has lately killed processes near this one for want of memory.
+    """Detect whether the kernel's OOM killer has recently killed processes near this one.
 
-    Near are those of the same control group, or where there is none, of the same machine. Lately is
-    within the last one or two LATELY_S, as long as `look` is called now and then.
+    "Near" means in the same control group, or without one on the same machine. "Recently" means in
+    the last one or two LATELY_S, if `look` is called regularly.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class MemoryKills:
         return counts[0] if counts else None
 
     def look(self) -> None:
-        """Forget what happened earlier."""
+        """Advance the window, so that older kills no longer count."""
         if (now := self._clock()) - self._looked_at >= LATELY_S:
             self._earlier, self._latest = self._latest, self._count()
             self._looked_at = now
 
     @property
     def have_risen(self) -> bool | None:
-        """Whether there were any; None where the machine does not say."""
+        """Whether there were recent kills; None if the machine does not report them."""
         count = self._count()
         if count is None or self._earlier is None:
             return None
@@ -107,17 +107,17 @@ class MemoryKills:
 
 
 def find_kill_count(root: Path) -> Path:
-    """Return the file whose line `oom_kill` counts processes killed for memory near this one.
+    """Return the file whose line `oom_kill` counts the OOM killer's kills near this process.
 
-    That is `memory.events` of the control group (version 2) of this process, or of the nearest one
-    above it that accounts for memory. A killed process counts in its group, whichever group or
-    machine lacked the memory. A container may see its own group as the topmost one. Without groups
-    it is `/proc/vmstat`, which counts for the whole machine.
+    It is `memory.events` of this process's control group (version 2), or of the nearest parent
+    group that accounts for memory. A kill counts in the killed process's group, whichever group or
+    machine ran out of memory. A container may see its own group as the root. Without groups it is
+    `/proc/vmstat`, which counts for the whole machine.
     """
     lines = _read(root / "proc/self/cgroup").splitlines()
     group = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
     parts = [part for part in (group or "").split("/") if part]
-    # Where it is outside of what this process sees, so are its counts.
+    # A group outside this process's view has no counts in it.
     for count in range(len(parts), -1, -1) if group and ".." not in parts else ():
         file = (root / "sys/fs/cgroup").joinpath(*parts[:count], "memory.events")
         if "\noom_kill " in f"\n{_read(file)}":
@@ -134,10 +134,10 @@ def _read(path: Path) -> str:
 
 
 def measure_progress(sessions: Collection[int]) -> float | None:
-    """Return how far the processes of these sessions have come: a number that grows as they work.
+    """Return the work done by the processes of these sessions, a number that only grows.
 
-    It counts hundredths of a second on a CPU, and MiB read and written. An engine leads a session,
-    so its ranks and compilers count. None where the system does not tell.
+    It adds CPU time in hundredths of a second and MiB read and written. An engine leads a session,
+    so its ranks and compilers are included. None without /proc.
     """
     if not (ROOT / "proc/self/stat").exists():
         return None
@@ -157,13 +157,13 @@ def measure_progress(sessions: Collection[int]) -> float | None:
 PREFIX = "logsteer-run-"
 LOCK = ".lock"
 NEW_S = 60.0
-"""A directory without a lock is left alone for so long: its owner may be about to lock it."""
+"""Seconds for which a directory without a lock file is kept: its owner may still create it."""
 
 
 class ScratchDirectory(AbstractContextManager[Path]):
-    """A directory of its own below `parent` (None: the system's), until it is closed.
+    """Create a temporary directory below `parent` (None: the system's); `close` removes it.
 
-    Errors: OSError where it cannot be made.
+    Errors: OSError if it cannot be created.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -171,10 +171,10 @@ class ScratchDirectory(AbstractContextManager[Path]):
         new = self.path / f"{LOCK}.new"
         self._lock = new.open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)  # so nobody finds one that is not locked yet
+        new.rename(self.path / LOCK)  # so that LOCK is never there without being locked
 
     def close(self) -> None:
-        """Remove the directory and all in it."""
+        """Remove the directory and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -186,7 +186,7 @@ class ScratchDirectory(AbstractContextManager[Path]):
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Remove this user's directories below `parent` that no process owns; return what they were."""
+    """Remove this user's scratch directories below `parent` that no process owns; return them."""
     removed = []
     for path in Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
@@ -199,7 +199,7 @@ def sweep(parent: Path | None = None) -> list[Path]:
                 continue
             shutil.rmtree(path)
         except OSError:
-            continue  # another server is faster, or it is not to be removed
+            continue  # another server was faster, or it cannot be removed
         removed.append(path)
     return removed
 

@@ -1,4 +1,4 @@
-"""The machine that an engine runs on: its GPUs, and what numbers depend on."""
+"""The machine that an engine runs on: its GPUs, CPU and memory."""
 
 import hashlib
 import os
@@ -10,44 +10,43 @@ from logsteer_server.contract.engine import DeviceMemory, EngineSpec
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_FACTS = ("model name", "flags", "Features")
-"""Lines of Linux's cpuinfo; the last is what ARM has for flags."""
+"""Lines of Linux's cpuinfo; `Features` is ARM's name for flags."""
 COMPILED = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
-"""Settings that say where code compiled for a model is kept; their names below the user's cache."""
+"""Environment variable of a cache of compiled code -> its directory in the user's cache."""
 
 
 def separate_compiled_code() -> None:
-    """Keep compiled code in directories of this CPU's own; only before vLLM is imported.
+    """Keep compiled code in a directory per CPU. Call it before vLLM is imported.
 
-    PyTorch takes what its compiler made for AVX-512 on a CPU with AVX2, too, and then writes half
-    of the numbers: a home or a volume that two machines share gave wrong scores.
+    PyTorch also loads code compiled for AVX-512 on a CPU with AVX2, and then writes half of the
+    values: a home directory or volume shared by two machines gave wrong scores.
     """
     facts = [os.environ.get("ATEN_CPU_CAPABILITY", ""), *_read_cpu()]
     cpu = "cpu-" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
     caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     for name, directory in COMPILED.items():
-        given = Path(os.environ.get(name) or Path(caches, directory))
-        if given.name != cpu:
-            os.environ[name] = str(given / cpu)
+        cache = Path(os.environ.get(name) or Path(caches, directory))
+        if cache.name != cpu:
+            os.environ[name] = str(cache / cpu)
 
 
 def let_threads_sleep() -> None:
-    """Make OpenMP's threads sleep while they wait; call it before PyTorch is imported.
+    """Make OpenMP's threads sleep while they wait. Call it before PyTorch is imported.
 
-    They would spin, which takes the core from whatever else runs: the HTTP process, a client, a
-    second engine. On a busy machine of 2 cores an item of 22 tokens then took 2.5 ms of CPU time
-    instead of 0.3. OMP_WAIT_POLICY=ACTIVE is for an engine whose cores nobody else uses.
+    By default they spin and take the core from other processes: the HTTP process, a client, another
+    engine. On a busy machine with 2 cores an item of 22 tokens then took 2.5 ms of CPU time and not
+    0.3. OMP_WAIT_POLICY=ACTIVE is for an engine that has its cores to itself.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def take_share(spec: EngineSpec) -> None:
-    """Have this process run on its replica's share of the cores that it may run on, and have CUDA
-    see its replica's share of the GPUs; before threads and CUDA are first used.
+    """Restrict this process to its replica's share of the cores and of the GPUs.
 
-    Listed devices are shared out already, and where none are listed, by their order. Replicas that
-    outnumber the cores share them.
+    Call it before threads and CUDA are first used. GPUs are shared in order; devices listed in the
+    configuration are shared elsewhere. If there are more replicas than cores, replicas share cores.
 
-    Errors: ValueError where CUDA_VISIBLE_DEVICES has fewer GPUs than all replicas need.
+    Errors: ValueError if CUDA_VISIBLE_DEVICES has fewer GPUs than all replicas need.
     """
     if spec.replicas == 1:
         return
@@ -61,33 +60,34 @@ def take_share(spec: EngineSpec) -> None:
 
 
 def show_devices(indices: Sequence[int]) -> None:
-    """Restrict CUDA to these of its visible GPUs; call it before CUDA is first used.
+    """Restrict CUDA to some of its visible GPUs. Call it before CUDA is first used.
 
-    Where a scheduler has set `4,5,6`, or UUIDs, 0 and 1 mean its first two entries: `4,5`.
+    If a scheduler has set `4,5,6`, or UUIDs, 0 and 1 mean its first two entries: `4,5`.
 
     Errors: ValueError for an index beyond them.
     """
-    given = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = ",".join(_pick(indices, given))
+    listed = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ",".join(_select(indices, listed))
 
 
-def _pick(indices: Sequence[int], given: str | None) -> list[str]:
-    if given is None:
+def _select(indices: Sequence[int], listed: str | None) -> list[str]:
+    """Return entries of CUDA_VISIBLE_DEVICES by index; the indices themselves if it is not set."""
+    if listed is None:
         return [str(index) for index in indices]
-    entries = [entry.strip() for entry in given.split(",")]
+    entries = [entry.strip() for entry in listed.split(",")]
     hidden = next((n for n, entry in enumerate(entries) if entry in ("", "-1")), len(entries))
-    visible = entries[:hidden]  # CUDA reads no further than the first entry that is no device
+    visible = entries[:hidden]  # CUDA stops at the first invalid entry
     beyond = [index for index in indices if not 0 <= index < len(visible)]
     if beyond:
         raise ValueError(
-            f"devices: {beyond} of {list(indices)} do not exist: {VISIBLE} is {given!r}, so that "
+            f"devices: {beyond} of {list(indices)} do not exist: {VISIBLE} is {listed!r}, so that "
             f"{len(visible)} can be seen, counted from 0"
         )
     return [visible[index] for index in indices]
 
 
 def describe_machine(device_type: str) -> tuple[str, ...]:
-    """Return what a model's numbers depend on besides the model: libraries, GPUs or the CPU."""
+    """Return what numbers depend on besides the model: versions of libraries, GPUs or the CPU."""
     import torch
 
     found = [f"torch {torch.__version__}", f"transformers {version('transformers')}"]
@@ -111,16 +111,16 @@ def name_devices(device_type: str) -> str:
 
 
 def read_memory() -> tuple[DeviceMemory, ...]:
-    """Return the memory of every GPU that this process has used; none where there is none.
+    """Return the memory of every GPU that this process has used.
 
-    GPUs are called as CUDA_VISIBLE_DEVICES calls them, so that those of two engines differ.
+    GPUs have their names in CUDA_VISIBLE_DEVICES, which differ between engines.
     """
     import torch
 
     names = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     found = []
     for number in range(torch.cuda.device_count()):
-        if held := torch.cuda.memory_reserved(number):  # 0, too, where nothing has begun to use it
+        if held := torch.cuda.memory_reserved(number):  # 0 for a GPU that is not in use
             free, size = torch.cuda.mem_get_info(number)
             name = names[number] if number < len(names) else str(number)
             found.append(DeviceMemory(name, held, free, size))
@@ -128,9 +128,9 @@ def read_memory() -> tuple[DeviceMemory, ...]:
 
 
 def measure_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may have in all, and those that are free.
+    """Return the total and the free memory of this process in bytes; 0 if unknown.
 
-    The limits of control groups count (version 2, and the root of a container). 0 where unknown.
+    A container's control group (version 2) limits both.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -142,13 +142,13 @@ def measure_memory() -> tuple[int, int]:
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # there is none: `max`
+    except (OSError, ValueError):  # no group, or no limit: `max`
         return total, free
     return (limit, min(free, limit - used)) if limit < total else (total, free)
 
 
 def _read_cpu() -> list[str]:
-    """Return the first processor's name and instruction sets, as Linux tells them."""
+    """Return the first processor's name and instruction sets from Linux's cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""What a model of the configuration would need of a machine, by its files, without an engine.
+"""Estimates of the memory that a configured model needs, from its files, without an engine.
 
-Counts are estimates: weights as their files say, the cache as configured, and a process's own
-memory as it was measured. No library of models is imported.
+They add the weights in the files, the configured cache, and the measured memory of a process. No
+model library is imported.
 """
 
 import json
@@ -20,27 +20,27 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""Dtypes of safetensors."""
+"""Bytes of a number, by dtype of safetensors."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Those that are converted to the dtype that a model runs in."""
+"""Dtypes that are converted to the dtype in which a model runs."""
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES: Mapping[str, int] = {
     "vllm": 850 * 2**20,
     "transformer_lens": 600 * 2**20,
     "fake": 60 * 2**20,
 }
-"""Resident memory of an engine's process beside weights and cache, with the demo model on a CPU."""
+"""Resident memory of an engine's process without weights and cache, for the demo model on a CPU."""
 CPU_CACHE_BYTES = 2**30
-"""vLLM's key-value cache on a CPU where `memory` says nothing."""
+"""Default size of vLLM's key-value cache on a CPU."""
 MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Bytes that one replica needs, and what they give.
+    """The memory that one replica needs, in bytes.
 
-    `dtype`: what the model runs in. `token_bytes`: keys and values of one token; 0 where the
-    configuration does not tell.
+    `dtype`: the one in which the model runs. `token_bytes`: keys and values of one token; 0 if the
+    configuration does not say.
     """
 
     weights_bytes: int
@@ -51,7 +51,7 @@ class ModelNeeds:
 
     @property
     def num_bytes(self) -> int:
-        """All of them together."""
+        """The total."""
         return self.weights_bytes + self.cache_bytes + self.process_bytes
 
 
@@ -64,10 +64,10 @@ def parse_bytes(size: str) -> int:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Return a checkpoint's directory, given by its path or a hub id that was downloaded.
+    """Return a checkpoint's directory, from its path or the id of a downloaded hub model.
 
-    That of a GGUF file is there once it was loaded. Errors: ValueError where the model is not on
-    this machine.
+    A GGUF file's directory exists only after its first load. Errors: ValueError if the model is not
+    on this machine.
     """
     if is_gguf(path):
         return find_converted(Path(path))
@@ -88,9 +88,9 @@ def find_checkpoint(path: str) -> Path:
 
 
 def estimate(spec: EngineSpec) -> ModelNeeds:
-    """Return what one replica of a model needs.
+    """Estimate the memory that one replica of a model needs.
 
-    Errors: ValueError where its files do not tell, or name what its engine does not compute.
+    Errors: ValueError if its files do not say, or its engine does not support the model.
     """
     process = PROCESS_BYTES[spec.engine]
     directory = find_checkpoint(spec.path)
@@ -112,7 +112,7 @@ def estimate(spec: EngineSpec) -> ModelNeeds:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's configuration. Errors: ValueError where it cannot be read."""
+    """Return a checkpoint's configuration. Errors: ValueError if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -120,14 +120,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def choose_dtype(wanted: str, directory: Path) -> str:
-    """Return the dtype that a model is served in; `auto` means the checkpoint's.
+def choose_dtype(requested: str, directory: Path) -> str:
+    """Return the dtype in which a model is served; `auto` means the checkpoint's.
 
-    That is what its configuration says, float32 where it says nothing. Errors: ValueError where the
+    The checkpoint's configuration names it; the default is float32. Errors: ValueError if the
     configuration cannot be read.
     """
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     config = read_config(directory)
     for part in (config, config.get("text_config", {})):
         named = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
@@ -137,7 +137,7 @@ def choose_dtype(wanted: str, directory: Path) -> str:
 
 
 def _measure_token(config: dict[str, Any], dtype: str) -> int:
-    """Return the bytes of a token's keys and values; 0 where the configuration has other names."""
+    """Return the bytes of a token's keys and values; 0 if the configuration's names are unknown."""
     text = config.get("text_config", config)
     heads = text.get("num_attention_heads") or text.get("n_head")
     layers = text.get("num_hidden_layers") or text.get("n_layer")
@@ -150,7 +150,10 @@ def _measure_token(config: dict[str, Any], dtype: str) -> int:
 
 
 def estimate_weights(directory: Path, dtype: str) -> int:
-    """Return the bytes of a checkpoint's weights in the dtype that they are run in."""
+    """Return the bytes of a checkpoint's weights in the dtype in which the model runs.
+
+    Errors: ValueError without weights.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         others = [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.gguf")]
@@ -165,7 +168,7 @@ def estimate_weights(directory: Path, dtype: str) -> int:
 
 
 def _list_tensors(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield dtype and size in numbers of each tensor of a file, whose header alone is read."""
+    """Yield the dtype and the number of elements of each tensor, from a file's header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= MAX_HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Readings of one sequence by its probes and conditions, step by step.
+"""The readings of a sequence's probes, and the evaluation of its conditions, step by step.
 
 Axis letters: T tokens, G probes, C conditions, R numbers of a reading.
 """
@@ -16,10 +16,11 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What to read of one sequence, as plain data for workers.
+    """The probes and conditions of one sequence, as plain data for workers.
 
-    `first_kept`: the first position whose readings are kept; None: none are. `positions`, by
-    condition of the plan: those of the sites that it decides, to count the tokens where it holds.
+    `first_kept`: the first position whose readings are returned; None for conditions alone.
+    `positions`, by condition: those of the sites that it controls, to count the tokens at which it
+    holds.
     """
 
     prompt_len: int
@@ -30,7 +31,7 @@ class ReadRequest:
 
     @classmethod
     def of(cls, plan: SteeringPlan, prompt_len: int) -> "ReadRequest":
-        """Return a plan's request for a sequence with a prompt of this length."""
+        """Return the request of a plan for a sequence whose prompt has this length."""
         first_kept = plan.first_kept(prompt_len)
         positions = tuple(map(plan.find_positions, range(len(plan.conditions))))
         return cls(prompt_len, len(plan.probes), first_kept, positions, plan.conditions)
@@ -40,8 +41,8 @@ class ReadRequest:
 class SequenceReadings:
     """The readings of one sequence so far.
 
-    Tokens before `counted` are counted, or came from the prefix cache. `decided`: bit c says
-    whether condition c holds by the reading of the prompt's last token, once that was read.
+    `counted`: tokens before it were counted, or came from the prefix cache. `decided`: bit c says
+    whether condition c holds at the prompt's last token; None before that token was read.
     """
 
     request: ReadRequest
@@ -56,44 +57,44 @@ class SequenceReadings:
 
     @property
     def passed(self) -> tuple[int, ...]:
-        """By condition, the number of tokens at its positions where it held."""
+        """By condition, the number of tokens at its positions at which it held."""
         return tuple(self._passed_C.tolist())
 
     def passed_before(self, end: int) -> tuple[int, ...]:
-        """Return `passed` of the tokens before `end`, after which at most one has been read."""
+        """Return `passed` for the tokens before `end`; at most one later token was read."""
         if self.counted <= end:
             return self.passed
         return tuple((self._passed_C - self._last_C).tolist())
 
     def add(self, begin: int, values_TGR: Values) -> None:
         """Add the readings of the tokens from position `begin` on."""
-        asked, end = self.request, begin + len(values_TGR)
-        own_TGR = values_TGR[:, : asked.num_probes]
-        holds_TC = hold_all(asked.conditions, own_TGR)
-        last = asked.prompt_len - 1
+        request, end = self.request, begin + len(values_TGR)
+        own_TGR = values_TGR[:, : request.num_probes]
+        holds_TC = hold_all(request.conditions, own_TGR)
+        last = request.prompt_len - 1
         if begin <= last < end:
             held_C = holds_TC[last - begin].tolist()
             self.decided = sum(1 << c for c, holds in enumerate(held_C) if holds)
-        if asked.conditions and end > self.counted:
-            behind_T = np.arange(begin, end) >= last
-            for c, condition in enumerate(asked.conditions):
+        if request.conditions and end > self.counted:
+            from_last_T = np.arange(begin, end) >= last
+            for c, condition in enumerate(request.conditions):
                 if condition.of == "prompt":
-                    holds_TC[:, c] = behind_T & bool((self.decided or 0) >> c & 1)
+                    holds_TC[:, c] = from_last_T & bool((self.decided or 0) >> c & 1)
             new = max(0, self.counted - begin)
-            passed_TC = np.zeros((end - begin - new, len(asked.conditions)), np.int64)
-            for c, positions in enumerate(asked.positions):
-                for where in positions:
-                    steered_T = where.mask(begin + new, end, asked.prompt_len)
+            passed_TC = np.zeros((end - begin - new, len(request.conditions)), np.int64)
+            for c, of_sites in enumerate(request.positions):
+                for positions in of_sites:
+                    steered_T = positions.mask(begin + new, end, request.prompt_len)
                     passed_TC[:, c] += holds_TC[new:, c] & steered_T
             self._passed_C += passed_TC.sum(0)
             self._last_C = passed_TC[-1]
             self.counted = end
-        if asked.first_kept is not None and end > asked.first_kept:
-            first = max(begin, asked.first_kept)
+        if request.first_kept is not None and end > request.first_kept:
+            first = max(begin, request.first_kept)
             self._parts.append((first, own_TGR[first - begin :]))
 
-    def take(self) -> Readings | None:
-        """Return the kept readings since the last call; a token that was read twice counts once."""
+    def pop(self) -> Readings | None:
+        """Return the kept readings since the last call; of a token read twice, the later one."""
         if not self._parts:
             return None
         parts, self._parts = self._parts, []

@@ -1,4 +1,4 @@
-"""What half precision costs on a model: a text's scores against those in float32, at the start."""
+"""The rounding error of half precision on a model, measured at its start against float32."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from logsteer_server.imports import load_tokenizer
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 2**30
-"""Weights in float32 of the largest models that are measured: two thousand million parameters."""
+"""Size in float32 of the largest model that is measured: two billion parameters."""
 
 TEXT = (
     "The lighthouse at the end of the pier was built in 1874, when most of the town still lived "
@@ -29,11 +29,11 @@ TEXT = (
 
 
 def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
-    """Return how far log-probabilities of an engine in half precision are from float32's.
+    """Return the largest error of an engine's log-probabilities in half precision, in nats.
 
-    It is the largest difference of a token of TEXT, in nats. The reference is transformers on the
-    CPU. None where the engine is not in half precision, and where it was not measured: the weights
-    are quantised, the machine has no room for them in float32, or transformers lacks the model.
+    It is over the tokens of TEXT, against transformers in float32 on the CPU. None if the engine is
+    not in half precision, or if it was not measured: the weights are quantised, the machine has no
+    room for them in float32, or transformers does not support the model.
     """
     info = engine.info
     if info.dtype not in ("bfloat16", "float16") or info.quantization:
@@ -45,7 +45,7 @@ def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
         return None
     try:
         ids_T, exact_R = _score_in_float32(path, info.context_length)
-    except Exception:  # a model's own code may raise anything, and vLLM serves models of its own
+    except Exception:  # a model's own code may raise anything; transformers lacks some of vLLM's
         log.warning("%s: rounding not measured: transformers failed", spec.id, exc_info=True)
         return None
     engine.add([(0, ScoreJob(ids_T[:-1], ids_T[1:]))])
@@ -59,7 +59,7 @@ def measure_rounding(engine: Engine, spec: EngineSpec) -> float | None:
 def _score_in_float32(
     path: Path, most: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return the tokens of TEXT, at most so many, and the log-probability of each but the first."""
+    """Return at most `most` tokens of TEXT, and the log-probability of each after the first."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

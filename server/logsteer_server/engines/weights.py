@@ -10,20 +10,20 @@ from logsteer_server.imports import load_tokenizer
 
 WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 HASHED_WHOLE = 8 * 2**30
-"""Checkpoints of up to this many bytes are hashed whole; larger ones by samples of each file."""
+"""Checkpoints up to this many bytes are hashed completely; larger ones by samples of each file."""
 SAMPLE = 16 * 2**20
 
 
 def check_path(path: str) -> None:
-    """Refuse a path where nothing is, unless it may be a hub id. Errors: ValueError."""
+    """Refuse a path that does not exist, unless it may be a hub id. Errors: ValueError."""
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
 
 
 def locate_model(path: str) -> Path:
-    """Return the directory of a checkpoint: of a path, a GGUF file, a hub id, or ID@REVISION.
+    """Return the directory of a checkpoint, given a path, a GGUF file, a hub id, or ID@REVISION.
 
-    A hub id that the hub's cache lacks is downloaded, and a GGUF file is dequantised into the
+    A hub model that is not in the hub's cache is downloaded; a GGUF file is dequantised into the
     user's cache. Errors: ValueError as `check_path` and `gguf.convert`.
     """
     check_path(path)
@@ -44,17 +44,18 @@ def locate_model(path: str) -> Path:
 
 
 def find_kind(path: str) -> str | None:
-    """Return the type of most of a GGUF file's numbers; None for any other model."""
+    """Return the commonest data type in a GGUF file; None for any other model."""
     return read_header(path).kind if is_gguf(path) else None
 
 
 def limit_context(path: Path | str, text_config: Any, limit: int | None, unread: int = 0) -> int:
-    """Return how many tokens a model reads: what its text config says, or `limit` if that is less.
+    """Return a model's context length: its text config's, or `limit` if that is less.
 
-    The engine is asked for `unread` positions more. A LongRoPE model reads what keeps its short
-    factors: beyond, the engines turn every text of a batch by the long ones, short texts too.
+    The engine itself gets `unread` positions more. A LongRoPE model is limited to the length of its
+    short factors: beyond it, the engines rotate every text of a batch by the long factors, short
+    texts included.
 
-    Errors: ValueError where no number is named, or a LongRoPE model is to read more.
+    Errors: ValueError if no length is known, or `limit` is too long for a LongRoPE model.
     """
     derived = getattr(text_config, "max_position_embeddings", None)
     if derived is None and limit is None:
@@ -71,13 +72,13 @@ def limit_context(path: Path | str, text_config: Any, limit: int | None, unread:
 
 
 def find_longrope(text_config: Any) -> int | None:
-    """Return the length up to which a LongRoPE model uses its short factors; None for any other.
+    """Return the length up to which a LongRoPE model uses its short factors; None for others.
 
-    A model of which both factors are the same is none.
+    A model whose short and long factors are equal is not LongRoPE here.
     """
-    given = getattr(text_config, "rope_parameters", None) or {}
-    by_layer = [entry for entry in given.values() if isinstance(entry, dict)]
-    for entry in by_layer or [given]:
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    by_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for entry in by_layer or [parameters]:
         pairs = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
         differs = any(entry.get(short) != entry.get(long) for short, long in pairs)
         if entry.get("rope_type") == "longrope" and differs:
@@ -87,10 +88,10 @@ def find_longrope(text_config: Any) -> int | None:
 
 
 def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a sequence, in order.
+    """Return the ids of the tokens that end a sequence, sorted.
 
-    These are those of the generation configuration, or, where it names none, of the model's own;
-    and the tokenizer's. Those outside the vocabulary are left out: a model cannot say them.
+    They are the generation configuration's, or else the model configuration's, and the tokenizer's.
+    Ids outside the vocabulary are left out: a model cannot generate them.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -104,16 +105,16 @@ def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> t
 
 
 def choose_eos(named: Sequence[int | list[int] | None], vocab_size: int) -> tuple[int, ...]:
-    """Return those of the tokens that a model can say, in order."""
+    """Return the ids that are in the vocabulary, sorted."""
     ids = [i for one in named for i in (one if isinstance(one, list) else [one])]
     return tuple(sorted({int(i) for i in ids if i is not None and 0 <= int(i) < vocab_size}))
 
 
 def digest_weights(path: Path | str) -> str:
-    """Return the SHA-256 over names, sizes and bytes of config and weights, as `sha256:<hex>`.
+    """Return the SHA-256 of names, sizes and bytes of config and weights, as `sha256:<hex>`.
 
-    Checkpoints above HASHED_WHOLE are read at the start and end of each file only, and the digest
-    then says `sampled-sha256`.
+    For checkpoints above HASHED_WHOLE, only the start and end of each file are read, and the digest
+    begins with `sampled-sha256`.
     """
     directory = Path(path)
     files = sorted(f for pattern in WEIGHT_PATTERNS for f in directory.glob(pattern))

@@ -17,10 +17,9 @@ from logsteer_server.contract.jobs import Adjustments
 
 @dataclass(slots=True)
 class TokenHistory:
-    """The tokens of one sequence on a device: the prompt's, each id once, and the tokens after it.
+    """The tokens of one sequence on a device: the prompt's distinct ids, and the tokens after it.
 
-    `following_N` has room for all tokens that may follow; each row knows how many of them precede
-    it.
+    `following_N` has room for all tokens that may follow; a row uses those before it.
     """
 
     prompt_N: Tensor
@@ -45,8 +44,8 @@ class TokenHistory:
 def place_targets(
     prompt: np.ndarray, targets: np.ndarray, shares_row: bool, device: torch.device
 ) -> list[tuple[TokenHistory, int]]:
-    """Return the history of the sequence, and the number of tokens after the prompt, of each target
-    of a score job.
+    """Return, for each target of a score job, its history and its number of tokens after the
+    prompt.
     """
     history = TokenHistory.of(prompt, targets, device)
     return [(history, 0 if shares_row else row) for row in range(len(targets))]
@@ -60,10 +59,10 @@ def adjust_rows(
 ) -> Tensor:
     """Return logits with each row's adjustments; `counts`: its tokens after the prompt so far.
 
-    First a token that may not come is set to minus infinity, and biases are added. Then a logit of
-    a token that is in the prompt or after it is divided by the repetition penalty if it is
-    positive, else multiplied by it; each time that a token has come after the prompt takes off the
-    frequency penalty, and the presence penalty once.
+    First, logits of banned tokens are set to minus infinity, and biases are added. Then the logit
+    of each token in the prompt or after it is divided by the repetition penalty if positive, and
+    else multiplied by it. Last, for a token after the prompt, the frequency penalty is subtracted
+    once per occurrence, and the presence penalty once.
     """
     adjusted_RV = logits_RV.clone()
     for row, (own, history, count) in enumerate(zip(adjustments, histories, counts, strict=True)):
@@ -81,7 +80,7 @@ def adjust_rows(
 
 
 def _count(ids: Sequence[Tensor], like_RV: Tensor) -> Tensor:
-    """Return how many times each token is among a row's ids [R, V]."""
+    """Count each token's occurrences in each row's ids [R, V]."""
     rows, size = like_RV.shape
     padded_RN = pad_sequence(list(ids), batch_first=True, padding_value=size)
     times_RW = like_RV.new_zeros((rows, size + 1))
@@ -91,7 +90,7 @@ def _count(ids: Sequence[Tensor], like_RV: Tensor) -> Tensor:
 
 
 def _ban(logits_V: Tensor, own: Adjustments, following_N: Tensor) -> None:
-    """Set what may not come next to minus infinity, and add biases, in place."""
+    """Set the logits of banned tokens to minus infinity, and add biases, in place."""
     if own.allowed is not None:
         allowed = list(own.allowed)
         kept_V = torch.full_like(logits_V, -torch.inf)
@@ -102,9 +101,9 @@ def _ban(logits_V: Tensor, own: Adjustments, following_N: Tensor) -> None:
     for *front, last in own.bad_words:
         if len(front) > len(following_N):
             continue
-        comes = following_N[len(following_N) - len(front) :] == following_N.new_tensor(front)
-        comes = comes.all().to(logits_V.device)
-        logits_V[last] = torch.where(comes, -torch.inf, logits_V[last])
+        matches = following_N[len(following_N) - len(front) :] == following_N.new_tensor(front)
+        matches = matches.all().to(logits_V.device)
+        logits_V[last] = torch.where(matches, -torch.inf, logits_V[last])
     if own.bias:
         ids, values = zip(*own.bias, strict=True)
         logits_V[list(ids)] += logits_V.new_tensor(values)

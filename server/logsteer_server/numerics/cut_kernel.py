@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The cuts of a policy by a Triton kernel, for CUDA: no sort, and nothing that the host waits for.
+"""A Triton kernel for the cuts of a policy (min_p, top_k, top_p): no sort, no wait on the host.
 
-A cut keeps the tokens above some probability, and of those at it the first. The bits of a float32
-that is not negative, read as an integer, have its order; so a threshold is an integer of at most
-0x3F800000, the bits of 1. A pass over the row adds up what reaches each of 8 thresholds,
-which leaves a ninth of the interval. Ten passes leave one value, as 9^10 is more than 2^30; fewer
-do where a single token is left. Masses are integers of 2^-61, so their sums are exact.
+A cut keeps the tokens above some probability, and the first of the tokens at it. Non-negative
+float32 numbers have the same order as their bits read as integers; so a threshold is an integer of
+at most 0x3F800000, the bits of 1. A pass over the row sums the tokens above each of 8 thresholds,
+which narrows the interval to a ninth. Ten passes leave one value, as 9^10 is more than 2^30, or
+fewer if a single token is left. Masses are integers in units of 2^-61, so their sums are exact.
 
-A pass reads 4 bytes a probability: one for the largest and the total, ten at most for `top_p`, and
-8 bytes to apply it, 52 in all. `min_p` adds 2 passes, `top_k` 12, a cut between equal ones 1. The
+A pass reads 4 bytes a probability: one pass for the largest and the total, at most ten for `top_p`,
+and 8 bytes to apply it, 52 in all. `min_p` adds 2 passes, `top_k` 12, a cut between ties 1. The
 rest of a policy column moves about 100: z - max (12), / temperature (8), a softmax (16, as a long
 row is read three times), the log-sum-exp (24), q (16), the entropy (24). So 2,048 rows of 128,256
 tokens move 40 GB, which takes 9.3 ms at an H200's 4.3 TB/s; their product with a head of width
@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 8
-"""Probabilities that a program has at a time, and its warps."""
+"""Probabilities that a program loads at a time, and its warps."""
 SPLITS = tl.constexpr(8)
 UNSIGNED, NO_NUMBER = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
-"""Bits but the sign's, and those from which on a number is infinite or none."""
+"""All bits except the sign, and the bits of infinity, above which are NaNs."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _to_units(p):
 def _measure(row_ptr, size, threshold_S, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     total_SN = tl.zeros([SPLITS, BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
-        v = start + tl.arange(0, BLOCK)[None, :]  # of two axes, so that all keeps one layout
+        v = start + tl.arange(0, BLOCK)[None, :]  # two axes, so that all tensors have one layout
         p = tl.load(row_ptr + v, mask=v < size, other=-1.0)
         each = _to_units(p) if BY_MASS else 1
         is_above_SN = p.to(tl.int32, bitcast=True) >= threshold_S[:, None]
@@ -49,14 +49,14 @@ def _measure(row_ptr, size, threshold_S, BY_MASS: tl.constexpr, BLOCK: tl.conste
 def _find_cut(
     row_ptr, size, low, high, kept, whole, limit, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the threshold, how many are kept of those at it and whether others are not, the total.
+    """Return the threshold, how many tokens at it are kept, whether any at it are cut, the total.
 
-    `whole` is the total from `low` on, `kept` the part of it that is kept, which reaches the limit.
-    A token is kept where the total before it does not.
+    `whole`: the total from `low` on; `kept`: the part of it that earlier cuts keep, which reaches
+    the limit. A token is kept if the total before it does not reach the limit.
     """
     beyond = tl.full([], 0, tl.int64)
     each = _to_units(low.to(tl.float32, bitcast=True)) if BY_MASS else tl.full([], 1, tl.int64)
-    # Less than two of the least there can be are one.
+    # Less mass than two tokens at `low` have is one token.
     while (high - low > 1) & (whole - beyond >= 2 * each):
         step = (high - low + SPLITS) // (SPLITS + 1)
         threshold_S = tl.minimum(low + (1 + tl.arange(0, SPLITS)) * step, high)
@@ -130,10 +130,10 @@ def _cut_row(
 
 
 def cut_rows(p_RV: Tensor, limits: tuple[Tensor, Tensor, Tensor], out_RV: Tensor) -> Tensor:
-    """Set what cannot be drawn from float32 probabilities to minus infinity in `out_RV`.
+    """Set tokens that the cuts remove to minus infinity in `out_RV`, given float32 probabilities.
 
     `limits`: each row's `min_p`, `top_k` (int64) and `top_p` (float64), [R, 1] each. Return the
-    mass that `top_p` leaves of 1 [R].
+    mass that `top_p` keeps of 1 [R].
     """
     rows, size = p_RV.shape
     head_mass_R = torch.empty(rows, dtype=torch.float32, device=p_RV.device)

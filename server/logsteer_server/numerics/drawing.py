@@ -1,9 +1,9 @@
-"""The draw: uniform numbers that follow from seeds, the tokens that they draw, their columns.
+"""Sampling: uniform numbers from seeds, the tokens drawn with them, and the tokens' columns.
 
-A token is a function of its row's logits, policy and seed and of its place in the continuation, so
-it is the same on every engine and device, in every batch, and when it is drawn once more. Its
-columns are read from the very logits, and of the very distribution, that it is drawn from. Axis
-letters: R rows, V vocabulary, W values of a row; lower case r: rows with the same columns.
+A token is a function of its row's logits, policy and seed, and of its index in the continuation, so
+it is the same on every engine and device, in every batch, and in a repetition. Its columns are
+computed from the same logits and distribution. Axis letters: R rows, V vocabulary, W values of a
+row; lower case r: rows with the same columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import PolicyRows, is_greedy, pick_rows
 
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
-"""Logits that are shaped at once: few enough for a CPU's caches, and enough to keep a GPU busy."""
+"""Logits processed at once: few enough for a CPU's caches, and enough to keep a GPU busy."""
 
 
 def mix_bits(state: np.ndarray) -> np.ndarray:
@@ -35,10 +35,10 @@ def mix_bits(state: np.ndarray) -> np.ndarray:
 
 
 def find_uniform(seed_R: np.ndarray, index_R: np.ndarray) -> np.ndarray:
-    """Return the uniform number of each seed and place in its sequence: float64 in [0, 1 - 2^-52].
+    """Return a uniform number for each seed and index in its sequence: float64 in [0, 1 - 2^-52].
 
-    Both are uint64. A seed's first output of SplitMix64 is the state that its own sequence starts
-    from, so that the sequences of neighbouring seeds have nothing to do with one another.
+    Both are uint64. A seed's sequence starts from the first output of SplitMix64 for that seed, so
+    that the sequences of neighbouring seeds are unrelated.
     """
     step = np.uint64(0x9E3779B97F4A7C15)
     start_R = mix_bits(seed_R + step)
@@ -48,15 +48,15 @@ def find_uniform(seed_R: np.ndarray, index_R: np.ndarray) -> np.ndarray:
 
 
 def draw_rows(q_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Return the token that each row's uniform number draws from q [R]: its inverse CDF.
+    """Return the token that each row's uniform number selects from q [R], by inverse CDF.
 
-    From q = 0.5, 0.2, 0.3 the numbers 0.1, 0.5 and 0.69 draw the tokens 0, 1 and 1. Numbers of at
-    most 1 - 2^-52, times the sum of q, stay below it however they are rounded; so no token with
-    q = 0 is drawn. From a row that is not a number any token may be.
+    From q = 0.5, 0.2, 0.3 the numbers 0.1, 0.5 and 0.69 select the tokens 0, 1 and 1. A number of
+    at most 1 - 2^-52, times the sum of q, rounds to less than the sum; so no token with q = 0 is
+    selected. A row with NaN gives any token.
     """
     cumulated_RV = q_RV.cumsum(-1, dtype=torch.float64)
     points_R1 = uniform_R[:, None] * cumulated_RV[:, -1:]
-    # `right`: the first token whose sum lies above the point, and not one whose sum equals it.
+    # `right`: the first token whose cumulated mass exceeds the point, not one that equals it.
     ids_R = torch.searchsorted(cumulated_RV, points_R1, right=True).squeeze(-1)
     return ids_R.clamp(max=q_RV.shape[-1] - 1)
 
@@ -64,7 +64,7 @@ def draw_rows(q_RV: Tensor, uniform_R: Tensor) -> Tensor:
 def unpack_bits(words_RN: Tensor, size: int) -> Tensor:
     """Return the first `size` bits of each row of 32-bit words, the lowest first: bool [R, V].
 
-    Of the word 5 the first four are True, False, True, False.
+    The word 5 gives True, False, True, False, …
     """
     places = torch.arange(32, dtype=torch.int32, device=words_RN.device)
     bits_RN32 = (words_RN[..., None] >> places) & 1
@@ -72,12 +72,12 @@ def unpack_bits(words_RN: Tensor, size: int) -> Tensor:
 
 
 def find_best(logits_RV: Tensor) -> Tensor:
-    """Return the most probable token of each row [R], of equal ones the first."""
+    """Return the most probable token of each row [R]; the first of ties."""
     return logits_RV.argmax(-1)
 
 
 def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
-    """Return the columns read with each token of a job: none without log-probabilities."""
+    """Return the columns to compute with each token of a job; without `logprobs`, no columns."""
     if not job.logprobs:
         return RowSpec((), 0, job.policy, eos_ids, job.double)
     columns = tuple(dict.fromkeys(["logprob", *job.columns]))
@@ -89,9 +89,9 @@ def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The tokens of R rows, whether their logits are finite, and the values read with each [R, W].
+    """The tokens of R rows, whether their logits are finite, and the values of each [R, W].
 
-    A row's values come first, as `read_rows` orders them; the rest are 0.
+    A row with fewer than W values, in the order of `read_rows`, is padded with 0.
     """
 
     ids_R: Tensor
@@ -101,10 +101,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _DrawnRows:
-    """Rows that are drawn at once and have the same columns.
+    """Rows with the same columns, sampled at once.
 
-    `policies` is None if the most probable tokens are drawn, without policy columns. `adjustments`
-    and `histories` are of all of them, or of none; `listed_K` are their alternatives.
+    `policies` is None for greedy rows without policy columns. Either all rows have `adjustments`
+    and `histories`, or both are empty. `listed_K`: the rows' alternatives.
     """
 
     places: np.ndarray
@@ -123,9 +123,9 @@ class RowSampler:
     Args:
         specs: the columns of each row's token, and the policy that draws it; None for a row
             without a draw, whose token is 0.
-        seeds: of the rows; any integers, which count modulo 2^64.
-        argmax: does what `find_best` does, where an engine has a faster one.
-        histories: of the rows whose policy has adjustments; drawn tokens are added to them.
+        seeds: the rows' seeds; any integers, taken modulo 2^64.
+        argmax: an engine's faster version of `find_best`, if it has one.
+        histories: the rows' histories, for policies with adjustments; sampled tokens are added.
 
     """
 
@@ -142,19 +142,19 @@ class RowSampler:
         self._seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
         self._specs = specs
         self._parts: list[_DrawnRows] | None = None
-        wanted = [spec for spec in specs if spec is not None]
-        self._width = max((spec.width for spec in wanted), default=0)
-        is_double = any(spec.double for spec in wanted)
+        drawn = [spec for spec in specs if spec is not None]
+        self._width = max((spec.width for spec in drawn), default=0)
+        is_double = any(spec.double for spec in drawn)
         self._dtype = torch.float64 if is_double else torch.float32
 
     def draw(
         self, logits_RV: Tensor, index_R: np.ndarray, allowed_RV: Tensor | None = None
     ) -> Drawn:
-        """Draw the token of each row; `index_R` counts its tokens so far.
+        """Sample the token of each row; `index_R`: its number of tokens so far.
 
-        Where `allowed_RV` is given, only tokens that it marks True are drawn; the policy columns
-        are of these, and all others of the unchanged logits. The logits of all steps have one
-        vocabulary and are on one device.
+        With `allowed_RV`, only tokens marked True are sampled; the policy columns are of these, and
+        all other columns of the unmasked logits. The logits of all steps have the same vocabulary
+        and device.
         """
         if self._parts is None:
             self._parts = self._make_parts(logits_RV.shape[-1], logits_RV.device)
@@ -206,7 +206,7 @@ class RowSampler:
         return Drawn(ids_r, finite_r, read_rows(rows, spec))
 
     def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:
-        """Return the rows in parts of as many as are shaped at once."""
+        """Group the rows by columns, and split groups to CHUNK_LOGITS."""
         groups: dict[tuple[RowSpec, bool, bool], list[int]] = {}
         for row, spec in enumerate(self._specs):
             if spec is not None:
@@ -222,7 +222,7 @@ class RowSampler:
                 policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]
                 shaped = PolicyRows(policies, size, spec.dtype, device) if is_shaped else None
                 adjustments = [one.adjustments for one in policies if one.adjustments]
-                given = [self._histories[r] for r in own] if adjustments else []
+                histories = [self._histories[r] for r in own] if adjustments else []
                 parts.append(
                     _DrawnRows(
                         np.array(own),
@@ -231,7 +231,7 @@ class RowSampler:
                         shaped,
                         self._seed_R[own],
                         adjustments,
-                        [history for history in given if history is not None],
+                        [history for history in histories if history is not None],
                         torch.tensor(spec.listed, device=device) if spec.listed else None,
                     )
                 )

@@ -1,7 +1,7 @@
-"""Rows read from hidden states, a few at a time: through the head first, then by columns.
+"""Compute rows' columns from hidden states, a few rows at a time: first the head, then columns.
 
-Two bounds, because the two differ: a product with the head reads all of its weights, whether for
-one row or for hundreds; columns need many times the room of the logits that they read.
+The two steps have separate bounds: a product with the head reads all of its weights, for one row or
+for hundreds; columns need many times the memory of the logits.
 Axis letters: R rows, T targets, V vocabulary, D hidden size, W values of a row.
 """
 
@@ -18,23 +18,23 @@ from logsteer_server.numerics.rows import RowFiles, Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import log_softmax
 
 BYTES_PER_MADE_LOGIT = 4
-"""Bytes of a logit as the head makes it, at most: float32."""
+"""Most bytes of a logit from the head: float32."""
 
 ENOUGH_ROWS = 256
-"""Rows from which on a CPU's product with the head costs no less a row."""
+"""Rows beyond which a CPU's product with the head gets no cheaper per row."""
 CACHED_LOGITS = 2**19
-"""Logits whose columns a CPU reads at once: 2 MiB, and as much for each temporary, which its cache
-holds. A product makes more only for the sake of enough rows.
+"""Logits whose columns a CPU computes at once: 2 MiB, and as much for each temporary, which fit its
+cache. A product has more only to reach ENOUGH_ROWS.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RowBounds:
-    """Bytes that reading rows takes at once, at most, or those of one row where that is more.
+    """Bounds on the memory of scoring, in bytes; at least one row is computed at a time.
 
     Args:
-        logits: of the logits that one product with the head makes.
-        columns: of what columns need beside them.
+        logits: for the logits of one product with the head.
+        columns: for the temporaries of columns.
 
     """
 
@@ -42,7 +42,7 @@ class RowBounds:
     columns: int
 
     def rows_per_product(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
-        """Return how many rows go through the head at once."""
+        """Return the number of rows in one product with the head."""
         size = 2 * BYTES_PER_MADE_LOGIT if spec.double else BYTES_PER_MADE_LOGIT
         rows = self.logits // (size * vocab_size)
         if device.type == "cpu":
@@ -52,7 +52,7 @@ class RowBounds:
         return max(1, rows)
 
     def rows_per_pass(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
-        """Return of how many rows columns are read at once."""
+        """Return the number of rows whose columns are computed at once."""
         rows = self.columns // (spec.bytes_per_logit(device) * vocab_size)
         if device.type == "cpu":
             rows = min(rows, CACHED_LOGITS // vocab_size)
@@ -60,14 +60,14 @@ class RowBounds:
 
 
 WIDENED_BYTES = 32 * 2**20
-"""Of a head in half precision that is widened at once: so much that a CPU's product is as fast as
-with a copy of all of it in float32."""
+"""Part of a half-precision head that is converted to float32 at once: enough that a CPU's product
+is as fast as with a float32 copy of the whole head."""
 
 
 def multiply_wide(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """Return the product with a head [R, V] in float32, whatever the head's dtype is.
+    """Return the product with a head [R, V] in float32, for a head of any dtype.
 
-    The head is widened a few tokens of the vocabulary at a time.
+    The head is converted a part of the vocabulary at a time.
     """
     step = max(1, WIDENED_BYTES // (4 * weight_VD.shape[1]))
     wide_RD = hidden_RD.float()
@@ -79,15 +79,14 @@ def multiply_wide(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = 
 
 
 GPU_ROWS = 128
-"""Rows of a tile of a GPU's product: other chunks than multiples of it compute some for nothing.
-"""
+"""Rows of a tile of a GPU's product; chunks that are no multiples of it waste part of a tile."""
 
 
 def split_chunks(count: int, step: int, tile: int = 1) -> Iterator[slice]:
-    """Yield slices that cover `count` rows, each of at most `step`, and of nearly the same size.
+    """Yield slices that cover `count` rows, each of at most `step`, of nearly equal sizes.
 
-    So no row is left over, whose product would be another than those of the rest, and cost more.
-    All but the last one are multiples of `tile` where `step` is one.
+    A small rest would have other rounding than the other chunks, and cost more a row. If `step` is
+    a multiple of `tile`, so are all slices except the last.
     """
     chunks = -(-count // step)
     if chunks > 1 and step % tile == 0 and tile > 1:
@@ -99,10 +98,9 @@ def split_chunks(count: int, step: int, tile: int = 1) -> Iterator[slice]:
 
 
 def join_equal(index_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places [R] without those equal to the previous one, and the index of each target
-    [T].
+    """Return the indices [R] without consecutive duplicates, and the row of each target [T].
 
-    [7, 7, 7, 3, 4] is [7, 3, 4], and the targets have the rows 0, 0, 0, 1 and 2.
+    [7, 7, 7, 3, 4] gives [7, 3, 4], and the targets have rows 0, 0, 0, 1 and 2.
     """
     is_new_T = np.ones(len(index_T), dtype=bool)
     is_new_T[1:] = index_T[1:] != index_T[:-1]
@@ -131,9 +129,9 @@ class HiddenRows:
         before: Sequence[tuple[TokenHistory, int]] = (),
         alternatives: Sequence[np.ndarray] = (),
     ) -> "HiddenRows":
-        """Gather the hidden states at the targets' places, once where targets share one.
+        """Gather the hidden states of targets at `index_T`; targets that share one share a row.
 
-        `alternatives` are those of the targets in parts, [T, K] in all, or none.
+        `alternatives`: the targets' alternatives in parts, [T, K] in all, or empty.
         """
         index_R, row_T = join_equal(index_T)
         device = hidden_ND.device
@@ -173,7 +171,7 @@ def make_rows(
     before: Sequence[tuple[TokenHistory, int]] = (),
     alternatives_RK: Tensor | None = None,
 ) -> Rows:
-    """Return rows that are read by the kernel on a GPU, except in float64."""
+    """Return the rows of logits, which a kernel reads on a GPU, except in float64."""
     kind = Rows
     if logits_RV.is_cuda and not spec.double:  # imported here, because a CPU may have no Triton
         from logsteer_server.numerics.row_kernel import FusedRows
@@ -200,12 +198,12 @@ def read_hidden(
     bounds: RowBounds,
     files: RowFiles | None = None,
 ) -> Tensor:
-    """Read what `spec` names of T targets' rows [T, W].
+    """Compute the values that `spec` names for T targets [T, W].
 
-    `project` maps hidden states [r, D] to logits [r, V]; it is called on as many rows at once as
-    the bounds allow, so nothing of size rows x vocabulary outlives a chunk. All that is read from a
-    row that is not finite is NaN. Errors: OSError of the files; where one cannot be written, once
-    all is computed, because several ranks compute it together.
+    `project` maps hidden states [r, D] to logits [r, V]; it gets as many rows at once as the bounds
+    allow, so nothing of size rows x vocabulary outlives a chunk. All values of a non-finite row are
+    NaN. Errors: OSError of the files; a failed write is raised only at the end, because several
+    ranks compute together.
     """
     files = files or RowFiles()
     device = rows.hidden_RD.device
@@ -242,9 +240,8 @@ def _read_targets(
     files: RowFiles,
     project: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return what is read of some targets [t, W], from the logits of a chunk's rows.
-
-    Beside it, whether each one's row is finite [t].
+    """Return the values of some targets [t, W], from the logits of a chunk's rows, and whether each
+    target's row is finite [t].
     """
     place, count = files.first + targets.start, targets.stop - targets.start
     reference_tV = None

@@ -1,7 +1,7 @@
-"""How PEFT lays a LoRA adapter out: its configuration, and the names of its tensors.
+"""PEFT's layout of a LoRA adapter: its configuration, and the names of its tensors.
 
-An update of a weight W [out, in] is scale * B A with A [r, in] and B [out, r]; its scale is
-alpha / r, or alpha / sqrt(r) where the configuration says `use_rslora`.
+An update of a weight W [out, in] is scale * B A with A [r, in] and B [out, r]; the scale is
+alpha / r, or alpha / sqrt(r) with `use_rslora`.
 """
 
 import json
@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "lora_bias": (None, False),
 }
-"""Options of PEFT that would change the model otherwise, and their values that do not."""
+"""PEFT's unsupported options, with the values that leave them off."""
 
 
 class AdapterLayoutError(ValueError):
@@ -37,9 +37,9 @@ class AdapterLayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a LoRA configuration says.
+    """A LoRA configuration.
 
-    `by_root`: ranks count by their square roots; `transposed`: the model has weights [in, out].
+    `by_root`: the scale is alpha / sqrt(rank); `transposed`: the model has weights [in, out].
     """
 
     rank: int
@@ -79,13 +79,13 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of an update's factors is multiplied by."""
+        """The factor of an update's product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The names of one update's tensors, by the module whose weight it is added to."""
+    """The names of one update's tensors, and of the module whose weight it is added to."""
 
     module: str
     down: str
@@ -100,7 +100,7 @@ def check_shapes(
     *,
     transposed: bool,
 ) -> None:
-    """Check that factors of these shapes make an update of a weight. Errors: AdapterLayoutError."""
+    """Check that factors' shapes fit a weight's shape. Errors: AdapterLayoutError."""
     found = [up[0], down[1]] if len(down) == len(up) == 2 and down[0] == up[1] else []
     if transposed:
         found.reverse()
@@ -112,7 +112,7 @@ def check_shapes(
 
 
 def pair_factors(names: Iterable[str]) -> list[Factors]:
-    """Return the updates that tensors of these names make. Errors: AdapterLayoutError."""
+    """Pair the names of tensors to updates. Errors: AdapterLayoutError."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         match = _NAME.fullmatch(name)

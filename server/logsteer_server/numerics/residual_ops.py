@@ -1,4 +1,4 @@
-"""The arithmetic of steering, probes and conditions: every engine computes with this.
+"""The arithmetic of steering, probes and conditions, shared by all engines.
 
 Axis letters: T tokens, D width of an activation, N pairs of a token and a probe, K operations of a
 site, P numbers of an operation or a condition.
@@ -23,7 +23,7 @@ UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0, -1.0)
 def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
     """Return directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
 
-    The remaining places change nothing. Errors: ValueError for more than `depth`.
+    Unused entries change nothing. Errors: ValueError for more than `depth` operations.
     """
     if len(ops) > depth:
         raise ValueError(f"{len(ops)} operations do not fit into {depth} places")
@@ -37,10 +37,10 @@ def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class OpForm:
-    """Which terms of the formula are needed for one of the operations of a step's tokens.
+    """Which terms of the formula the k-th operation needs, over all tokens of a step.
 
-    The other terms are 0, or keep what is there, of every token: to leave them out changes a finite
-    number by no more than one rounding.
+    The other terms have no effect for any token; leaving them out changes a finite result by at
+    most one rounding.
     """
 
     uses_norm: bool = True
@@ -66,15 +66,15 @@ def change_stream(
     open_TK: Tensor | None = None,
     forms: tuple[OpForm, ...] | None = None,
 ) -> Tensor:
-    """Return what K operations in turn add to each token's activation: float32 [T, D].
+    """Return the change of each token's activation by K operations in turn: float32 [T, D].
 
     Args:
         stream_TD: activations, float32.
-        directions_TKD: unit vectors, or zeros for a place without an operation; [1, K, D] where
-            all tokens have the same.
-        numbers_TKP: `ResidualOp.numbers` of each operation; [1, K, P] alike.
-        open_TK: whether each operation acts; None: all of them do.
-        forms: what `find_forms` finds, to leave the other terms out; None: all are computed.
+        directions_TKD: unit vectors, or zeros without an operation; [1, K, D] if all tokens have
+            the same.
+        numbers_TKP: `ResidualOp.numbers` of each operation; or [1, K, P].
+        open_TK: whether each operation acts, by its condition; None: all act.
+        forms: the needed terms, from `find_forms`; None: all terms are computed.
 
     The formula is `logsteer_server.contract.plan.ResidualOp`'s. For x = (3, 4) and u = (1, 0):
 
@@ -109,7 +109,7 @@ def _change_once(
         wanted_T1 = torch.minimum(torch.maximum(wanted_T1, low_T1), high_T1)
     if form.turns:
         wanted_T1, keep_T1 = _turn(x_TD, u_TD, component_T1, wanted_T1, keep_T1, degrees_T1)
-    # A condition closes what is one number of a token, not of its whole width.
+    # A condition masks one number per token, which is cheaper than masking the width.
     along_T1 = wanted_T1 - component_T1
     if open_T1 is not None:
         along_T1 = torch.where(open_T1, along_T1, 0.0)
@@ -129,10 +129,10 @@ def _turn(
     keep_T1: Tensor,
     degrees_T1: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the component along u and the share across it that is kept, of tokens that turn."""
+    """Return the component along u and the kept share of the rest, of tokens that are rotated."""
     norm_T1 = x_TD.norm(dim=-1, keepdim=True)
     across_norm_T1 = (x_TD - component_T1 * u_TD).norm(dim=-1, keepdim=True)
-    # Along u exactly, there is no plane to turn in, and x stays as it is.
+    # An x along u defines no plane to rotate in, and stays as it is.
     turns_T1 = (degrees_T1 != 0) & (across_norm_T1 > 1e-6 * norm_T1)
     cosine_T1, sine_T1 = torch.deg2rad(degrees_T1).cos(), torch.deg2rad(degrees_T1).sin()
     along_u_T1 = (degrees_T1 > 0) & (component_T1 >= norm_T1 * cosine_T1)
@@ -142,7 +142,7 @@ def _turn(
     rest_T1 = across_norm_T1 * cosine_T1 - component_T1 * sine_T1
     rest_T1 = torch.where(along_u_T1 | against_u_T1, 0.0, rest_T1)
     wanted_T1 = torch.where(turns_T1, turned_T1, wanted_T1)
-    # Not by 0 where nothing turns: a derivative would be 0 times infinity there.
+    # Divide by 1 where nothing is rotated: with 0, the derivative there would be 0 times infinity.
     divisor_T1 = torch.where(turns_T1, across_norm_T1, 1.0)
     return wanted_T1, torch.where(turns_T1, rest_T1 / divisor_T1, keep_T1)
 
@@ -156,10 +156,10 @@ Numbers = TypeVar("Numbers", Tensor, npt.NDArray[np.float32])
 
 
 def read_components(stream_ND: Tensor, directions_ND: Tensor) -> Tensor:
-    """Return c = x . u and |x| of each activation x and unit vector u: float32 [N, 2].
+    """Return c = x . u and |x| for each activation x and unit vector u: float32 [N, 2].
 
-    For x = (3, 4) and u = (1, 0): (3, 5). With activations [T, 1, D] and directions [T, G, D], of
-    each token by each of its own: [T, G, 2].
+    For x = (3, 4) and u = (1, 0) it is (3, 5). For activations [T, 1, D] and directions [T, G, D]
+    it is [T, G, 2].
     """
     x_ND = stream_ND.float()
     components_N = (x_ND * directions_ND).sum(-1)
@@ -175,9 +175,9 @@ def pack_conditions(conditions: Sequence[Condition]) -> Tensor:
 def hold(
     components: Numbers, norms: Numbers, above: Numbers, below: Numbers, relative: Numbers
 ) -> Numbers:
-    """Return where above < reading < below, of c or, where `relative`, of c / |x|.
+    """Return whether above < reading < below; the reading is c, or c / |x| if `relative`.
 
-    All of one shape, float32. A NaN reading is false.
+    All arguments are float32 of one shape. A NaN reading gives False.
     """
     scale = relative * norms + (1 - relative)
     return (components > above * scale) & (components < below * scale)  # type: ignore[return-value]
@@ -186,7 +186,7 @@ def hold(
 def hold_all(
     conditions: Sequence[Condition], readings_TGR: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.bool_]:
-    """Return where each of C conditions holds of its probe's reading: bool [T, C]."""
+    """Return whether each of C conditions holds for its probe's readings: bool [T, C]."""
     if not conditions:
         return np.zeros((len(readings_TGR), 0), dtype=bool)
     own_TCR = readings_TGR[:, [condition.probe for condition in conditions]]

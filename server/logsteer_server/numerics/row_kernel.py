@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Rows read by a Triton kernel, for CUDA: one pass over the logits, four numbers a row.
+"""A Triton kernel that reads rows on CUDA: one pass over the logits, four numbers a row.
 
 A program reads a row, of any dtype and stride, in blocks. It keeps the largest logit m so far and,
-of each place in a block, the sums of e = exp(z - m) and of (z - m) e, which it scales down where a
-larger logit comes ("online softmax", Milakov and Gimelshein 2018, arXiv:1805.02867). With S and W
-these sums over the row, log sum exp z = m + log S, and the entropy is log S - W / S.
+for each position in a block, the sums of e = exp(z - m) and of (z - m) e, which it rescales when m
+grows ("online softmax", Milakov and Gimelshein 2018, arXiv:1805.02867). With S and W the row's
+sums, log sum exp z = m + log S, and the entropy is log S - W / S.
 """
 
 from functools import cached_property
@@ -17,9 +17,9 @@ from torch import Tensor
 from logsteer_server.numerics.rows import Rows
 
 BLOCK = 4096
-"""Logits that a program has at a time."""
+"""Logits that a program loads at a time."""
 NUMBERS = 4
-"""What the kernel writes of a row: m, log S, entropy, how many logits exceed the target's."""
+"""Numbers that the kernel writes per row: m, log S, entropy, and the logits above the target's."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def _read_row(logits_ptr, targets_ptr, numbers_ptr, stride, size, BLOCK: tl.cons
         v = start + tl.arange(0, BLOCK)
         z = tl.load(row_ptr + v, mask=v < size, other=lowest).to(tl.float32)
         highest = tl.maximum(largest, tl.max(z, axis=0))
-        # As long as all logits are minus infinity, sums are 0, and differences would be NaN.
+        # While all logits so far are minus infinity, sums are 0, and differences would be NaN.
         level = tl.where(highest == lowest, 0.0, highest)
         moved = tl.where(largest == lowest, 0.0, largest - level)
         scale = tl.exp(moved)
@@ -57,9 +57,9 @@ def _read_row(logits_ptr, targets_ptr, numbers_ptr, stride, size, BLOCK: tl.cons
 
 
 class FusedRows(Rows):
-    """Rows of which the kernel reads log p, rank, entropy, and whether they are finite.
+    """Rows whose log p, rank, entropy and finiteness come from the kernel.
 
-    All else is read as `Rows` has it. The kernel computes in float32, without a graph.
+    `Rows` computes all other columns. The kernel computes in float32, without gradients.
     """
 
     @cached_property

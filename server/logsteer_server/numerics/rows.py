@@ -33,18 +33,18 @@ class ReferenceFile:
 
     They are log-probabilities over V tokens, or hidden states.
 
-    The file is as large as it gets before anything is written. It is read and written, not mapped:
-    a disk that fails is an error then, and not the end of the process.
+    The file has its final size before rows are written. It is read and written, not mapped, so that
+    a failing disk raises an error instead of ending the process.
     """
 
     def __init__(self, path: str, width: int) -> None:
         self._path = path
         self._width = width
         self.error: OSError | None = None
-        """Why what was written is not there."""
+        """The error of a failed write."""
 
     def write(self, first: int, rows_rW: Tensor) -> None:
-        """Store rows `first` onward, if that can be done; `error` says why not."""
+        """Store rows from `first` on; keep an OSError in `error`."""
         written_rW = rows_rW.to("cpu", torch.float32).contiguous().numpy()
         try:
             with Path(self._path).open("r+b") as file:
@@ -64,9 +64,9 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFiles:
-    """Where rows are written to or read from; `first` is the first row's place.
+    """The files that a job's rows are written to and read from; `first`: index of the first row.
 
-    `are_hidden`: they are hidden states, which go through the head again where they are read.
+    `are_hidden`: they hold hidden states, which go through the head again when read.
     """
 
     export: ReferenceFile | None = None
@@ -95,7 +95,7 @@ class RowFiles:
 
 
 MAX_EXACT_ID = 2**24
-"""Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
+"""Largest token id or rank that is exact in float32, which all values of a row have."""
 
 
 class Rows:
@@ -106,12 +106,12 @@ class Rows:
         targets_R: int64, the token that follows each row.
         reference_RV: float32 log-probabilities of another model at the same rows, for the columns
             that compare with it.
-        policy: what q is: the distribution that it draws from.
+        policy: the policy that draws from q.
         eos_ids: tokens that end a sequence.
-        shaped: what the policy draws from, where that is known.
-        before: of each row the history of its sequence, and how many tokens after the prompt stand
-            before the row's target; for a policy with adjustments.
-        alternatives_RK: int64, further tokens of each row whose log-probability is read.
+        shaped: the policy's distribution, if it is already computed.
+        before: for a policy with adjustments, the history of each row's sequence, and the number of
+            its tokens between prompt and target.
+        alternatives_RK: int64, further tokens of each row whose log-probability is computed.
         beta: weight of this model, not the other, in the mixture of `jsd`.
 
     """
@@ -147,7 +147,7 @@ class Rows:
 
     @cached_property
     def logits_RV(self) -> Tensor:
-        """The logits in the dtype that they are read in."""
+        """The logits in float32, or float64 with `double`."""
         return self._given_RV.double() if self._double else self._given_RV.float()
 
     @cached_property
@@ -181,9 +181,9 @@ class Rows:
 
     @property
     def finite_R(self) -> Tensor:
-        """Whether each row's softmax is one: no logit is NaN or plus infinity, and not all minus.
+        """Whether each row's softmax is defined: no NaN, no plus infinity, not all minus infinity.
 
-        Without this ranks and sums over such a row look like any others.
+        Otherwise ranks and sums of such a row would look valid.
         """
         if "_log_sums_R1" in vars(self):  # no further pass over the row
             return self._log_sums_R1[:, 0].isfinite()
@@ -211,7 +211,7 @@ class Rows:
 
     @cached_property
     def shaped(self) -> ShapedRows:
-        """What the policy draws from."""
+        """The distribution that the policy draws from."""
         if self._shaped is not None:
             return self._shaped
         logits_RV, policies = self.logits_RV, [self._policy] * len(self.targets_R)
@@ -348,7 +348,7 @@ def logit_mean(rows: Rows) -> Tensor:
 
 def logit_std(rows: Rows) -> Tensor:
     """Return the standard deviation of z over the vocabulary (population), per row."""
-    # Several times as fast as torch's `std`, which goes through a row number by number.
+    # Several times as fast as torch's `std`, which is not vectorised over a row.
     return (rows.logits_RV - rows.logits_RV.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
@@ -399,23 +399,25 @@ FUSED_COLUMNS = frozenset(("logprob", "rank", "entropy"))
 BYTES_PER_LOGIT = 16
 """Peak bytes per logit while columns are read: logits in float32 and up to three temporaries."""
 BYTES_PER_SHAPED_LOGIT = 72
-"""The same with a policy, which may sort: values, places, sums in float64."""
+"""The same with a policy, which may sort: values, indices, sums in float64."""
 BYTES_PER_CUT_LOGIT = BYTES_PER_LOGIT + 8
-"""The same where the kernel for CUDA cuts: what is drawn from and q, beside temporaries."""
+"""The same with the CUDA kernel for cuts: shaped logits and q, beside temporaries."""
 BYTES_PER_ADJUSTED_LOGIT = 24
-"""What a policy's adjustments add: how often each token came, factors, adjusted logits."""
+"""Additional bytes for adjustments: counts of tokens, factors, adjusted logits."""
 BYTES_PER_COMPARED_LOGIT = 16
-"""What divergences add: both models' log-probabilities at a temperature, their mixture."""
+"""Additional bytes for divergences: both models' log-probabilities at a temperature, and their
+mixture."""
 BYTES_PER_TAIL_LOGIT = 8
-"""What the mass beside listed tokens adds: probabilities, and one temporary."""
+"""Additional bytes for the tail mass: probabilities, and one temporary."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """What is read from each row: columns by name, the `top` most probable tokens, so many
-    `alternatives` of the caller's, and with `tail` the mass beside either.
+    """The values of each row: columns by name, the `top` most probable tokens, a number of the
+    caller's `alternatives`, and with `tail` the mass of all other tokens.
 
-    `is_listed_by_policy`: these are of what the policy draws from, not of the model.
+    `is_listed_by_policy`: listed tokens and tails are of the policy's distribution, not the
+    model's.
     """
 
     columns: tuple[str, ...] = ("logprob",)
@@ -428,11 +430,11 @@ class RowSpec:
     is_listed_by_policy: bool = False
     beta: float = 0.5
     listed: tuple[int, ...] = ()
-    """The alternatives of rows that have the same ones, as those of a draw have."""
+    """The alternatives if all rows have the same ones, as in generation."""
 
     @classmethod
     def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":
-        """Return what a job reads, on a model whose sequences end with these tokens."""
+        """Return the spec of a job, for a model with these end tokens."""
         others = 0 if job.alternatives is None else job.alternatives.shape[1]
         is_listed = bool(job.top or others) and job.policy != NEUTRAL
         read = job.columns, job.top, job.policy, eos_ids, job.double
@@ -440,7 +442,7 @@ class RowSpec:
 
     @property
     def lists(self) -> tuple[tuple[str, int | None], ...]:
-        """What follows the columns: names, and how many numbers each has, or None for one a row."""
+        """The values after the columns: names, and how many each has; None for one number a row."""
         found: list[tuple[str, int | None]] = []
         if self.top:
             found += [(TOP_IDS, self.top), (TOP_LOGPROBS, self.top)]
@@ -457,21 +459,21 @@ class RowSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is computed in."""
+        """The dtype of all computations."""
         return torch.float64 if self.double else torch.float32
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel for CUDA reads all of it, without temporaries."""
+        """Whether the CUDA kernel computes all values, without temporaries."""
         return FUSED_COLUMNS.issuperset(self.columns) and not self.lists and not self.double
 
     @property
     def looks_at_policy(self) -> bool:
-        """Whether anything that is read depends on the sampling policy."""
+        """Whether any value depends on the sampling policy."""
         return self.is_listed_by_policy or not POLICY_COLUMNS.keys().isdisjoint(self.columns)
 
     def bytes_per_logit(self, device: torch.device) -> int:
-        """Return the peak bytes while it is done on a device."""
+        """Return the peak bytes per logit on a device."""
         size = BYTES_PER_SHAPED_LOGIT if self.looks_at_policy else BYTES_PER_LOGIT
         if self.looks_at_policy and device.type == "cuda" and not self.double:
             size = BYTES_PER_CUT_LOGIT
@@ -485,43 +487,42 @@ class RowSpec:
 
 
 def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
-    """Read what `spec` names from each row [R, width]: columns, then what its `lists` name.
+    """Compute the values that `spec` names [R, width]: columns, then `lists`.
 
-    Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
+    Errors: ValueError if the vocabulary is too large for ids to be exact in float32.
     """
     if rows.size > MAX_EXACT_ID:
         raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
     parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
     by_policy = spec.is_listed_by_policy
     logits_RV = rows.shaped.logits_RV if by_policy and spec.lists else rows.logits_RV
-    read = rows.shaped.log_q_at if by_policy else rows.log_probs_at
+    log_p_of = rows.shaped.log_q_at if by_policy else rows.log_probs_at
     if spec.top:
         ids_RK = logits_RV.topk(min(spec.top, rows.size), dim=-1).indices
-        parts += [ids_RK.to(spec.dtype), read(ids_RK)]
+        parts += [ids_RK.to(spec.dtype), log_p_of(ids_RK)]
         if spec.tail:
             parts.append(_sum_others(logits_RV, ids_RK).to(spec.dtype))
     if spec.alternatives:
         assert rows.alternatives_RK is not None
-        parts.append(read(rows.alternatives_RK))
+        parts.append(log_p_of(rows.alternatives_RK))
         if spec.tail:
             parts.append(_sum_others(logits_RV, rows.alternatives_RK).to(spec.dtype))
     return torch.cat(parts, dim=-1)
 
 
 def _sum_others(logits_RV: Tensor, ids_RK: Tensor) -> Tensor:
-    """Return the mass of all tokens but these, per row [R, 1], added up in float64.
+    """Return the mass of all tokens except these, per row [R, 1], summed in float64.
 
-    It is a sum of the others, because 1 less the mass of the listed has no digits where that is
-    nearly 1.
+    It sums the others, because 1 minus the listed mass would lose all digits if that is nearly 1.
     """
     p_RV = log_softmax(logits_RV).exp_()
     return p_RV.scatter_(-1, ids_RK, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def unpack(values_RW: np.ndarray, spec: RowSpec) -> dict[str, np.ndarray]:
-    """Split what `read_rows` put side by side, by name; ranks and ids as int32.
+    """Split the values of `read_rows` by name, with ranks and ids as int32.
 
-    Those of a row that is not finite are 0.
+    Ranks and ids of a non-finite row are 0.
     """
     columns = {
         name: _round(values_RW[:, i]) if name == "rank" else values_RW[:, i]

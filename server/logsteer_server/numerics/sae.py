@@ -1,4 +1,4 @@
-"""Encoders of sparse autoencoders: an activation as its strongest features.
+"""Encoders of sparse autoencoders: the strongest features of activations.
 
 Formulas and names are SAELens' (6.54, `sae_lens/saes`). Axis letters: T tokens, D width of an
 activation, F features of a block, K features that are kept.
@@ -15,17 +15,17 @@ Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
 
 BLOCK_BYTES = 2**25
-"""Of weights, and of tokens x features, that are in memory at once."""
+"""Bytes of weights, and of tokens x features, in memory at once."""
 LAYER_NORM_EPS = 1e-5
 NO_FEATURE = -1
 """The id after the last active feature of a token."""
 
 
 class ReadTensor(Protocol):
-    """What reads a tensor, or what an index selects of it."""
+    """A reader of tensors."""
 
     def __call__(self, name: str, *index: Any) -> Floats:
-        """Return numbers in float32."""
+        """Return a tensor in float32, or the part that an index selects."""
         ...
 
 
@@ -53,10 +53,10 @@ class SaeEncoder:
     rescales: bool = False
 
     def encode(self, x_TD: Floats, top: int) -> tuple[Ids, Floats]:
-        """Return the strongest features of each token, ids and activations [T, K] in descending
-        order: K never exceeds `top`, and the last active one is followed by `NO_FEATURE` and 0.
+        """Return the ids and activations of each token's strongest features [T, K], descending.
 
-        Beside that, at most one block of features is in memory.
+        K never exceeds `top`; `NO_FEATURE` and 0 follow the last active feature. At most one block
+        of features is in memory.
         """
         count = min(top, self.size, self.k or self.size)
         inputs_TD = self._prepare(x_TD)
@@ -71,7 +71,7 @@ class SaeEncoder:
         return ids_TK, best_TK
 
     def _prepare(self, x_TD: Floats) -> Floats:
-        with np.errstate(all="ignore"):  # what is not finite is flagged elsewhere
+        with np.errstate(all="ignore"):  # non-finite activations are flagged elsewhere
             x_TD = np.float32(self.scale) * x_TD
             if self.normalization == "layer_norm":
                 x_TD = x_TD - x_TD.mean(-1, keepdims=True)
@@ -82,7 +82,7 @@ class SaeEncoder:
 
 
 class _FeatureBlock:
-    """Some features of an encoder, their weights in memory."""
+    """A block of an encoder's features, with their weights in memory."""
 
     def __init__(self, encoder: SaeEncoder, own: slice) -> None:
         self.size = own.stop - own.start
@@ -113,23 +113,21 @@ class _FeatureBlock:
 
 
 def _split(count: int, width: int) -> Iterator[slice]:
-    """Yield the rows of each chunk of at most `BLOCK_BYTES`."""
+    """Yield slices of rows, each of at most BLOCK_BYTES."""
     step = max(1, BLOCK_BYTES // (4 * width))
     for begin in range(0, count, step):
         yield slice(begin, begin + step)
 
 
 def _merge(ids_TK: Ids, best_TK: Floats, found_TF: Floats, first: int) -> None:
-    """Put the largest of the best so far and of a block's features, whose ids begin at `first`,
-    into the best.
-    """
+    """Merge a block's features, whose ids begin at `first`, into the best so far, in place."""
     count = best_TK.shape[1]
     own = min(count, found_TF.shape[1])
     places_Tk = np.argpartition(-found_TF, own - 1, axis=1)[:, :own]
     all_TC = np.concatenate([best_TK, np.take_along_axis(found_TF, places_Tk, 1)], axis=1)
     all_ids_TC = np.concatenate([ids_TK, (places_Tk + first).astype(np.int32)], axis=1)
     all_ids_TC[all_TC == 0] = NO_FEATURE
-    # Equal ones in the order of their ids.
+    # Ties are in the order of ids.
     order_TK = np.lexsort((all_ids_TC, -all_TC), axis=1)[:, :count]
     best_TK[:] = np.take_along_axis(all_TC, order_TK, 1)
     ids_TK[:] = np.take_along_axis(all_ids_TC, order_TK, 1)

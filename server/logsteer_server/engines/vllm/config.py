@@ -36,29 +36,29 @@ from logsteer_server.engines.weights import (
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 WORKER = "logsteer_server.engines.vllm.worker.LogsteerWorker"
-"""The class that runs the model, by which every executor finds it."""
+"""The worker's class, by the name from which every executor imports it."""
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
-"""Whether vLLM runs its V2 runner; where it is not set, vLLM decides by what the model needs."""
+"""Whether vLLM uses its V2 runner; if it is not set, vLLM decides by the model's needs."""
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
 SAMPLED = 1
-"""Positions of vLLM's context beside those that are read: that of the sampled token."""
+"""Positions of vLLM's context reserved for the sampled token."""
 
 
 def set_environment(spec: EngineSpec) -> None:
-    """Set vLLM's environment variables, which must happen before it is imported."""
+    """Set vLLM's environment variables. Call it before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if spec.runner != "auto" or is_cpu_build() or spec.pipeline_parallel > 1:
         os.environ[V2] = str(int(spec.runner == "v2"))
     if spec.runner == "v2" and is_cpu_build():
         interpret_kernels()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # Weights of 4 bits with bfloat16 would else be multiplied by activations of 8 bits on AMX.
+    # Otherwise, on AMX, 4-bit weights in bfloat16 models are multiplied with 8-bit activations.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
-    # Half precision is all that FlashAttention takes; in float32 vLLM's attention is Triton's.
+    # FlashAttention supports half precision only; in float32 vLLM runs Triton's attention.
     os.environ["TRITON_F32_DEFAULT"] = "tf32" if spec.tf32 else "ieee"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at start, by nvcc
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -74,11 +74,11 @@ def set_environment(spec: EngineSpec) -> None:
 
 
 class InterpretedDriver:
-    """A stand-in for a Triton backend, whose kernels are interpreted."""
+    """A stand-in for Triton's CPU backend; its kernels are interpreted."""
 
     @staticmethod
     def is_active() -> bool:
-        """Return that the backend's device exists."""
+        """Return True: the backend's device exists."""
         return True
 
 
@@ -112,15 +112,15 @@ def _list_plugins() -> list[str]:
 def set_breakable_graphs(spec: EngineSpec, path: Path | str) -> None:
     """Set whether attention splits captured graphs, as vLLM's configuration would set it later.
 
-    vLLM's attention reads that as it is imported, which here is before its configuration exists,
-    and is left out of graphs that are captured otherwise.
+    vLLM's attention reads the variable when it is imported, which happens here before the
+    configuration exists. If the two differ, captured graphs leave attention out.
     """
     from vllm.config.vllm import default_breakable_cudagraph_architectures
 
     file = Path(path) / "config.json"
     architectures = json.loads(file.read_text()).get("architectures") if file.is_file() else None
     is_default = not default_breakable_cudagraph_architectures().isdisjoint(architectures or ())
-    # For batch invariance vLLM asks for it where it has tuned tiles: everywhere is a superset.
+    # For batch invariance vLLM sets it where it has tuned tiles; here it is set everywhere.
     if is_default or (is_batch_invariant() and spec.compile):
         os.environ.setdefault(BREAKABLE, "1")
 
@@ -132,7 +132,7 @@ def is_batch_invariant() -> bool:
 
 MAX_SOCKET_PATH = 107
 SOCKET_NAME = 37
-"""Characters of a socket's name in vLLM, a UUID, and of the slash in front of it."""
+"""Characters of a socket's name in vLLM: a slash and a UUID."""
 
 
 def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path]:
@@ -163,19 +163,19 @@ def _bind_cores(ranks: int) -> str:
     """Assign cores to ranks in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks:
-        return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
+        return "auto"  # on the CPU vLLM reports the error; a GPU does not use it
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
 
 
 LEAST_SHARE = 0.01
-"""Of a GPU that has to be free at the start where the cache's size is given in bytes."""
+"""Share of a GPU's memory that must be free at the start if the cache's size is set in bytes."""
 
 
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`.
 
-    Errors: ValueError as `check_arguments`, and for adapters that vLLM's kernel cannot compute.
+    Errors: ValueError as `check_arguments`, and for adapters in a dtype that vLLM does not support.
     """
     check_arguments(spec.engine_args)
     if spec.adapter_slots and spec.dtype == "float32" and not on_cpu:
@@ -189,17 +189,17 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "tensor_parallel_size": spec.tensor_parallel,
         "pipeline_parallel_size": spec.pipeline_parallel,
         "quantization": spec.quantization,
-        # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
+        # A scored sequence may fill the context; vLLM always reserves room for a sampled token.
         "max_model_len": limit + SAMPLED,
-        "max_logprobs": -1,  # the schemas say how many alternatives a request may ask for
+        "max_logprobs": -1,  # the schemas limit the alternatives of a request
         "enforce_eager": not spec.compile,
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_cls": WORKER,
-        "language_model_only": True,  # towers that see or hear are neither loaded nor profiled
-        # A part of vLLM's hash of the configuration, so that compiled models are kept apart by it.
+        "language_model_only": True,  # vision and audio towers are neither loaded nor profiled
+        # vLLM's hash of the configuration includes it, and with it the cache of compiled models.
         "additional_config": {
             "logsteer": {
                 "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
@@ -209,9 +209,9 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
     }
     if spec.adapter_slots:
         args["enable_lora"] = True
-        # Those on the device and those in memory are the same, so that none is read twice.
-        # Without an adapter a token has index -1, which vLLM's operations for CPUs take for the
-        # last slot (vllm-project/vllm#48421): one more that stays empty, and so adds nothing.
+        # As many slots in host memory as on the device, so that no adapter is loaded twice. On CPUs
+        # one more slot stays empty: vLLM's operations take the index -1 of a token without adapter
+        # for the last slot (vllm-project/vllm#48421).
         slots = spec.adapter_slots + on_cpu
         args["max_loras"] = args["max_cpu_loras"] = slots
         args["max_lora_rank"] = spec.adapter_rank
@@ -224,16 +224,18 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         args["gpu_memory_utilization"] = spec.memory
     elif spec.memory is not None:
         args["kv_cache_memory_bytes"] = parse_bytes(spec.memory)
-        # Else vLLM refuses to start unless nearly all of the GPU is free, for it to share.
+        # Otherwise vLLM does not start unless nearly all of the GPU's memory is free.
         args["gpu_memory_utilization"] = LEAST_SHARE
     return args | spec.engine_args
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringSize:
-    """Plans that a model holds at once; operations that a plan may have at a layer, and its probes
-    at all of them; room for captured activations, in bytes; the activations of a layer that the
-    tables are for.
+    """Sizes of a model's steering tables.
+
+    `slots`: plans at once. `depth`: operations of a plan at a layer. `probes`: probes of a plan at
+    all layers. `capture_bytes`: room for captured activations. `hooks`: the activations of a layer
+    that can be steered.
     """
 
     slots: int
@@ -243,12 +245,12 @@ class SteeringSize:
     hooks: tuple[str, ...] = ("resid_post",)
 
     def count_rows(self, layers: int, width: int) -> int:
-        """Return how many float32 activations fit, at least one per layer."""
+        """Return the number of float32 activations that fit, at least one per layer."""
         return max(layers, self.capture_bytes // (4 * width))
 
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
-    """Return the size of the steering tables; without slots there are no tables."""
+    """Return the sizes of the steering tables; with 0 slots there are no tables."""
     return SteeringSize(
         spec.steering_slots,
         spec.steering_depth,
@@ -259,24 +261,24 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
 
 
 COLUMNS_SHARE, MOST_COLUMNS = 8, 6 * 2**28
-"""Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
-at most so many bytes: enough for the rows of a product, by default."""
+"""Memory for policy columns on a GPU: 1 / COLUMNS_SHARE of the model's memory after its weights, at
+most MOST_COLUMNS bytes, which by default suffice for the rows of one product with the head."""
 
 
-def widen_columns(given: int, left: int) -> int:
-    """Return the memory for policy columns in bytes, at least the given number.
+def widen_columns(minimum: int, left: int) -> int:
+    """Return the memory for policy columns in bytes, at least `minimum`.
 
-    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 1.5 GiB.
+    `left`: the model's memory after its weights. An H100 with 64 GiB left has 1.5 GiB.
     """
-    return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
+    return max(minimum, min(left // COLUMNS_SHARE, MOST_COLUMNS))
 
 
 TUNED_BEYOND = 32_768
-"""Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
+"""Context length from which vLLM scales Llama 4's queries by position, whatever its config says."""
 
 
 def context_length(path: Path | str, limit: int | None, trusts: bool = False) -> int:
-    """Return the model's context length; `trusts`: its configuration may run code of its own.
+    """Return the model's context length; `trusts`: whether its configuration may run own code.
 
     Errors: ValueError as `fit_context_length`.
     """
@@ -287,9 +289,9 @@ def context_length(path: Path | str, limit: int | None, trusts: bool = False) ->
 
 
 def fit_context_length(path: Path | str, text_config: Any, limit: int | None) -> int:
-    """Return the context length of a model of this configuration in vLLM.
+    """Return the context length of a model with this configuration in vLLM.
 
-    Errors: ValueError where nothing says it, or where vLLM at that length computes another model.
+    Errors: ValueError if it is unknown, or if vLLM would compute another model at that length.
     """
     length = limit_context(path, text_config, limit, SAMPLED)
     if getattr(text_config, "model_type", None) == "llama4_text":
@@ -315,10 +317,11 @@ def describe(
     faults: Mapping[str, str],
     logits_dtype: str,
 ) -> EngineInfo:
-    """Describe the engine; `config` is vLLM's; `unsteerable` says why it has no hooks.
+    """Describe the engine.
 
-    `faults`: why it has not all of those that it was compiled with, as of `find_faults`.
-    `logits_dtype`: what the workers say that the head is computed in.
+    `config` is vLLM's. `unsteerable`: why the model has no hooks, or None. `faults`: why some of
+    its configured hooks do not work, as `find_faults`. `logits_dtype`: the head's, as the workers
+    report it.
     """
     import vllm
     import vllm.envs
@@ -360,27 +363,27 @@ def describe(
         room=find_room(
             config.scheduler_config.max_num_batched_tokens,
             config.scheduler_config.max_num_seqs,
-            config.cache_config.kv_cache_size_tokens or 0,  # on other nodes nobody knows
+            config.cache_config.kv_cache_size_tokens or 0,  # unknown on other nodes
         ),
     )
 
 
 STEPS_AHEAD = 8
-"""Steps that prompts in the engine are enough for: more than pass while others are on their way."""
+"""Steps' worth of prompts to queue in the engine, so that it never waits for the next ones."""
 
 
 def find_room(step_tokens: int, sequences: int, cache_tokens: int) -> EngineRoom:
-    """Return the room of an engine by the sizes of its steps and of its cache.
+    """Return the room of an engine, given the sizes of its steps and of its cache.
 
-    An eighth of the sequences and half of the cache are never taken by what waits on the other
-    side: texts that are only read need not wait until a generation ends.
+    Queued prompts take at most half of the cache, and generation leaves an eighth of the sequences,
+    so that texts to score need not wait until a generation ends.
     """
     ahead = min(STEPS_AHEAD * step_tokens, cache_tokens // 2)
     return EngineRoom(ahead, cache_tokens, sequences - sequences // 8)
 
 
 def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str, str]:
-    """Return why each missing hook is missing, and what to do."""
+    """Return, for each missing hook, why it is missing and what to do."""
     missing = {
         hook: f"set hooks: [{', '.join([*spec.hooks, hook])}] for the model {spec.id} in the "
         "configuration"
@@ -393,7 +396,7 @@ def _find_missing_hooks(spec: EngineSpec, faults: Mapping[str, str]) -> dict[str
 
 
 def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dict[Feature, str]:
-    """Return what this model does not support, and what to do instead."""
+    """Return the features that this model does not support, with what to do instead."""
     other = "serve the model with engine transformer_lens"
     lacks: dict[Feature, str] = {
         "override": f"the engine vllm has no parameter overrides; {other}",
@@ -409,17 +412,15 @@ def _find_missing(spec: EngineSpec, config: Any, unsteerable: str | None) -> dic
 
 
 def clear_new_blocks() -> None:
-    """Make vLLM zero each block that a request takes, on every rank, before it is first read.
+    """Make vLLM zero each newly allocated cache block, on every rank, before it is read.
 
-    Attention multiplies what it masks by 0, and 0 times NaN is NaN: the numbers that a text leaves
-    in a block where another one has none yet are not without effect if they are not finite. A text
-    may be cancelled or preempted before anybody sees that they are not, so blocks are not cleared
-    where they are freed but where they are taken, whoever had them: what vLLM does for some models
-    on its own.
+    Attention multiplies masked values by 0, and 0 times NaN is NaN. So non-finite values that a
+    text leaves in a block would affect the next text with that block. A text may be cancelled or
+    preempted before its values are checked, so blocks are zeroed when they are allocated, not when
+    they are freed. vLLM itself does so for some models.
 
-    It counts for caches that are set up later in this process. Blocks of the prefix cache are whole
-    and stay as they are. States of state space layers are no blocks of this kind: vLLM begins a
-    text with zeros of its own.
+    It applies to caches set up later in this process. Hits in the prefix cache have full blocks and
+    are not zeroed. State space layers do not use these blocks; vLLM starts their states at zero.
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

@@ -1,9 +1,9 @@
-"""vLLM's engine in the engine's process: the one module that adds its requests and runs its steps.
+"""vLLM's engine core in this process: the only module that adds requests and runs steps.
 
-Requests go to the scheduler directly. vLLM's front end would cost more than a short text's own
-work: it deep-copies the sampling parameters of every request and makes Python objects of every
-token. `internals` lists what is relied on. The module imports vLLM, so it is imported
-after `config.set_environment`.
+Requests go directly to the scheduler. vLLM's front end would cost more than a short text itself. It
+deep-copies the sampling parameters of every request and creates Python objects for every token.
+`internals` lists the vLLM functions that this relies on. The module imports vLLM: import it after
+`config.set_environment`.
 """
 
 import gc
@@ -44,23 +44,23 @@ from logsteer_server.engines.vllm.steps import StepQueue
 from logsteer_server.imports import load_tokenizer
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
-"""Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
-none named they are 2,048 and 128 on any device; with this, 8,192 and 1,024 on GPUs of 70 GiB, and
-the same 2,048 and 128 a rank on CPUs."""
+"""The usage context that sets the defaults of `max_num_batched_tokens` and `max_num_seqs`, as in
+vLLM's own server: 8,192 and 1,024 on GPUs of 70 GiB, and 2,048 and 128 a rank on CPUs. Without a
+context they are 2,048 and 128 on any device."""
 
 COMPACT = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
-"""How JSON is forced: without white space between its parts, which a model may never end."""
+"""Structured outputs: JSON without white space between its parts, which a model may never end."""
 
 YOUNG_OBJECTS = 50_000
-"""Objects that Python's collector looks at together: those of some thousand short requests.
+"""Threshold of Python's youngest garbage collection: the objects of some thousand short requests.
 
-At its default of 700 it looks at the same waiting requests again and again, for a tenth of what a
-short one costs.
+At the default of 700 the collector traverses the same waiting requests again and again, which takes
+a tenth of a short request's cost.
 """
 
 
 class VllmCore:
-    """Run a model in vLLM. Errors: ValueError where the specification cannot be served."""
+    """Run a model in vLLM. Errors: ValueError if the specification cannot be served."""
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
         self.context_length = context_length(
@@ -68,7 +68,7 @@ class VllmCore:
         )
         self.config = configure(spec, path, self.context_length)
         clear_new_blocks()
-        kv_cache_utils.generate_block_hash_extra_keys = name_block
+        kv_cache_utils.generate_block_hash_extra_keys = block_extra_keys
         executor = Executor.get_class(self.config)
         core = self.engine_core = EngineCore(self.config, executor, log_stats=False)
         self.tokenizer = load_tokenizer(self.config.model_config.tokenizer)
@@ -101,7 +101,7 @@ class VllmCore:
         """Schedule a prompt to be scored or captured; return its request's id."""
         params = copy(self._params)
         first_needed = find_first_needed(extra_args)
-        # In front of the first wanted row there has to be a block, or there is nothing to look up.
+        # The cache is looked up only if a whole block precedes the first token to compute.
         may_hit = first_needed is None or first_needed >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
@@ -168,11 +168,11 @@ class VllmCore:
         Errors: whatever the model raises.
         """
         self.steps.begin()
-        self.freed_prefixes.forget()
+        self.freed_prefixes.clear()
         return self.steps.end()
 
     def count_held(self) -> int:
-        """Return how many tokens have keys and values in the cache, preempted requests included."""
+        """Return the number of tokens in the key-value cache, with those of preempted requests."""
         scheduler = self.engine_core.scheduler
         size = self.config.cache_config.kv_cache_size_tokens
         preempted = itertools.takewhile(
@@ -182,12 +182,12 @@ class VllmCore:
         return held + sum(int(request.num_tokens) for request in preempted)
 
     def count_blocks(self) -> tuple[int, int]:
-        """Return the number of blocks of the key-value cache, and of those that requests hold.
+        """Return the numbers of all blocks of the key-value cache, and of those in requests' use.
 
-        Blocks that only the prefix cache holds are free.
+        Blocks that only the prefix cache holds count as free.
         """
         pool = self.engine_core.scheduler.kv_cache_manager.block_pool
-        size = int(pool.num_gpu_blocks) - 1  # the first is vLLM's own, for nothing
+        size = int(pool.num_gpu_blocks) - 1  # vLLM never uses the first
         return size, size - int(pool.get_num_free_blocks())
 
     def count_requests(self) -> tuple[int, int]:
@@ -200,9 +200,9 @@ class VllmCore:
         self.engine_core.abort_requests([request_id])
 
     def load_adapter(self, name: str, slot: int, path: str) -> tuple[LoRARequest, set[str]]:
-        """Load the adapter of a file into a slot, replacing the slot's last one.
+        """Load an adapter's file into a slot, replacing the slot's previous adapter.
 
-        Return the `LoRARequest` for its requests, and the file's modules that no rank applied.
+        Return the `LoRARequest` for its requests, and the modules in the file that no rank applied.
         Errors: whatever vLLM raises, in any process.
         """
         unapplied: list[set[str]] = self.call_workers("load_adapter", name, slot, path)
@@ -220,16 +220,16 @@ class VllmCore:
 def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
     """Return vLLM's configuration of a model with this context length.
 
-    Errors: ValueError where the specification cannot be served.
+    Errors: ValueError if the specification cannot be served.
     """
     on_cpu = current_platform.is_cpu()
     args = engine_args(spec, path, on_cpu, limit)
     args.setdefault("structured_outputs_config", COMPACT)
     if spec.tensor_parallel * spec.pipeline_parallel == 1:
-        look_at_models_here()
+        inspect_models_in_process()
     config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
     if on_cpu and config.model_config.is_hybrid:
-        # The operations of state space layers give no states for the cache on the CPU.
+        # On the CPU state space layers do not return the states that the cache needs.
         args["enable_prefix_caching"] = False
         config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
     if config.use_v2_model_runner and config.model_config.is_hybrid:
@@ -237,7 +237,7 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
             raise ValueError("runner: v2 is not tried with state space layers; set runner: v1")
         os.environ[V2] = "0"
         config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
-    # vLLM's platform for CPUs sets it to False, as nothing is gained there.
+    # vLLM's platform for CPUs sets it to False, where it gains nothing.
     config.scheduler_config.async_scheduling = config.use_v2_model_runner
     check_breakable_graphs()
     return config
@@ -255,25 +255,26 @@ def check_breakable_graphs() -> None:
         )
 
 
-def look_at_models_here() -> None:
+def inspect_models_in_process() -> None:
     """Make vLLM inspect a model's class in this process, where the model will run.
 
-    By default it starts a process that imports all of vLLM again, so that CUDA is not initialised
-    before workers fork; a single rank forks none.
+    By default vLLM starts a process for this, which imports all of vLLM again, so that CUDA is not
+    initialised before workers fork. A single rank forks no workers.
     """
-    registry._run_in_subprocess = lambda look: look()
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
-NAME_BLOCK = kv_cache_utils.generate_block_hash_extra_keys
+VLLM_EXTRA_KEYS = kv_cache_utils.generate_block_hash_extra_keys
 
 
-def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[Any, int]:
-    """Return the extra keys of a prefix-cache block, beside its tokens and those before it.
+def block_extra_keys(request: Request, start: int, end: int, start_mm: int) -> tuple[Any, int]:
+    """Return the extra keys in the hash of a prefix-cache block, with its plan's name.
 
     It replaces vLLM's function, and adds the plan's name to the first block with a token that the
-    plan changes. The following blocks depend on that one; blocks before it are shared by all plans.
+    plan changes. The hashes of later blocks include that one; earlier blocks are shared by all
+    plans.
     """
-    keys, next_mm = NAME_BLOCK(request, start, end, start_mm)
+    keys, next_mm = VLLM_EXTRA_KEYS(request, start, end, start_mm)
     params = request.sampling_params
     first, plan = ((params and params.extra_args) or {}).get(PLAN_NAMESPACE, (end, ""))
     if start <= first < end:
@@ -284,7 +285,7 @@ def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[A
 class PreemptionCount:
     """Count a scheduler's preemptions.
 
-    It replaces a method of the scheduler, whose own counts end with their requests.
+    It replaces a method of the scheduler, which itself only counts per request.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -299,10 +300,10 @@ class PreemptionCount:
 
 
 class StepLimit:
-    """Limit the tokens of a score request that one step reads.
+    """Limit the tokens of a score request in one step.
 
-    It replaces the function by which the scheduler settles a request's tokens in a step. That runs
-    for each request of each step, so it is replaced at the first request with a limit.
+    It replaces the scheduler's method that sets the number of a request's tokens in a step. That
+    runs for each request of each step, so it is replaced only at the first request with a limit.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -318,10 +319,10 @@ class StepLimit:
 
 
 class PrefixHitLimit:
-    """End a request's prefix-cache hit before the first token to be scored or captured.
+    """End a request's prefix-cache hit before the first token to score or capture.
 
-    It replaces two methods of a cache manager. Otherwise a hit of a context that ends with a cache
-    block would skip its last token's row, and the whole sequence would be computed again.
+    It replaces two methods of a cache manager. Otherwise a cached context that ends at a block's
+    end would skip its last token's row, and the whole sequence would be computed again.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -334,7 +335,7 @@ class PrefixHitLimit:
         manager.coordinator.find_longest_cache_hit = self.find_longest_cache_hit
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Return vLLM's hit for a request, cut before the first token that it needs."""
+        """Return vLLM's hit for a request, cut before the first token to compute."""
         params = request.sampling_params
         self._limit = find_first_needed((params and params.extra_args) or {})
         try:
@@ -343,7 +344,7 @@ class PrefixHitLimit:
             self._limit = None
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """Return vLLM's longest hit before the first token that is needed."""
+        """Return vLLM's longest hit before the first token to compute."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
 
@@ -351,8 +352,8 @@ class PrefixHitLimit:
 class FreedPrefixes:
     """Evict a request's blocks from the prefix cache, after its last step or while it runs.
 
-    It is for results that are NaN: only an equal request could hit the blocks, and would get NaN by
-    itself, too. So it protects nobody; it makes room for usable blocks.
+    The engine evicts the blocks of failed or non-finite results. Only an equal request could hit
+    blocks with NaN, and would compute NaN itself; eviction makes room for usable blocks.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -362,20 +363,20 @@ class FreedPrefixes:
         manager.free = self.free
 
     def free(self, request: Any) -> None:
-        """Free a request's blocks by vLLM's own method, which this replaces; record which."""
+        """Record a request's blocks, then free them with vLLM's method, which this replaces."""
         request_id = request.request_id
         self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
         self._free(request)
 
-    def forget(self) -> None:
-        """Forget the freed blocks, before the next step ends and frees others.
+    def clear(self) -> None:
+        """Clear the record of freed blocks, before the next step ends and frees others.
 
-        If a later step has begun, other requests may own the blocks by the time that they are
-        evicted; those requests lose their cached prefixes and nothing else.
+        If a later step has begun before an eviction, other requests may own the blocks; they lose
+        their cached prefixes and nothing else.
         """
         self._freed = {}
 
     def evict(self, request_id: str) -> None:
-        """Evict the request's blocks from the prefix cache; requests that run on them keep them."""
+        """Evict the request's blocks from the prefix cache; running requests keep using them."""
         groups = self._freed.get(request_id) or self._manager.coordinator.get_blocks(request_id)
         self._manager.evict_blocks({block.block_id for blocks in groups for block in blocks})

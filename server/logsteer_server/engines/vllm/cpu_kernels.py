@@ -1,11 +1,11 @@
-"""vLLM's kernels for quantised layers on CPUs, held to what the checkpoint says.
+"""Corrected kernels for quantised layers on CPUs.
 
-INT8: where a CPU has no VNNI, oneDNN adds pairs of products of 8-bit integers in 16 bits, which
-saturate. Activations are moved up by 128 before, so that 255 * 127 + 255 * 127 = 64770 becomes
-32767. The kernel here tries vLLM's at load, as the layer is configured, and where its products are
-not those of integers it computes them in float32, exactly.
+INT8: on a CPU without VNNI, oneDNN adds pairs of products of 8-bit integers in 16 bits, which
+saturate: activations are shifted by 128, so that 255 * 127 + 255 * 127 = 64770 becomes 32767. The
+kernel here tests vLLM's at load with the layer's configuration. If its products are wrong, it
+computes them in float32, exactly.
 
-4 bits: vLLM's kernel fails in its first step on float32, and is refused for it.
+4 bits: vLLM's kernel fails in its first step on float32, so it is refused there.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ from logsteer_server.engines.vllm.operation import LIBRARY
 BLOCK_K = 1024
 """The longest sum of products that float32 holds exactly: 1024 * 128 * 128 = 2**24."""
 BLOCK_N = 512
-"""Rows of weights that are float32 at a time: with BLOCK_K 2 MiB, which a core's cache holds."""
+"""Rows of weights converted to float32 at a time: 2 MiB with BLOCK_K, which fit a core's cache."""
 PROBE_N, PROBE_K = 32, 64
 PROBE_TOLERANCE = 0.02
-"""Of a product of the largest numbers: saturated ones are off by a quarter, and what zero points
-and bfloat16 cost is about a hundredth."""
+"""Relative error allowed in products of the largest numbers: saturation is off by a quarter, zero
+points and bfloat16 by about a hundredth."""
 
 
 def multiply_int8(codes_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Return the products of the rows of two int8 matrices [T, N]: exact, then float32.
+    """Return the exact products of the rows of two int8 matrices, [T, N], as float32.
 
-    Every sum within a block is an integer of at most 2**24 whatever the order of its terms, so that
-    float32 makes no error in it. The blocks' sums are added as int32.
+    Every partial sum in a block is an integer of at most 2**24, so float32 is exact in any order of
+    the terms. The blocks' sums are added as int32.
     """
     floats_TK = codes_TK.float()
     product_TN = torch.empty(len(codes_TK), len(weight_NK), dtype=torch.float32)
@@ -61,13 +61,13 @@ direct_register_custom_op("multiply_int8", multiply_int8, [], _shape_product, LI
 
 
 class CheckedInt8Kernel(CPUInt8ScaledMMLinearKernel):  # type: ignore[misc]
-    """Compute INT8 layers by oneDNN where its products are exact, and else in float32 blocks."""
+    """Compute INT8 layers with oneDNN if its products are exact, otherwise in float32 blocks."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare a layer, and note on it how it is computed.
+        """Prepare a layer, and record on it how it is computed.
 
-        It is always oneDNN that is tried: vLLM's kernel for AMX takes no float32, for which vLLM
-        chooses it all the same.
+        It always tests oneDNN: vLLM's AMX kernel does not support float32, although vLLM chooses it
+        for float32, too.
         """
         name = self.layer_param_names[0]
         weight_NK = getattr(layer, name).data
@@ -82,9 +82,9 @@ class CheckedInt8Kernel(CPUInt8ScaledMMLinearKernel):  # type: ignore[misc]
             layer.int8_products = "float32_blocks"
 
     def _is_exact(self) -> bool:
-        """Try oneDNN on the largest numbers there are, with the layer's configuration and dtype.
+        """Test oneDNN on the largest numbers, with the layer's configuration and dtype.
 
-        oneDNN computes a static zero point of 0 otherwise than another one, so both are tried.
+        oneDNN treats a static zero point of 0 specially, so both 0 and 1 are tested.
         """
         has_zero = self.config.is_static_input_scheme and not self.config.input_symmetric
         signs_K = _probe_signs().to(torch.get_default_dtype())
@@ -99,10 +99,10 @@ class CheckedInt8Kernel(CPUInt8ScaledMMLinearKernel):  # type: ignore[misc]
         return True
 
     def _apply_blocks(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias, of the same quantised activations as vLLM's kernel has.
+        """Return x @ weight.T + bias, with the same quantised activations as vLLM's kernel.
 
-        An element is scale_t * scale_n * sum over k of (code_tk - zero_t) * weight_nk; vLLM has put
-        scale_n * (sum over k of weight_nk) aside.
+        An element is scale_t * scale_n * sum over k of (code_tk - zero_t) * weight_nk; vLLM has
+        precomputed scale_n * (sum over k of weight_nk).
         """
         weight_NK, scale_N1, input_scale, input_zero, weight_sum_1N = self._get_layer_params(layer)
         codes_TK, scale_T1, zero_T1 = ops.onednn_scaled_int8_quant(
@@ -124,9 +124,9 @@ def _probe_signs() -> Tensor:
 
 
 def _make_probe(names: Sequence[str], is_static: bool, zero: int | None) -> Any:
-    """Return a layer as it is read, by the names of its parameters, that maps the signs to K.
+    """Return a layer as loaded, with these parameter names, that maps the signs to PROBE_K.
 
-    Its weights are 127 and -127 with a scale of 1/127, and so are its activations.
+    Its weights and its activations are 127 and -127, with scales of 1/127.
     """
     weight, weight_scale, input_scale, input_zero, adjustment = names
     probe: Any = nn.Module()
@@ -147,11 +147,11 @@ def _make_probe(names: Sequence[str], is_static: bool, zero: int | None) -> Any:
 
 
 class HalfInt4Kernel(CPUWNA16LinearKernel):  # type: ignore[misc]
-    """Compute layers with weights of 4 bits as vLLM does, in the dtypes that it can."""
+    """Compute layers with 4-bit weights as vLLM does, and refuse float32."""
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Return whether there is a kernel for such a layer, and else why not."""
+        """Return whether the kernel supports a layer, and the reason if not."""
         if c.act_type == torch.float32:
             return False, "it has no float32; set dtype to float16 or bfloat16"
         found: tuple[bool, str | None] = super().can_implement(c)
@@ -159,9 +159,9 @@ class HalfInt4Kernel(CPUWNA16LinearKernel):  # type: ignore[misc]
 
 
 def install_kernels() -> None:
-    """Have vLLM choose these kernels for models that are loaded from now on.
+    """Make vLLM choose these kernels for models loaded from now on.
 
-    No other kernel computes INT8 layers: zentorch's rounds their scales to bfloat16.
+    They are the only ones for INT8 layers: zentorch's kernel rounds scales to bfloat16.
     """
     linear._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [CheckedInt8Kernel]
     linear._POSSIBLE_KERNELS[PlatformEnum.CPU] = [
@@ -171,6 +171,6 @@ def install_kernels() -> None:
 
 
 def find_int8_products(model: nn.Module) -> Int8Products | None:
-    """Return how a model's INT8 layers are computed, None where it has none of these kernels."""
+    """Return how a model's INT8 layers are computed; None without such layers."""
     found = (getattr(module, "int8_products", None) for module in model.modules())
     return next((products for products in found if products), None)

@@ -1,4 +1,4 @@
-"""The vLLM engine: takes slots for jobs, hands them to vLLM, and collects their results."""
+"""The vLLM engine: acquires slots for jobs, submits them to vLLM, and collects their results."""
 
 import time
 from collections.abc import Sequence
@@ -47,21 +47,21 @@ from logsteer_server.engines.vllm.requests import (
 from logsteer_server.engines.vllm.slots import CapturedRows, SteeringSlot, SteeringSlots
 from logsteer_server.engines.vllm.stream import (
     UnknownStreamError,
-    ask_graphs,
-    ask_points,
-    ask_stream_form,
+    check_model_graphs,
+    check_points,
+    detect_stream_form,
 )
 from logsteer_server.imports import hold_collector
 
 LOAD_PARTS = 64
-"""The cache is told of as so many parts: it is news when one is taken or freed."""
+"""Resolution of the cache's load: a change is reported from 1 / LOAD_PARTS of the cache on."""
 
 MEMORY_EVERY_S = 10.0
-"""Between two looks at the memory of GPUs, for which every worker is asked."""
+"""Seconds between two measurements of the GPUs' memory, which call every worker."""
 
 
 class VllmEngine:
-    """Run jobs on a model in vLLM. Errors: ValueError where the spec cannot be served."""
+    """Run jobs on a model in vLLM. Errors: ValueError if the spec cannot be served."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._scratch, path = prepare(spec)
@@ -73,8 +73,8 @@ class VllmEngine:
             import_module(WORKER.rpartition(".")[0])
 
         self._vllm = VllmCore(spec, path)
-        ask_graphs(self._vllm)
-        unsteerable, faults = self._ask_for_hooks(spec)
+        check_model_graphs(self._vllm)
+        unsteerable, faults = self._detect_hooks(spec)
         info = describe(
             spec,
             path,
@@ -102,21 +102,21 @@ class VllmEngine:
         self._by_request_id: dict[str, RunningJob] = {}
         self._known: list[tuple[int, JobResult]] = []
 
-    def _ask_for_hooks(self, spec: EngineSpec) -> tuple[str | None, dict[str, str]]:
-        """Return why the model is not steered, as an error's detail, or None; and `ask_points`."""
+    def _detect_hooks(self, spec: EngineSpec) -> tuple[str | None, dict[str, str]]:
+        """Return why the model cannot be steered, or None; and the faults of its other hooks."""
         if not spec.steering_slots:
             return "this model takes no steering; configure it with steering_slots above 0", {}
         try:
-            form = ask_stream_form(self._vllm)
+            form = detect_stream_form(self._vllm)
         except UnknownStreamError as error:
             reason = f"this model cannot be steered in vLLM: {error}"
             return f"{reason}; serve it with engine transformer_lens", {}
         hooks = [hook for hook in spec.hooks if hook != "resid_post"]
-        return None, ask_points(self._vllm, form, hooks) if hooks else {}
+        return None, check_points(self._vllm, form, hooks) if hooks else {}
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """The description of this engine."""
         return self._info
 
     @property
@@ -125,7 +125,7 @@ class VllmEngine:
         return bool(self._running or self._waiting or self._known or self._vllm.steps)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
+        """Submit jobs to vLLM; jobs that need slots wait for them in order."""
         for job_id, job in jobs:
             failure = self._info.refuse(job)
             if failure is None:
@@ -139,9 +139,9 @@ class VllmEngine:
         self._admit()
 
     def _admit(self) -> None:
-        """Submit the jobs that wait for slots, in order, as far as there are any free.
+        """Submit the jobs that wait for slots, in order, while slots are free.
 
-        Captures that wait for room keep others back only of their own kind.
+        A capture that waits for room blocks only other captures.
         """
         captures_wait = False
         started: list[RunningJob] = []
@@ -164,17 +164,17 @@ class VllmEngine:
             self._slots.load_plans()
         except Exception as error:  # whatever a worker raises over a plan
             for running in started:
-                self._drop(running, describe_error(error))
+                self._fail(running, describe_error(error))
         else:
             for running in started:
                 self._submit(running)
 
     def _start(self, job_id: int, job: Job, started: list[RunningJob]) -> bool:
-        """Take the slots of a job, and add it to those started; return False where it has to wait.
+        """Acquire a job's slots and add it to those started; return False if it has to wait.
 
         Errors: UnfitAdapterError, and whatever a worker raises.
         """
-        adapter = self._adapters.take(job.adapter) if job.adapter else None
+        adapter = self._adapters.acquire(job.adapter) if job.adapter else None
         if job.adapter and adapter is None:
             return False
         if adapter is not None and isinstance(job, CheckAdapterJob):
@@ -183,7 +183,7 @@ class VllmEngine:
             return True
         slot = None
         try:
-            slot = self._slots.take(job)
+            slot = self._slots.acquire(job)
         finally:
             if slot is None:
                 self._release(SteeringSlot(), adapter)
@@ -204,12 +204,12 @@ class VllmEngine:
             if isinstance(error, ValueError) and "structure" in running.job.features:
                 detail = f"the form of the reply cannot be forced: {error!s:.400}"
                 failure = JobFailure("invalid_request", detail)
-            self._drop(running, failure)
+            self._fail(running, failure)
         else:
             self._running[running.job_id] = self._by_request_id[running.request_id] = running
 
-    def _drop(self, running: RunningJob, failure: JobFailure) -> None:
-        """Fail a job that vLLM does not have."""
+    def _fail(self, running: RunningJob, failure: JobFailure) -> None:
+        """Release the slots of a job that is not in vLLM, and report its failure."""
         self._release(running.slot, running.adapter)
         self._known.append((running.job_id, failure))
 
@@ -217,7 +217,7 @@ class VllmEngine:
         del self._running[running.job_id], self._by_request_id[running.request_id]
 
     def cancel(self, job_ids: Sequence[int]) -> None:
-        """Abort jobs in vLLM, and drop results of theirs that have not been reported."""
+        """Abort jobs in vLLM, and drop their unreported results."""
         for job_id in job_ids:
             self._waiting.pop(job_id, None)
             if running := self._running.get(job_id):
@@ -231,10 +231,10 @@ class VllmEngine:
         self._admit()
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """End a step of vLLM and return the results that it had.
+        """End a step of vLLM and return its results.
 
-        Where others may be under way, they are begun before, so that the device works on them while
-        results are made, sent, and jobs taken in.
+        With several pending steps, later ones begin first, so that the device computes them while
+        this process builds and sends results and adds jobs.
         """
         results, self._known = self._known, []
         results += self._collect(self._find_running(self._vllm.step()))
@@ -242,14 +242,14 @@ class VllmEngine:
         return results
 
     def _find_running(self, outputs: Sequence[Any]) -> list[tuple[RunningJob, Any]]:
-        """Return outputs of a step with their jobs, without those that were cancelled."""
-        found = self._by_request_id
+        """Return the outputs of a step with their jobs, without cancelled ones."""
+        jobs = self._by_request_id
         return [
-            (found[output.request_id], output) for output in outputs if output.request_id in found
+            (jobs[output.request_id], output) for output in outputs if output.request_id in jobs
         ]
 
     def _collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[tuple[int, JobResult]]:
-        """Make results of outputs of a step; run once more what the prefix cache has cut off."""
+        """Convert outputs of a step to results; rerun jobs that a prefix-cache hit cut short."""
         by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
         for running, output in outputs:
             by_kind.setdefault(running.kind, []).append((running, output))
@@ -259,7 +259,7 @@ class VllmEngine:
         for kind, own in by_kind.items():
             for running, result in self._add_readings(kind.collect(own)):
                 if result is None:
-                    if running.asks_prompt:  # whose reading was not there to decide
+                    if running.has_prompt_condition:  # decided without the skipped token's reading
                         self._vllm.freed_prefixes.evict(running.request_id)
                     self._remove(running)
                     running.use_cache = False
@@ -268,7 +268,7 @@ class VllmEngine:
                     ended.append((running, result))
                 elif isinstance(result, Output):
                     pieces.append((running, result))
-        captured = self._take_captures([one for one, _ in pieces if one.streams_captures])
+        captured = self._read_captures([one for one, _ in pieces if one.streams_captures])
         for running, result in pieces:
             found = captured.get(running.request_id)
             results.append(
@@ -276,8 +276,8 @@ class VllmEngine:
             )
         return results + self._end(ended)
 
-    def _take_captures(self, jobs: Sequence[RunningJob]) -> dict[str, CapturedActivations]:
-        """Return by request the activations captured since its last output that had any."""
+    def _read_captures(self, jobs: Sequence[RunningJob]) -> dict[str, CapturedActivations]:
+        """Return, by request, the activations captured since its last output with activations."""
         captured = self._slots.read_captures(
             {
                 running.request_id: CapturedRows(
@@ -291,24 +291,24 @@ class VllmEngine:
         return captured
 
     def _add_readings(self, collected: Sequence[Collected]) -> list[Collected]:
-        """Return the outputs with what probes have read of their tokens."""
-        asked = {
+        """Add the probe readings of their tokens to the outputs."""
+        plans = {
             running.request_id: running.job.plan
             for running, result in collected
             if result is not None and not result.failed and running.keeps_readings
         }
-        if not asked:
+        if not plans:
             return list(collected)
-        found = self._slots.read_readings(asked)
+        readings = self._slots.read_readings(plans)
         return [
-            (running, running.add_readings(result, found.get(running.request_id)))
-            if running.request_id in asked and isinstance(result, Output)
+            (running, running.add_readings(result, readings.get(running.request_id)))
+            if running.request_id in plans and isinstance(result, Output)
             else (running, result)
             for running, result in collected
         ]
 
     def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
-        """Return last results of jobs, with traces and activations, and free their slots."""
+        """Return the last results of jobs, with traces and activations, and release their slots."""
         traces = self._slots.read_traces(
             {
                 running.request_id: (running.slot.plan, running.num_read)
@@ -316,7 +316,7 @@ class VllmEngine:
                 if running.slot.plan and running.slot.plan.sites
             }
         )
-        captured = self._take_captures(
+        captured = self._read_captures(
             [running for running, result in ended if running.job.capture and not result.failed]
         )
         results: list[tuple[int, JobResult]] = []
@@ -333,8 +333,8 @@ class VllmEngine:
         return results
 
     def take_load(self) -> EngineLoad | None:
-        """Return what generation takes now; None where that is much the same as last time."""
-        started, is_running = self._generation.take_started(), self._generation.is_running
+        """Return the load of generation; None if it is about the same as at the last call."""
+        started, is_running = self._generation.pop_started(), self._generation.is_running
         if not (is_running or self._held_tokens):
             return None
         held = self._vllm.count_held() if is_running else 0
@@ -345,7 +345,7 @@ class VllmEngine:
         return EngineLoad(started, held)
 
     def read(self) -> EngineReading:
-        """Return what vLLM's scheduler has, and the slots of plans and adapters."""
+        """Return the status of vLLM's scheduler and of the slots for plans and adapters."""
         running, waiting = self._vllm.count_requests()
         blocks, used_blocks = self._vllm.count_blocks()
         plans, used_plans = self._slots.count()
@@ -364,7 +364,7 @@ class VllmEngine:
         )
 
     def _read_memory(self) -> tuple[DeviceMemory, ...]:
-        """Return the memory of the workers' GPUs, read anew from time to time."""
+        """Return the memory of the workers' GPUs, at most MEMORY_EVERY_S old."""
         is_due = self._has_gpu and time.monotonic() >= self._memory_due
         if is_due:
             self._memory_due = time.monotonic() + MEMORY_EVERY_S
@@ -374,6 +374,6 @@ class VllmEngine:
         return self._memory
 
     def close(self) -> None:
-        """Stop vLLM and its worker processes, and remove what lies on disk."""
+        """Stop vLLM and its worker processes, and delete the scratch directory."""
         self._vllm.close()
         self._scratch.close()

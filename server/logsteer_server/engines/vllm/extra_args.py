@@ -1,4 +1,4 @@
-"""What a request tells vLLM's workers, in `SamplingParams.extra_args`."""
+"""Arguments of a request for vLLM's workers, in `SamplingParams.extra_args`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,22 +8,22 @@ from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
-"""Which rows a request wants, and what is read from them."""
+"""The rows to score, and the values to compute from each: `describe_rows`."""
 STEER = "logsteer_steer"
-"""How a request is steered: slots, each with its positions; the length of its prompt."""
+"""Slots with the positions that each steers, and the prompt's length."""
 PLAN_NAMESPACE = "logsteer_plan"
-"""From where on a request's keys and values are those of its plan, and what names that plan."""
+"""The first token whose keys and values depend on the plan, and the plan's name in block hashes."""
 READ = "logsteer_read"
-"""What a request's probes read: slot, `ReadRequest`."""
+"""The slot of the request's probes, and a `ReadRequest`."""
 CAPTURE = "logsteer_capture"
-"""Which activations of a request are captured, and in which rows: a `CaptureWish`."""
+"""The activations to capture, and the rows to store them in: a `CaptureWish`."""
 DRAW = "logsteer_draw"
-"""What a request's tokens are drawn by: a `RowSpec`, with what is read with them; a seed; for a
-policy with adjustments the prompt, and how many tokens may follow it."""
+"""How to sample: a `RowSpec` with the policy and the values to compute for each token; a seed; for
+a policy with adjustments, the prompt; the most tokens to generate."""
 
 
 def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
-    """Return the extra arguments of a request that is scored."""
+    """Return the extra arguments of a score request."""
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
@@ -47,24 +47,25 @@ def describe_draw(job: GenerateJob, spec: RowSpec) -> dict[str, Any]:
 
 
 def describe_steering(job: Job, slots: Sequence[int]) -> dict[str, Any]:
-    """Return the extra arguments of a request that is steered or read, each part by its slot.
+    """Return the extra arguments of a job with a plan, given the slot of each of its parts.
 
     Errors: AssertionError without a plan.
     """
     assert job.plan is not None
-    plan, found = job.plan, dict[str, Any]()
+    plan, args = job.plan, dict[str, Any]()
     if plan.sites:
-        where = [part.positions for part in plan.parts]
-        found[STEER] = (tuple(zip(slots, where, strict=True)), job.prompt_len)
-        found[PLAN_NAMESPACE] = job.plan_namespace
+        positions = [part.positions for part in plan.parts]
+        args[STEER] = (tuple(zip(slots, positions, strict=True)), job.prompt_len)
+        args[PLAN_NAMESPACE] = job.plan_namespace
     if plan.probes:
-        found[READ] = (slots[0], ReadRequest.of(plan, job.prompt_len))
-    return found
+        args[READ] = (slots[0], ReadRequest.of(plan, job.prompt_len))
+    return args
 
 
 def find_first_needed(extra_args: dict[str, Any]) -> int | None:
-    """Return the first token that has to be computed, so that the prefix cache may have those
-    before it: that of the first row, or the first one captured. None where all may come from there.
+    """Return the position of the first token to score or capture, or None.
+
+    Tokens before it may come from the prefix cache.
     """
     needed = [extra_args[SCORE]["first_row"]] if SCORE in extra_args else []
     if CAPTURE in extra_args:

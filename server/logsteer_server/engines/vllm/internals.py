@@ -1,12 +1,12 @@
-"""Every function of vLLM that this engine replaces, calls privately or whose behaviour it needs.
+"""Every vLLM function that this engine replaces, calls privately, or whose behaviour it relies on.
 
 Each has a digest of its source and the reason. `tests/server/test_vllm_internals.py` compares the
-digests with the vLLM that is installed and names what moved. After an upgrade read what moved
-against its reason, mend the engine, and write the new digests with
+digests with the installed vLLM and names the changed functions. After an upgrade, compare each
+changed function with its reason, update the engine, and write the new digests with
 
     python -m logsteer_server.engines.vllm.internals --write
 
-Without `--write` it prints them. What concerns one of vLLM's runners alone stands under its name.
+Without `--write` it prints them. The comments group the functions by what they concern.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ INT8 = f"{LINEAR}.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel"
 
 
 class Internal(NamedTuple):
-    """The digest of a function's source, and what this engine does with the function."""
+    """The digest of a function's source, and how this engine uses the function."""
 
     digest: str
     reason: str
@@ -377,11 +377,11 @@ INTERNALS: dict[str, Internal] = {
         "66ab17081aa8", "wrapped: float32 is refused"
     ),
 }
-"""By dotted name; a class stands for all of its body."""
+"""By dotted name; the digest of a class covers its whole body."""
 
 
-def find(name: str) -> Any:
-    """Return the object of a dotted name. Errors: ImportError, AttributeError."""
+def resolve(name: str) -> Any:
+    """Import the object of a dotted name. Errors: ImportError, AttributeError."""
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
@@ -398,31 +398,31 @@ def find(name: str) -> Any:
 
 def digest(name: str) -> str:
     """Return the digest of a function's or class's source, without its indentation."""
-    found = find(name)
+    found = resolve(name)
     for wrapper in ("__func__", "fget", "fn"):  # static methods, properties, Triton's kernels
         found = getattr(found, wrapper, found)
     source = inspect.cleandoc("\n" + inspect.getsource(found))
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
-def find_moved() -> dict[str, str]:
-    """Return by name the new digest of each internal that is not as listed, or why it has none."""
-    moved = {}
+def find_changed() -> dict[str, str]:
+    """Return, by name, the new digest of each changed internal, or why it has none."""
+    changed = {}
     for name, listed in INTERNALS.items():
         try:
             found = digest(name)
         except (ImportError, AttributeError, OSError, TypeError) as error:
             found = f"gone: {error}"
         if found != listed.digest:
-            moved[name] = found
-    return moved
+            changed[name] = found
+    return changed
 
 
 def main() -> None:
-    """Print what moved in the vLLM that is installed; with `--write` list the new digests."""
+    """Print the changed internals of the installed vLLM; with `--write` store their digests."""
     here = Path(__file__)
     text = here.read_text()
-    for name, found in find_moved().items():
+    for name, found in find_changed().items():
         listed = INTERNALS[name]
         sys.stdout.write(f"{name}: {listed.digest} -> {found}\n    {listed.reason}\n")
         if not found.startswith("gone"):

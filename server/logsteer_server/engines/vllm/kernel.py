@@ -1,20 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The steering operation as two Triton kernels, for CUDA.
 
-They compute what `SteeringTables.apply` computes, touch persistent buffers only, and need nothing
-from the host, so that full CUDA graphs capture them. The first reads what probes ask for, so that
-the second finds the readings of all tokens, those that decide for others among them.
+They compute the same as `SteeringTables.apply`, use persistent buffers only, and need nothing from
+the host, so that full CUDA graphs capture them. The first evaluates the probes, so that the second
+has the readings of all tokens, including those that decide for others.
 
-A launch has a fixed number of programs, which share the marked tokens of the step: how many those
-are stands in the buffer of marks, as a captured graph is replayed with padding behind the tokens. A
-token whose slot has nothing at a layer costs its mark and its slot's row of work.
+A launch has a fixed number of programs, which share the marked tokens of the step. The buffer of
+marks has their number, because a captured graph is replayed with padding after the tokens. A token
+whose slot does nothing at a layer costs the loads of its mark and of its slot's work.
 
-A program has a token's width in registers, of which a multiprocessor has 65,536 and a thread 255:
-four vectors in float32 at a width of 16,384, whether 8 warps or 16 share them, and eight at 8,192.
-So only x and the direction of one operation go through the operations, each of which adds up over
-the width twice; the parts of the stream are loaded again behind them, by then from a cache. For
-compute capability 9.0 and bfloat16 a thread needs, by ptxas, 95 registers at 2,048 (4 warps), 116
-at 4,096 (8) and at 8,192 (16), and all 128 that 16 warps can have at 16,384, and 16 bytes beside.
+A program keeps vectors of a token's width in registers. A multiprocessor has 65,536 registers and a
+thread at most 255: room for four float32 vectors at a width of 16,384, with 8 or 16 warps, and for
+eight at 8,192. So the loop over operations keeps only x and one direction, and each operation
+reduces over the width twice; the parts of the stream are loaded again after the loop, from a cache.
+For compute capability 9.0 and bfloat16, ptxas reports per thread 95 registers at 2,048 (4 warps),
+116 at 4,096 (8) and 8,192 (16), and at 16,384 all 128 that 16 warps can have, with 16 bytes
+spilled.
 """
 
 from functools import cache
@@ -44,11 +45,11 @@ DEPTH, HAS_OFFSET = tl.constexpr(int(Work.DEPTH)), tl.constexpr(int(Work.HAS_OFF
 FIRST_PROBE, PROBE_COUNT = tl.constexpr(int(Work.FIRST_PROBE)), tl.constexpr(int(Work.PROBE_COUNT))
 
 WARPS_UP_TO = {2048: 4, 4096: 8}
-"""Warps of a program by the largest width that they are for."""
+"""Largest width -> warps of a program."""
 MOST_WARPS = 16
-"""Warps beyond these widths, and those of all programs on a multiprocessor at once."""
+"""Warps of a program beyond these widths, and of all programs on a multiprocessor together."""
 INTERPRETED = 1
-"""Multiprocessors that Triton's interpreter stands for: few, so that programs have many tokens."""
+"""Multiprocessors in Triton's interpreter: few, so that each program gets many tokens."""
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _load_part(part_ptr, d, inside):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_again(part_ptr, d, inside, MODIFIER: tl.constexpr):
-    # By a modifier of its own, so that the compiler does not keep what was loaded before.
+    # The cache modifier keeps the compiler from holding the first load in registers.
     return tl.load(part_ptr + d, mask=inside, other=0.0, cache_modifier=MODIFIER).to(tl.float32)
 
 
@@ -278,10 +279,10 @@ def count_warps(width: int) -> int:
 def launch(
     tables: "SteeringTables", hidden_TD: Tensor, residual_TD: Tensor | None, layer: int
 ) -> None:
-    """Read, steer a layer's output in place, measure, and capture, in two launches.
+    """Evaluate probes, steer a layer's output in place, measure, and capture, in two launches.
 
-    While requests are served and none is marked, nothing is launched, except into a graph that is
-    being captured, whose replays are for other steps. Before that graphs are captured.
+    If requests are being served and no token is marked, nothing is launched, unless a graph is
+    being captured, which later steps replay.
     """
     captures = hidden_TD.is_cuda and torch.cuda.is_current_stream_capturing()
     if tables.serves and tables.is_idle and not captures:

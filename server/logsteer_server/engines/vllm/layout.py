@@ -1,10 +1,10 @@
-"""What the kernel reads: the marked tokens of a step, and the rows of tables that plans fill.
+"""The memory layout that the host and the steering kernel share: token marks and table rows.
 
-The host packs both, so that one copy takes each to the device. Axis letters: L layers, S slots, D
-width, K operations, P numbers of an operation or of a condition, G probes, C conditions, W what a
-layer has of a plan, F fields of a mark; lower case: t tokens of a step that are steered, r those
-that are read, m all that are marked, or operations; s slots that are filled, n offsets, g probes, c
-conditions.
+The host packs the marks of a step and the table rows of plans into arrays, each copied to the
+device at once. Axis letters: L layers, S slots, D width, K operations, P numbers of an operation or
+condition, G probes, C conditions, W fields of a layer's work, F fields of a mark; lower case: t
+steered tokens of a step, r tokens that probes read, m marked tokens, or operations; s slots being
+filled, n offsets, g probes, c conditions.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,18 @@ from logsteer_server.engines.vllm.captures import Captured, Indices
 from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, UNCHANGED
 
 CLOSED, DECIDED = -1, -2
-"""In place of the token whose reading decides for another: none, as that stands before the prompt's
-end; or one of an earlier step, whose decision the request's entry has."""
+"""Special values of the deciding token's index, for conditions on the prompt's last token: CLOSED
+for tokens before it, where the condition does not hold; DECIDED where an earlier step computed it,
+and the decision is stored in the request's entry."""
 
 
 class Mark(IntEnum):
-    """Fields of a marked token, int32: its place in the step; its slot in the steering tables and
-    in the probe tables, 0 for none; its request's entry; whether it was not counted before; the
-    place of the token that decides for it, or CLOSED, or DECIDED; whether it is captured: 1 for
-    after, 2 for before it is steered.
+    """Fields of a marked token, int32.
+
+    PLACE: its index in the step. SLOT, READ_SLOT: its slot in the steering and the probe tables, 0
+    for none. ENTRY: its request's entry. COUNTED: 0 if it was counted before, else 1, or 2 for the
+    first token of a sequence. SOURCE: the index of the token that decides for it, or CLOSED, or
+    DECIDED. CAPTURED: 0 no, 1 after steering, 2 before steering.
     """
 
     PLACE = 0
@@ -45,10 +48,10 @@ L = TypeVar("L", bound="LatestStep")
 
 
 class StepEntries(Generic[L]):
-    """The requests that something is to be found of, each with an entry; of the tokens of a step,
-    whose they are, where in their sequences, and whether the step goes on from the latest one.
+    """Per-request state, one row ("entry") per request.
 
-    Entry 0 is that of all other requests.
+    Map each token of a step to its request's entry and its position, and detect when a step repeats
+    the previous one. Entry 0 stands for all requests without state.
     """
 
     def __init__(self, entry: "np.dtype[Any]") -> None:
@@ -60,14 +63,14 @@ class StepEntries(Generic[L]):
         return len(self._entry_of)
 
     def _enter(self, req_id: str, entry: int, *fields: Any) -> None:
-        """Begin a request's entry with its fields."""
+        """Set the fields of a new request's entry."""
         while entry >= len(self._entries):
             self._entries = np.resize(self._entries, 2 * len(self._entries))
         self._entries[entry] = fields
         self._entry_of[req_id] = entry
 
     def _repeat(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> L | None:
-        """Return the latest step, where of this one the same is found; it is the latest then."""
+        """Return the latest step, advanced by one token, if this step repeats it; else None."""
         latest = self._latest
         if latest is None or not latest.is_followed_by(req_ids, starts_R, computed_R):
             return None
@@ -77,12 +80,13 @@ class StepEntries(Generic[L]):
     def _place(
         self, req_ids: list[str], starts_R: Indices, computed_R: Indices
     ) -> tuple[Indices, Indices, Indices]:
-        """Return of each token of a step the entry, the position, and that of its request's first.
+        """Return each token's entry, its position, and the position of its request's first token
+        in the step, each [T].
 
         Args:
             req_ids: the R requests of the step, in the order of their tokens.
-            starts_R: [R + 1], where each one's tokens begin, and where the last one's end.
-            computed_R: the position of each one's first token.
+            starts_R: [R + 1], the index of each request's first token in the step; then T.
+            computed_R: the position of each request's first token in its sequence.
 
         """
         counts_R = np.diff(starts_R)
@@ -94,10 +98,10 @@ class StepEntries(Generic[L]):
 
 @dataclass(slots=True)
 class LatestStep:
-    """The R requests of a step: where their tokens begin [R + 1], and each one's next position [R].
+    """The R requests of the latest step: starts of their tokens [R + 1], and next positions [R].
 
-    `repeats`: while the same requests go on, a token each, what is found of all their next tokens
-    is the same.
+    `repeats`: the result stays the same as long as each step has the next token of each of these
+    requests, and no other token.
     """
 
     req_ids: list[str]
@@ -106,7 +110,7 @@ class LatestStep:
     repeats: bool
 
     def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
-        """Return whether a step has the next token of each request, of which the same is found."""
+        """Return whether a step has just the next token of each request and the same result."""
         return (
             self.repeats
             and self.req_ids == req_ids
@@ -116,19 +120,21 @@ class LatestStep:
 
 
 def no_tokens() -> Indices:
-    """Return the places of no token."""
+    """Return an empty array of token indices."""
     return np.zeros(0, np.int64)
 
 
 def no_flags() -> npt.NDArray[np.bool_]:
-    """Return the flags of no token."""
+    """Return an empty array of flags."""
     return np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteeredTokens:
-    """Steered tokens of a step: places in it, slots, their requests' entries, and whether what is
-    done to them has not been counted before, and whether they are their sequences' first.
+    """The steered tokens of a step: indices in the step, slots, and their requests' entries.
+
+    `is_new_t`: not counted before, so that the change is measured. `is_first_t`: first token of its
+    sequence.
     """
 
     index_t: Indices = field(default_factory=no_tokens)
@@ -140,12 +146,12 @@ class SteeredTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadTokens:
-    """The tokens of a step that are read: places in it, slots, and their requests' entries.
+    """The tokens of a step that probes read: indices in the step, slots, their requests' entries.
 
-    `sources_r`: the place of the prompt's last token, whose reading decides where a condition asks
-    for that, or CLOSED, or DECIDED. `is_end_r`: whether a token is that last one, and decides.
-    `is_kept_r`: whether its readings are wanted on the host. `reads_after`: whether anybody wants
-    to know those behind a change; conditions do not.
+    `sources_r`: index of the prompt's last token, which decides conditions on the prompt, or
+    CLOSED, or DECIDED. `is_end_r`: the token is that last one, and a condition depends on it.
+    `is_kept_r`: its readings go to the host. `reads_after`: some request needs readings after
+    steering; conditions use those before it.
     """
 
     index_r: Indices = field(default_factory=no_tokens)
@@ -162,14 +168,14 @@ NONE_STEERED, NONE_READ = SteeredTokens(), ReadTokens()
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the tokens of one step are for: steered, captured, read."""
+    """The marked tokens of one step: steered, captured, read."""
 
     steered: SteeredTokens = NONE_STEERED
     captured: Captured = field(default_factory=dict)
     read: ReadTokens = NONE_READ
 
     def is_same(self, other: "Step") -> bool:
-        """Return whether both steer and read the very same arrays of tokens, and capture none."""
+        """Return whether both share the arrays of steered and read tokens, and capture nothing."""
         return (
             self.steered is other.steered
             and self.read is other.read
@@ -184,9 +190,9 @@ class Step:
 
 
 def pack_marks(step: Step) -> npt.NDArray[np.int32]:
-    """Return the marked tokens of a step, in order, behind a row that says how many: [1 + m, F].
+    """Return the marks of a step in token order, after a row with their number: [1 + m, F].
 
-    Of four tokens of which the third is steered by slot 2, for the request of entry 5:
+    In a step of four tokens, slot 2 steers the third, which belongs to the request of entry 5:
 
         [[1, 0, 0, 0, 0, 0, 0, 0], [2, 2, 0, 5, 1, -1, 0, 0]]
     """
@@ -213,8 +219,8 @@ def pack_marks(step: Step) -> npt.NDArray[np.int32]:
 
 
 class Work(IntEnum):
-    """What a layer has to do of a plan, int32: how many operations; whether an offset is added; its
-    probes, from which on and how many, in the order of layers.
+    """Fields of a plan's work at one layer, int32: number of operations; whether to add an offset;
+    first and number of its probes, counted in order of layer.
     """
 
     DEPTH = 0
@@ -225,7 +231,7 @@ class Work(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableShape:
-    """Sizes of the tables: layers, slots (the empty one included), operations, probes, width."""
+    """Sizes of the tables: layers, slots (with the empty slot 0), operations, probes, width."""
 
     layers: int
     slots: int
@@ -237,15 +243,15 @@ class TableShape:
 def pack_plans(
     plans: Mapping[int, SteeringPlan], shape: TableShape
 ) -> tuple[npt.NDArray[Any], ...]:
-    """Return the rows of plans by slot. Errors: ValueError for more operations than fit.
+    """Return the table rows of plans by slot. Errors: ValueError for more operations than fit.
 
-    slots_s, work_LsW                             what there is to do of each plan
+    slots_s, work_LsW                             each plan's work at each layer
     offsets_at_n, offsets_nD                      rows of a table [L * S, D]
     ops_at_m, directions_mD, numbers_mP           rows of tables [L * S * K, ...]
     probes_at_g, probes_gD, order_g               rows of tables [S * G, ...]
     conditions_at_c, conditions_cP                rows of a table [S * C, P]
 
-    Of a plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD`
+    For a plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD`
     is [v], and `work_LsW[5, 0]` is [0, 1, 0, 0].
     """
     work_LsW = np.zeros((shape.layers, len(plans), len(Work)), np.int32)

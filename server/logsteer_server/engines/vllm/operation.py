@@ -1,8 +1,8 @@
-"""The custom operation `logsteer::steer`, which stands at every activation that can be steered:
-behind every decoder layer, and at what else the model's `hooks` name.
+"""The custom operation `logsteer::steer`, attached to every activation that can be steered: every
+decoder layer's output, and the other activations that the model's `hooks` name.
 
-Compiled graphs and captured CUDA graphs contain it; the tables of the running model, which it finds
-in vLLM's forward context, say what it does.
+Compiled graphs and captured CUDA graphs contain it. It works by the tables of the running model,
+from vLLM's forward context.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ from logsteer_server.engines.vllm.stream import split_output
 from logsteer_server.engines.vllm.tables import SteeringTables
 
 TABLES = "logsteer.steering_tables"
-"""Where vLLM's forward context has the tables of the model that runs."""
+"""The key of the running model's tables in vLLM's forward context."""
 
 
 def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
-    """Steer an activation in place, as the tables of the running model say.
+    """Steer an activation in place by the tables of the running model.
 
-    `layer` is its number among the tables' (`points.SiteNumbers`), typed as vLLM types the names of
-    its own layers: the compiler then takes layers that differ in nothing else for the same, and
-    compiles one. On a CPU it may name several, as `name_group` does.
+    `layer` is its number in the tables (`points.SiteNumbers`), with the type of vLLM's own layer
+    names: the compiler then compiles layers that differ in nothing else only once. On a CPU it may
+    name several activations, as `name_group` does.
     """
     tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
     if hidden_TD.is_cuda:
@@ -49,7 +49,7 @@ def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -
 
         launch(tables, hidden_TD, residual_TD, int(_resolve_layer_name(layer)))
     elif not tables.is_idle:
-        for number, is_whole in _read_group(str(_resolve_layer_name(layer))):
+        for number, is_whole in _parse_group(str(_resolve_layer_name(layer))):
             tables.apply(hidden_TD, residual_TD if is_whole else None, number)
 
 
@@ -57,16 +57,16 @@ HIDDEN_ALONE = "h"
 
 
 def name_group(numbers: Sequence[int], whole: Sequence[bool]) -> str:
-    """Return the name of activations that one call steers, those without the residual marked.
+    """Return the name of activations that one call steers; `h` marks those without the residual.
 
-    The numbers 3 and 37, of which 3 is `hidden` alone, are `3h,37`.
+    The numbers 3 and 37, of which 3 is `hidden` alone, give `3h,37`.
     """
     marks = ["" if is_whole else HIDDEN_ALONE for is_whole in whole]
     return ",".join(f"{number}{mark}" for number, mark in zip(numbers, marks, strict=True))
 
 
 @cache
-def _read_group(name: str) -> tuple[tuple[int, bool], ...]:
+def _parse_group(name: str) -> tuple[tuple[int, bool], ...]:
     parts = name.split(",")
     return tuple((int(p.rstrip(HIDDEN_ALONE)), not p.endswith(HIDDEN_ALONE)) for p in parts)
 
@@ -80,9 +80,9 @@ direct_register_custom_op("steer", steer, ["hidden_TD"], _shape_only, LIBRARY)
 
 
 def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """Return a model's `count` decoder layers by their number; none where it has no such list.
+    """Return a model's `count` decoder layers in order; empty if it has no list of that length.
 
-    Of a model that also sees or hears, those of its language model: other towers may have as many.
+    In a multimodal model, search the language model only: other towers may have as many layers.
     """
     language: Any = model
     if supports_multimodal(model):
@@ -94,7 +94,7 @@ def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def find_places(layers: list[nn.Module], hooks: tuple[str, ...]) -> dict[Place, ModulePoint]:
-    """Return where this pipeline stage's layers seem to have these activations."""
+    """Return the likely places of these hooks' activations in this pipeline stage's layers."""
     return {
         (hook, number): point
         for number, layer in enumerate(layers)
@@ -110,18 +110,18 @@ def append_operation(
     hooks: tuple[str, ...],
     sharing: SharingProbe | None = None,
 ) -> list[RemovableHandle]:
-    """Put the operation at these activations of this pipeline stage's layers, not compiled yet.
+    """Attach the operation to these hooks in this pipeline stage's layers, before compilation.
 
-    It is left out where an activation is not found, or not understood; there nothing is steered.
-    Activations that share tensors, as a probe has seen, share a call at the last of them. Return
-    what takes the operation away again.
+    An activation that is not found, or has an unknown form, is not steered. Activations that share
+    tensors by a `SharingProbe` share a call, at the last of them. Return the handles that remove
+    the operation.
     """
     numbers, places = SiteNumbers(hooks, len(layers)), find_places(layers, hooks)
     groups = [[place] for place in places] if sharing is None else sharing.list_groups()
     handles = []
     for group in groups:
         whole = [len(group) == 1 or sharing is None or sharing.has_residual(p) for p in group]
-        if not any(whole):  # all that there is
+        if not any(whole):  # no activation of the group has a residual
             whole = [True] * len(group)
         name = _encode_layer_name(name_group([numbers.number(*p) for p in group], whole))
         handles.append(places[group[-1]].attach(partial(_steer_output, tables, name)))
@@ -134,6 +134,6 @@ def _steer_output(tables: SteeringTables, layer: LayerNameType, output: Any) -> 
     if parts is None:
         return
     hidden_TD, residual_TD = parts
-    # A CPU with idle tables need not call; graphs, compiled or captured, always have the operation.
+    # On a CPU with idle tables the call is skipped; compiled or captured graphs always contain it.
     if torch.compiler.is_compiling() or hidden_TD.is_cuda or not tables.is_idle:
         torch.ops.logsteer.steer(hidden_TD, residual_TD, layer)

@@ -1,14 +1,14 @@
-"""Where a decoder layer has the activations of each hook, and whether they are those.
+"""Locate the activations of each hook in a decoder layer, and check them.
 
-Names and numbers are TransformerLens'. A block adds the output of its attention, and that of its
-MLP, to the residual stream; where a norm follows such an output, what leaves the norm is added:
+Names and values are TransformerLens'. A block adds the outputs of its attention and of its MLP to
+the residual stream; if a norm follows such an output, the block adds the norm's output:
 
     resid_pre -> norm -> attention (-> norm) = attn_out      resid_mid = resid_pre + attn_out
     resid_mid -> norm -> MLP (-> norm) = mlp_out             resid_post = resid_mid + mlp_out
 
 Parallel blocks have no resid_mid: resid_post = resid_pre + attn_out + mlp_out. `find_points` finds
-the modules by the names that families use. Whether they are the right ones is not assumed:
-`PointProbe` reads a text, plain and with every activation changed, and `find_faults` adds up.
+the modules by the names that families use. `PointProbe` and `find_faults` check them: they record
+the activations of a text, unchanged and then with every activation changed, and test the sums.
 
 Axis letters: T tokens, D width of an activation.
 """
@@ -37,24 +37,24 @@ from logsteer_server.engines.vllm.stream import (
 ATTENTION = ("self_attn", "self_attention", "attn", "attention")
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "fc2")
 NORM_BETWEEN = ("post_attention_layernorm", "ln_2", "ffn_norm", "norm2", "final_layer_norm")
-"""What families call a layer's modules. `final_layer_norm` is OPT's, as is `fc2`."""
+"""Names of a layer's modules in all families. `final_layer_norm` and `fc2` are OPT's."""
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePoint:
-    """Where a layer has an activation: in what a module returns, or in what it is called with.
+    """An activation's place in a layer: the output of a module, or its input.
 
-    `parameters`: the module's, in order, where the activation is among them under the names HIDDEN
-    and RESIDUAL; empty where it is what the module returns.
+    `parameters`: for an input, the names of the module's parameters in order, with HIDDEN and
+    RESIDUAL among them; empty for an output.
     """
 
     module: nn.Module
     parameters: tuple[str, ...] = ()
 
     def attach(self, act: Callable[[Any], None]) -> RemovableHandle:
-        """Have `act` be called with the activation, in the form of a decoder layer's output."""
+        """Register a hook that calls `act` with the activation, formed as a layer's output."""
         if self.parameters:
             hook = partial(_act_on_input, act, self.parameters)
             return self.module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -72,12 +72,12 @@ def _act_on_input(
     args: Any,
     kwargs: Any,
 ) -> None:
-    given = dict(zip(parameters, args, strict=False)) | kwargs
-    act((given.get(HIDDEN), given.get(RESIDUAL)))
+    named = dict(zip(parameters, args, strict=False)) | kwargs
+    act((named.get(HIDDEN), named.get(RESIDUAL)))
 
 
 def find_points(layer: nn.Module) -> dict[str, ModulePoint]:
-    """Return where a decoder layer seems to have each activation, by hook."""
+    """Return the likely place of each activation in a decoder layer, by hook."""
     children = dict(layer.named_children())
 
     def first(names: Sequence[str]) -> nn.Module | None:
@@ -99,9 +99,9 @@ def find_points(layer: nn.Module) -> dict[str, ModulePoint]:
 
 @dataclass(frozen=True, slots=True)
 class SiteNumbers:
-    """Numbers of a model's activations in its tables, which call them layers.
+    """Number a model's activations for its tables, which call these numbers layers.
 
-    Those of a hook lie together, so that with one hook they are the layers themselves. Of hooks
+    The numbers of a hook are adjacent; with one hook they equal the layers. With the hooks
     ("attn_out", "resid_post") and 32 layers, number("resid_post", 3) is 35.
     """
 
@@ -113,21 +113,21 @@ class SiteNumbers:
         return self.hooks.index(hook) * self.layers + layer
 
     def rewrite(self, plan: SteeringPlan) -> SteeringPlan:
-        """Return a plan whose sites and probes have such numbers for layers."""
+        """Return a plan with these numbers as the layers of its sites and probes."""
         sites = tuple(replace(s, layer=self.number(s.hook, s.layer)) for s in plan.sites)
         probes = tuple(replace(p, layer=self.number(p.hook, p.layer)) for p in plan.probes)
         return replace(plan, sites=sites, probes=probes)
 
 
 class Seen(NamedTuple):
-    """An activation as it was passed on, and what had been added to it: float32 [T, D] each."""
+    """An activation as passed on, and the change added to it: float32 [T, D] each."""
 
     value_TD: Tensor
     added_TD: Tensor
 
 
 class PointProbe:
-    """Read the activations of one rank's layers in a pass, and change those of some hooks."""
+    """Record the activations of one rank's layers in a pass, and change those of some hooks."""
 
     def __init__(
         self, layers: Mapping[int, nn.Module], form: StreamForm, changed: Sequence[str]
@@ -138,14 +138,14 @@ class PointProbe:
         self.seen: dict[int, dict[str, Seen]] = {}
 
     def attached(self) -> AbstractContextManager[Any]:
-        """Return a context in which activations are read and changed."""
+        """Return a context in which activations are recorded and changed."""
         stack = ExitStack()
         for number, layer in self._layers.items():
             for hook, point in find_points(layer).items():
-                stack.callback(point.attach(partial(self._read, number, hook)).remove)
+                stack.callback(point.attach(partial(self._record, number, hook)).remove)
         return stack
 
-    def _read(self, layer: int, hook: str, output: Any) -> None:
+    def _record(self, layer: int, hook: str, output: Any) -> None:
         parts = split_output(output)
         if parts is None:
             return
@@ -159,7 +159,7 @@ class PointProbe:
             scale_T1 = 0.5 * before_TD.square().mean(-1, keepdim=True).sqrt()
             hidden_TD += (scale_T1 * noise_D).to(hidden_TD.dtype)
         after_TD = read_stream(hidden_TD, residual_TD, None).clone()
-        own = slice(PROBE_TOKENS - 1)  # behind them a graph's padding, which may be anything
+        own = slice(PROBE_TOKENS - 1)  # after them comes a graph's padding
         seen = Seen(after_TD[own], (after_TD - before_TD)[own])
         self.seen.setdefault(layer, {})[hook] = seen
 
@@ -169,7 +169,7 @@ Place = tuple[str, int]
 
 
 class _SeenPlace(NamedTuple):
-    """What an activation was passed on as, and a copy of its first part as it was then."""
+    """The tensors of an activation, and a copy of its hidden part at that time."""
 
     place: Place
     hidden_TD: Tensor
@@ -178,10 +178,10 @@ class _SeenPlace(NamedTuple):
 
 
 class SharingProbe:
-    """See in one pass which activations, one after another, lie in the same tensors.
+    """Detect, in one pass, which consecutive activations share their tensors.
 
-    Of most families these are attn_out and resid_mid, and mlp_out, resid_post and the next layer's
-    resid_pre: nothing is computed between, so that one call can steer them all.
+    In most families these are attn_out and resid_mid, and mlp_out, resid_post and the next layer's
+    resid_pre: nothing is computed between them, so that one call can steer them all.
     """
 
     def __init__(self, points: Mapping[Place, ModulePoint]) -> None:
@@ -189,18 +189,18 @@ class SharingProbe:
         self._seen: list[_SeenPlace] = []
 
     def attached(self) -> AbstractContextManager[Any]:
-        """Return a context in which activations are seen."""
+        """Return a context in which activations are recorded."""
         stack = ExitStack()
         for place, point in self._points.items():
-            stack.callback(point.attach(partial(self._see, place)).remove)
+            stack.callback(point.attach(partial(self._record, place)).remove)
         return stack
 
-    def _see(self, place: Place, output: Any) -> None:
+    def _record(self, place: Place, output: Any) -> None:
         if (parts := split_output(output)) is not None:
             self._seen.append(_SeenPlace(place, *parts, parts[0].clone()))
 
     def list_groups(self) -> list[list[Place]]:
-        """Return the activations that were seen, in order, those that share tensors together."""
+        """Return the recorded activations in order, grouped by shared tensors."""
         groups: list[list[Place]] = []
         for before, seen in pairwise([None, *self._seen]):
             assert seen is not None
@@ -211,7 +211,7 @@ class SharingProbe:
         return groups
 
     def has_residual(self, place: Place) -> bool:
-        """Return whether an activation is in two parts."""
+        """Return whether an activation has a residual part."""
         return any(s.place == place and s.residual_TD is not None for s in self._seen)
 
 
@@ -231,19 +231,19 @@ def _is_shared(before: _SeenPlace, after: _SeenPlace) -> bool:
 
 
 NOISE = {True: 1e-4, False: 0.02}
-"""How much of the residual stream a sum may be off by rounding, by whether it is float32."""
-TELLING = 5
-"""What is added comes to so many times the noise at some token, or nothing can be told by it."""
+"""Largest rounding error of a sum relative to the residual stream, by whether it is float32."""
+MIN_SIGNAL = 5
+"""Outputs smaller than this multiple of the noise at every token are too small to check."""
 
 Activations = Mapping[str, Seen]
-"""Those of one layer, by hook."""
+"""One layer's activations, by hook."""
 
 
 def find_faults(seen: Mapping[int, Activations], *, exact: bool) -> dict[str, str]:
-    """Return, for each hook whose activations are not what they are called, why.
+    """Return, by hook, why its activations are not the ones it is named after.
 
     Args:
-        seen: the activations of a text by layer, plain or changed.
+        seen: the activations of a text by layer, unchanged or changed.
         exact: whether they are float32.
 
     """
@@ -256,7 +256,7 @@ def find_faults(seen: Mapping[int, Activations], *, exact: bool) -> dict[str, st
     }
     if not faults.keys().isdisjoint(("resid_pre", "resid_post")):
         return dict.fromkeys(HOOKS, "there is nothing to hold it against") | faults
-    pairs = [(_arrived(two, "resid_pre"), one["resid_post"][0]) for one, two in pairwise(layers)]
+    pairs = [(_unchanged(two, "resid_pre"), one["resid_post"][0]) for one, two in pairwise(layers)]
     if not _are_same(pairs, noise):
         faults["resid_pre"] = "what enters a layer is not what left the one in front"
     if not faults.keys().isdisjoint(("attn_out", "mlp_out")):
@@ -265,23 +265,23 @@ def find_faults(seen: Mapping[int, Activations], *, exact: bool) -> dict[str, st
         faults |= _find_faults_between(layers, noise)
     if "resid_mid" in faults:
         sums = [each["resid_pre"][0] + each["attn_out"][0] + each["mlp_out"][0] for each in layers]
-        if not _are_same([*zip(sums, _arrive(layers, "resid_post"), strict=True)], noise):
+        if not _are_same([*zip(sums, _all_unchanged(layers, "resid_post"), strict=True)], noise):
             reason = "what attention and MLP put out is not what the layer adds to the stream"
             return dict.fromkeys(HOOKS[1:-1], reason) | faults
     for hook in ("attn_out", "mlp_out"):
         shares = [
             each[hook][0].norm(dim=-1) / each["resid_post"][0].norm(dim=-1) for each in layers
         ]
-        if not max(float(share_T.max()) for share_T in shares) > TELLING * noise:
+        if not max(float(share_T.max()) for share_T in shares) > MIN_SIGNAL * noise:
             faults[hook] = "it is too small beside the stream to be told from rounding"
     return faults
 
 
 def _find_faults_between(layers: Sequence[Activations], noise: float) -> dict[str, str]:
-    """Return what is wrong with the stream between attention and MLP, or with what they add."""
+    """Check resid_mid, and the outputs that attention and MLP add before and after it."""
     faults = {}
     for begin, hook, end in (HOOKS[:3], HOOKS[2:]):
-        ends = _arrive(layers, end)
+        ends = _all_unchanged(layers, end)
         added = [end_TD - each[begin][0] for each, end_TD in zip(layers, ends, strict=True)]
         outputs = [each[hook][0] for each in layers]
         scale = _find_scale(added, outputs)
@@ -296,23 +296,23 @@ def _find_faults_between(layers: Sequence[Activations], noise: float) -> dict[st
     return faults
 
 
-def _arrived(layer: Activations, hook: str) -> Tensor:
-    """Return an activation as it came, before it was changed."""
+def _unchanged(layer: Activations, hook: str) -> Tensor:
+    """Return an activation before the probe changed it."""
     return layer[hook].value_TD - layer[hook].added_TD
 
 
-def _arrive(layers: Sequence[Activations], hook: str) -> list[Tensor]:
-    return [_arrived(layer, hook) for layer in layers]
+def _all_unchanged(layers: Sequence[Activations], hook: str) -> list[Tensor]:
+    return [_unchanged(layer, hook) for layer in layers]
 
 
 def _find_scale(added: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Return by what outputs are multiplied to come to what was added: least squares."""
+    """Return the least-squares factor between outputs and what was added to the stream."""
     across = sum(float((a * b).sum()) for a, b in zip(added, outputs, strict=True))
     return across / max(sum(float(b.square().sum()) for b in outputs), 1e-30)
 
 
 def _are_same(pairs: Sequence[tuple[Tensor, Tensor]], noise: float) -> bool:
-    """Return whether two streams [T, D] of each pair are the same at every token."""
+    """Return whether the two streams [T, D] of each pair are equal up to noise at every token."""
     return all(
         bool(((one - other).norm(dim=-1) <= noise * other.norm(dim=-1)).all())
         for one, other in pairs

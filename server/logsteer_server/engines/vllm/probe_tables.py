@@ -1,11 +1,11 @@
-"""Probe tables: what each slot reads at each layer, and what its conditions ask of it.
+"""Probe tables: the probes and conditions of each slot, and how a step evaluates them.
 
-They stand beside the steering tables and belong to the same operation. A slot has up to G probes,
-each a direction at one layer; a token of a step whose plan is in the slot has a row of readings.
+They belong to the same operation as the steering tables. A slot has up to G probes, each a
+direction at one layer; each token of a step that a slot's probes read has a row of readings.
 
 Axis letters: S slots, G probes, C conditions, P numbers, T tokens of a step, D width, R numbers of
-a reading, K operations, E entries; lower case: r tokens of a step that are read, t those that are
-steered, p those that decide for others; n: pairs of token and probe.
+a reading, K operations, E entries; lower case: r tokens of a step that probes read, t steered
+tokens, p prompt ends that decide conditions; n: pairs of token and probe.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from logsteer_server.engines.vllm.stream import read_stream
 from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, READINGS, hold, read_components
 
 GATHERED = 2**22
-"""Numbers of activations, or of directions for them, that are gathered at once."""
+"""The most float32 numbers of activations, or of directions, gathered at once."""
 
 
 class ProbeTables:
-    """Hold the probes and conditions of all slots, and read with them.
+    """Hold the probes and conditions of all slots, and evaluate them.
 
-    `directions_SGD[s, g]` is probe g of slot s; `order_SG` has a slot's probes in the order of
-    their layers. `decided_E`: what prompts have decided, by entry. A plan in slot 2 that reads u at
-    layer 5, and a step of four tokens of which the last two have this plan:
+    `directions_SGD[s, g]` is probe g of slot s; `order_SG` lists a slot's probes in order of layer.
+    `decided_E`: the bits of conditions decided at prompts' ends, by entry. Example: a plan in slot
+    2 has a probe u at layer 5, and reads the last two tokens of a step of four:
 
         load({2: a plan with Probe(5, "resid_post", u)}, ...)
         write(ReadTokens([2, 3], [2, 2], ...))
@@ -63,7 +63,10 @@ class ProbeTables:
         conditions_at_c: Tensor,
         conditions_cP: Tensor,
     ) -> None:
-        """Put the probes and conditions of plans into slots: `pack_plans`, on the device."""
+        """Load the probes and conditions of plans into slots.
+
+        The tensors are the arrays of `pack_plans`, on the device.
+        """
         if len(probes_at_g):
             self.directions_SGD.flatten(0, 1).index_copy_(0, probes_at_g, probes_gD)
             self.order_SG.flatten().index_copy_(0, probes_at_g, order_g)
@@ -76,7 +79,7 @@ class ProbeTables:
             self._places[slot] = places
 
     def write(self, step: ReadTokens) -> None:
-        """Say which tokens of the next forward pass are read; the others are not."""
+        """Set the tokens that probes read in the next forward pass."""
         if step is self.step:
             return
         self.step = step
@@ -87,9 +90,10 @@ class ProbeTables:
     def read(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int, *, after: bool
     ) -> None:
-        """Read the tokens of this step at one layer, before or after that is steered.
+        """Evaluate the probes at one layer for this step's tokens, before or after steering.
 
-        The plain form, for CPUs. Before, what is read counts for after, too.
+        The version for CPUs, without the kernel. Readings before steering also fill those after it,
+        for layers that are not steered.
         """
         if layer not in self._parts:
             self._parts[layer] = self._pair(len(hidden_TD), layer)
@@ -108,7 +112,7 @@ class ProbeTables:
                 all_NR.index_copy_(0, part.rows_n, read_n2.repeat(1, 2))
 
     def _pair(self, num_tokens: int, layer: int) -> "list[_Part]":
-        """Find the readings at a layer: of each token as many as the token with the most has."""
+        """Pair tokens with their probes at a layer, padded to the most probes of any token."""
         step, width = self.step, self.directions_SGD.shape[2]
         probes = {
             slot: found
@@ -145,10 +149,10 @@ class ProbeTables:
     def find_gate(
         self, places_t: Indices, slots_t: Tensor, step: ReadTokens, conditions_tK: Tensor
     ) -> "Gate | None":
-        """Return what decides whether the operations of steered tokens act; None where all do.
+        """Return the conditions of steered tokens' operations; None if all are unconditional.
 
-        `conditions_tK`: the number of its condition in its slot; below 0 it has none. The plain
-        form, for CPUs.
+        `conditions_tK`: the index of each operation's condition in its slot; below 0 for none. The
+        version for CPUs, without the kernel.
         """
         if not bool((conditions_tK >= 0).any()):
             return None
@@ -177,9 +181,9 @@ class ProbeTables:
         )
 
     def decide_prompts(self) -> None:
-        """Keep what the prompts that ended in this step decide, by entry, for later steps.
+        """Store, by entry, the conditions decided by prompts that ended in this step.
 
-        Call it behind the forward pass. Nothing of it waits for the device.
+        Call it after the forward pass. It does not wait for the device.
         """
         ends_p = np.flatnonzero(self.step.is_end_r)
         if not len(ends_p):
@@ -194,9 +198,9 @@ class ProbeTables:
         self.decided_E.index_copy_(0, entries_p, bits_p)
 
     def gather(self) -> Tensor | None:
-        """Return the readings of this step's tokens that the host wants: [k, G, R], on the device.
+        """Return the readings of this step's kept tokens on the device: [k, G, R], or None.
 
-        None where it wants none. The next steps do not change what was returned.
+        It is a copy, which later steps do not change.
         """
         if self._kept_k is None:
             kept_k = self.step.index_r[self.step.is_kept_r]
@@ -208,10 +212,10 @@ class ProbeTables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """What decides whether the operations of steered tokens t act at a layer.
+    """The conditions of steered tokens' operations at a layer.
 
-    `rows_tK`: the reading that decides, among all; `value_tK` stands where `fixed_tK` says that no
-    reading of this step does.
+    `rows_tK`: the row of the deciding reading among all readings. `fixed_tK`: whether no reading of
+    this step decides, so that `value_tK` does.
     """
 
     readings_NR: Tensor
@@ -234,10 +238,10 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Some tokens that are read at a layer, and their readings among all; no index: all tokens.
+    """Some tokens that probes read at a layer, and the rows of their readings.
 
-    Slots, probes and directions have one row where all tokens have the same. `real_n`: which pairs
-    of a token and a probe there are, where tokens differ in their number.
+    `index_r`: indices in the step; None for all tokens. Slots, probes and directions have one row
+    if all tokens share it. `real_n`: which pairs of token and probe are not padding; None for all.
     """
 
     index_r: Tensor | None

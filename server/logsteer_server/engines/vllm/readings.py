@@ -1,7 +1,7 @@
-"""Which tokens of a step are read by probes, and what was read of them, by request.
+"""The tokens of a step that probes read, and their probe values by request.
 
-Axis letters: R requests of a step, G probes, E entries; lower case r: the read tokens of a step, k
-those of them whose readings are kept.
+Axis letters: R requests of a step, G probes, E entries; lower case: r tokens of a step that probes
+read, k tokens whose readings are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,21 +28,21 @@ from logsteer_server.engines.vllm.layout import (
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
 
-HELD = 2**22
-"""Numbers of readings that wait on the device before they are fetched unasked."""
+MAX_PENDING = 2**22
+"""Probe values that may be pending on the device before they are copied to the host."""
 
 _ENTRY = np.dtype(
     [("slot", "i8"), ("last", "i8"), ("kept", "i8"), ("asks", "?"), ("is_given", "?")]
 )
-"""Of a request: its slot; where its prompt ends and from where on readings are kept; whether a
-condition asks for the reading of the prompt's last token; whether readings are given to anybody, or
-conditions alone read."""
+"""A request's entry: its slot; positions of the prompt's last token and of the first token whose
+readings are kept; whether a condition depends on the prompt's last token; whether the answer
+returns readings, and not conditions alone use them."""
 _ENDLESS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The tokens of one request among the kept ones of a step."""
+    """One request's tokens among the kept tokens of a step."""
 
     sequence: SequenceReadings
     start: int
@@ -52,7 +52,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _LatestRead(LatestStep):
-    """What was found in the latest step, and read in it and in steps like it that followed."""
+    """The read tokens of the latest step, and the readings of it and of the repeats after it."""
 
     tokens: ReadTokens
     spans: list[_Span]
@@ -60,31 +60,30 @@ class _LatestRead(LatestStep):
 
 
 class ReadingRecorder(StepEntries[_LatestRead]):
-    """Find the tokens of each step that are read, and keep what was read by request.
+    """Locate the tokens of each step that probes read, and collect their readings by request.
 
-    What was read waits on the device until somebody asks for it; `take` and `read_passed` then
-    fetch all that waits at once. Of two requests, `b` is not read, and `a` is by the plan in slot
-    2, whose prompt has 2 tokens; its entry is 1. A step reads token 5 of `b` and the first two of
-    `a`:
+    Readings stay on the device until `pop` or `count_passed` copies all pending ones to the host.
+    Example: request `b` has no probes; request `a` has the plan in slot 2, entry 1, and a prompt of
+    2 tokens. A step computes token 5 of `b` and the first two tokens of `a`:
 
         begin("a", 1, 2, request, num_cached=0)
         find(["b", "a"], [0, 1, 3], [5, 0])     index_r = [1, 2], slots_r = [2, 2],
                                                 sources_r = [CLOSED, 2], is_end_r = [False, True]
-        record(readings of these two tokens)    the second one's decides for what follows
+        record(readings of these two tokens)    the second decides for the tokens after it
         find(["a"], [0, 1], [2])                index_r = [0], sources_r = [DECIDED]
     """
 
     def __init__(self) -> None:
         super().__init__(_ENTRY)
         self._sequences: dict[int, SequenceReadings] = {}
-        self._waiting: list[_LatestRead] = []
-        self._held = 0
+        self._pending: list[_LatestRead] = []
+        self._pending_size = 0
 
     def begin(
         self, req_id: str, entry: int, slot: int, request: ReadRequest, num_cached: int
     ) -> None:
-        """Begin with a request whose first `num_cached` tokens the prefix cache holds."""
-        self._set_aside()
+        """Add a request, whose first `num_cached` tokens come from the prefix cache."""
+        self._close_step()
         kept = _ENDLESS if request.first_kept is None else request.first_kept
         asks = any(condition.of == "prompt" for condition in request.conditions)
         last = request.prompt_len - 1
@@ -93,21 +92,21 @@ class ReadingRecorder(StepEntries[_LatestRead]):
         self._sequences[entry] = SequenceReadings(request, num_cached)
 
     def end(self, req_id: str) -> None:
-        """Forget a request that has ended, if it is read."""
-        self._set_aside()
+        """Remove a request that has ended, if it has probes."""
+        self._close_step()
         entry = self._entry_of.pop(req_id, None)
         if entry is not None:
             del self._sequences[entry]
         if not self._entry_of:
-            self._waiting, self._held = [], 0
+            self._pending, self._pending_size = [], 0
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> ReadTokens:
-        """Return the tokens of a step that are read; arguments as of `_place`."""
+        """Return the tokens of a step that probes read; arguments as in `_place`."""
         if not self._entry_of:
             return NONE_READ
         if (latest := self._repeat(req_ids, starts_R, computed_R)) is not None:
             return latest.tokens
-        self._set_aside()
+        self._close_step()
         entries_T, positions_T, computed_T = self._place(req_ids, starts_R, computed_R)
         index_r = np.flatnonzero(entries_T)
         if not len(index_r):
@@ -134,7 +133,7 @@ class ReadingRecorder(StepEntries[_LatestRead]):
         return tokens
 
     def _find_spans(self, entries_k: Indices, positions_k: Indices) -> list[_Span]:
-        """Return the kept tokens of a step by request: those of one lie together."""
+        """Split the kept tokens of a step by request; each request's tokens are adjacent."""
         if not len(entries_k):
             return []
         edges = [0, *(np.flatnonzero(np.diff(entries_k)) + 1).tolist(), len(entries_k)]
@@ -144,61 +143,62 @@ class ReadingRecorder(StepEntries[_LatestRead]):
         ]
 
     def record(self, readings_kGR: Tensor) -> None:
-        """Record what was read of the kept tokens that were found last; it may be on a device."""
+        """Record the readings of the latest step's kept tokens; the tensor may be on a device."""
         assert self._latest is not None
         self._latest.readings.append(readings_kGR)
-        self._held += readings_kGR.numel()
-        if self._held > HELD:
-            self._fetch()
+        self._pending_size += readings_kGR.numel()
+        if self._pending_size > MAX_PENDING:
+            self._flush()
 
-    def _set_aside(self) -> None:
-        """Keep what was read for later, and forget the step."""
+    def _close_step(self) -> None:
+        """Queue the latest step's readings; the next step then cannot repeat it."""
         latest, self._latest = self._latest, None
         if latest is not None and latest.readings:
-            self._waiting.append(latest)
+            self._pending.append(latest)
 
-    def _fetch(self) -> None:
-        """Give what was read to the requests, all of it by one copy, and forget the step."""
-        self._set_aside()
-        waiting, self._waiting, self._held = self._waiting, [], 0
-        if not waiting:
+    def _flush(self) -> None:
+        """Copy all pending readings to the host at once, and add them to their requests."""
+        self._close_step()
+        pending, self._pending, self._pending_size = self._pending, [], 0
+        if not pending:
             return
-        all_NGR = staging.fetch(torch.cat([part for step in waiting for part in step.readings]))
-        start, read = 0, dict[SequenceReadings, list[tuple[int, Values]]]()
-        for step in waiting:
+        all_NGR = staging.fetch(torch.cat([part for step in pending for part in step.readings]))
+        start, by_sequence = 0, dict[SequenceReadings, list[tuple[int, Values]]]()
+        for step in pending:
             shape = len(step.readings), len(step.readings[0]), *all_NGR.shape[1:]
             end = start + shape[0] * shape[1]
             values_SkGR = all_NGR[start:end].reshape(shape)
             start = end
             for span in step.spans:
                 own_SkGR = values_SkGR[:, span.start : span.start + span.count]
-                own_TGR = own_SkGR.reshape(-1, *shape[2:])  # a step each, or one step of many
-                read.setdefault(span.sequence, []).append((span.position, own_TGR))
-        for sequence, parts in read.items():
+                # Repeated steps have one token of a request each; other steps may have several.
+                own_TGR = own_SkGR.reshape(-1, *shape[2:])
+                by_sequence.setdefault(span.sequence, []).append((span.position, own_TGR))
+        for sequence, parts in by_sequence.items():
             for position, values_TGR in _join(parts):
                 sequence.add(position, values_TGR)
 
-    def read_passed(self, req_id: str, end: int) -> tuple[int, ...]:
-        """Return, by condition, the tokens of a request before `end` at which it held."""
+    def count_passed(self, req_id: str, end: int) -> tuple[int, ...]:
+        """Return, by condition, the number of a request's tokens before `end` at which it held."""
         entry = self._entry_of.get(req_id)
         if entry is None or not self._sequences[entry].request.conditions:
             return ()
-        self._fetch()
+        self._flush()
         return self._sequences[entry].passed_before(end)
 
-    def take(self, req_id: str) -> Readings | None:
-        """Return what was read of a request and not taken before, where its plan keeps any."""
+    def pop(self, req_id: str) -> Readings | None:
+        """Return a request's readings since the last call; None where its plan keeps none."""
         entry = self._entry_of.get(req_id)
         if entry is None or self._sequences[entry].request.first_kept is None:
             return None
-        self._fetch()
-        return self._sequences[entry].take()
+        self._flush()
+        return self._sequences[entry].pop()
 
 
 def _join(parts: Sequence[tuple[int, Values]]) -> Iterator[tuple[int, Values]]:
-    """Join what was read of a sequence where one part follows another; preemption begins anew.
+    """Concatenate adjacent parts of a sequence's readings; a preemption starts a new part.
 
-    Tokens [0, 3), [3, 4), [4, 5) and then [0, 5) once more are two parts: [0, 5), [0, 5).
+    Tokens [0, 3), [3, 4), [4, 5) and then [0, 5) again give two parts: [0, 5), [0, 5).
     """
     first = 0
     for number, (position, values_TGR) in enumerate(parts, start=1):

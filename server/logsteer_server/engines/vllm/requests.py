@@ -1,4 +1,4 @@
-"""How each kind of job runs as requests of vLLM's: those that read a prompt, and continuations."""
+"""How each kind of job runs as vLLM requests: prefill of a prompt, or generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """A job that vLLM works on: its requests' kind, the slots that it holds, its request's id."""
+    """A job in vLLM, with its kind of request, its slots and its request's id."""
 
     job_id: int
     job: Any
@@ -40,50 +40,50 @@ class RunningJob:
     use_cache: bool = True
     request_id: str = ""
     readings: Readings | None = None
-    """What was read of tokens that no output has had yet."""
+    """Probe readings of tokens that no output has contained yet."""
     num_generated: int = 0
     num_captured: int = 0
-    """Tokens read by the last output that had activations."""
+    """`num_read` at the last output with activations."""
 
     @property
     def num_read(self) -> int:
-        """Tokens that the model has read: those of the prompt, and all drawn but the last."""
+        """Tokens that the model has computed: the prompt and all generated except the last."""
         return len(self.job.tokens) + max(0, self.num_generated - 1)
 
     @property
     def lora_request(self) -> Any:
-        """What tells vLLM which adapter to use, if any."""
+        """vLLM's `LoRARequest` of the job's adapter, or None."""
         return self.adapter and self.adapter.lora_request
 
     @property
     def streams_captures(self) -> bool:
-        """Whether each output has the activations of its tokens, and not the last output all."""
+        """Whether each output has the activations of its tokens, instead of the last having all."""
         return self.job.capture is not None and self.job.capture.read == "each"
 
     @property
     def keeps_readings(self) -> bool:
-        """Whether outputs have what the plan's probes read."""
+        """Whether outputs have the readings of the plan's probes."""
         return self.job.plan is not None and self.job.plan.kept != "none"
 
     @property
-    def asks_prompt(self) -> bool:
+    def has_prompt_condition(self) -> bool:
         """Whether a condition of its plan reads the prompt's last token."""
         plan: SteeringPlan | None = self.job.plan
         return plan is not None and any(one.of == "prompt" for one in plan.conditions)
 
     @property
     def may_read_cache(self) -> bool:
-        """Whether tokens may come from the prefix cache; not where all of them are to be read."""
+        """Whether tokens may come from the prefix cache; not if probes read all of them."""
         return self.use_cache and (self.job.plan is None or self.job.plan.kept != "all")
 
-    def add_readings(self, result: Output, found: Readings | None) -> Output:
-        """Return a result with the readings of its tokens; others wait for the next one."""
+    def add_readings(self, result: Output, new: Readings | None) -> Output:
+        """Return a result with the readings of its tokens; keep later ones for the next result."""
         held = self.readings
-        if held is None or found is None:
-            held = held or found
-        elif found.first + len(found.values_TGR) > held.first + len(held.values_TGR):
-            # A preempted request's tokens are read again.
-            new_TGR = found.values_TGR[max(0, held.first + len(held.values_TGR) - found.first) :]
+        if held is None or new is None:
+            held = held or new
+        elif new.first + len(new.values_TGR) > held.first + len(held.values_TGR):
+            # After a preemption, probes read tokens again.
+            new_TGR = new.values_TGR[max(0, held.first + len(held.values_TGR) - new.first) :]
             held = Readings(held.first, np.concatenate([held.values_TGR, new_TGR]))
         if held is None:
             return result
@@ -97,18 +97,18 @@ class RunningJob:
 
 
 Collected = tuple[RunningJob, JobResult | None]
-"""A job and what came of it; None where it has to run once more without the prefix cache."""
+"""A job and its result; None if it has to run again without the prefix cache."""
 
 
 class JobRequests(Protocol):
     """Run the jobs of one class."""
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM and return its request's id. Errors: whatever vLLM raises."""
+        """Submit a job to vLLM and return its request's id. Errors: whatever vLLM raises."""
         ...
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
-        """Make results of what a step of vLLM put out."""
+        """Convert the outputs of a step of vLLM to results."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class JobRequests(Protocol):
 
 
 class PrefillRequests:
-    """Run jobs that read a prompt and generate nothing."""
+    """Run jobs that compute a prompt and generate nothing."""
 
     def __init__(self, vllm: "VllmCore") -> None:
         self._vllm = vllm
@@ -129,12 +129,14 @@ class PrefillRequests:
         )
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
-        """Read the results of the requests that have ended."""
+        """Return the results of the requests that have ended."""
         return [
-            (running, self._read(running, output)) for running, output in outputs if output.finished
+            (running, self._result(running, output))
+            for running, output in outputs
+            if output.finished
         ]
 
-    def _read(self, running: RunningJob, output: Any) -> JobResult | None:
+    def _result(self, running: RunningJob, output: Any) -> JobResult | None:
         raise NotImplementedError
 
     def cancel(self, request_id: str) -> None:
@@ -143,20 +145,20 @@ class PrefillRequests:
 
 
 class ScoreRequests(PrefillRequests):
-    """Run score jobs; their rows come back with the output of their requests."""
+    """Run score jobs, whose rows arrive with their requests' outputs."""
 
     def __init__(self, vllm: "VllmCore", eos_ids: tuple[int, ...]) -> None:
         super().__init__(vllm)
         self._eos_ids = eos_ids
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM's scheduler and return its request's id."""
+        """Submit a job to vLLM's scheduler and return its request's id."""
         job: ScoreJob = running.job
         rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
         extra_args = running.slot.extra_args | rows
         return self._schedule(running, extra_args, running.may_read_cache)
 
-    def _read(self, running: RunningJob, output: Any) -> JobResult | None:
+    def _result(self, running: RunningJob, output: Any) -> JobResult | None:
         spec = RowSpec.of(running.job, self._eos_ids)
         values = output.prompt_token_id_logprobs
         if values is None:
@@ -169,7 +171,7 @@ class ScoreRequests(PrefillRequests):
             detail = "a file of log-probabilities failed; the server's log says how"
             return JobFailure("internal", detail)
         if values.numel() == 0:
-            # The prefix cache reached beyond the first wanted row, so that row was not computed.
+            # A prefix-cache hit went beyond the first scored row, which was not computed.
             return None
         return ScoreOutput(
             unpack(values.numpy().reshape(-1, spec.width), spec),
@@ -178,26 +180,26 @@ class ScoreRequests(PrefillRequests):
 
 
 class CaptureRequests(PrefillRequests):
-    """Run jobs that are read for their activations alone, which the workers' tables have."""
+    """Run jobs that only capture activations, which the workers' tables hold."""
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM's scheduler; return its request's id."""
+        """Submit a job to vLLM's scheduler and return its request's id."""
         return self._schedule(running, running.slot.extra_args, running.may_read_cache)
 
-    def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
+    def _result(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
         return CaptureOutput()
 
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """What was drawn for a request that generates, and not given out yet."""
+    """The generated tokens of a request that are not in an output yet."""
 
     drawn: DrawnTokens
     cached_tokens: int = 0
 
 
 class GenerationRequests:
-    """Run the jobs of one vLLM engine that generate."""
+    """Run the jobs that generate."""
 
     def __init__(self, vllm: "VllmCore", eos_ids: tuple[int, ...]) -> None:
         self._vllm = vllm
@@ -207,16 +209,16 @@ class GenerationRequests:
 
     @property
     def is_running(self) -> bool:
-        """Whether a job has begun or waits to."""
+        """Whether a job is in vLLM, running or waiting."""
         return bool(self._replies)
 
-    def take_started(self) -> list[int]:
-        """Return the ids of jobs whose prompts have been read since the last call."""
+    def pop_started(self) -> list[int]:
+        """Return the ids of the jobs whose prompts were completed since the last call."""
         started, self._started = self._started, []
         return started
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM and return its request's id."""
+        """Submit a job to vLLM and return its request's id."""
         reply = _Reply(DrawnTokens(running.job, self._eos_ids, self._vllm.tokenizer))
         extra_args = running.slot.extra_args | describe_draw(running.job, reply.drawn.spec)
         request_id = self._vllm.generate(
@@ -231,7 +233,7 @@ class GenerationRequests:
         self._vllm.abort(request_id)
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
-        """Make results of the requests that have ended, and pieces of those that are streamed."""
+        """Return results of the requests that have ended, and pieces of streamed ones."""
         collected: list[Collected] = []
         for running, output in outputs:
             reply = self._replies[running.request_id]
@@ -245,11 +247,11 @@ class GenerationRequests:
                 self._started.append(running.job_id)
             reason = self._add(reply, output)
             if reason or output.finished or running.job.stream:
-                collected.append((running, self._take(running, reply, output, reason)))
+                collected.append((running, self._result(running, reply, output, reason)))
         return collected
 
     def _add(self, reply: _Reply, output: Any) -> str | None:
-        """Take in the tokens of a step; return why the reply ends with them, or None."""
+        """Add the tokens of a step to a reply; return its stop reason, or None."""
         logprobs = output.new_logprobs
         values_NW = None if logprobs is None else logprobs.logprobs
         for n, token in enumerate(output.new_token_ids):
@@ -258,17 +260,17 @@ class GenerationRequests:
                 return reason
         return None
 
-    def _take(
+    def _result(
         self, running: RunningJob, reply: _Reply, output: Any, reason: str | None
     ) -> JobResult:
-        """Return a piece of a reply; with a reason, the last one."""
+        """Return the reply's piece with the new tokens; with a stop reason, the last one."""
         if output.finished:
             del self._replies[running.request_id]
             if str(output.finish_reason) == "error":
                 detail = "vLLM made no grammar of this form; simplify its JSON Schema"
                 return JobFailure("invalid_request", detail)
             reason = reason or str(output.finish_reason)
-        elif reason:  # a stop string, for which vLLM does not look
+        elif reason:  # a stop string, which vLLM does not check
             self.cancel(running.request_id)
         running.num_generated = reply.drawn.num_tokens
-        return reply.drawn.take(reason, cached_tokens=reply.cached_tokens)
+        return reply.drawn.pop(reason, cached_tokens=reply.cached_tokens)

@@ -1,14 +1,14 @@
-"""What our model runners have in common, whichever of vLLM's runners they stand in front of.
+"""The common base of our model runners, over either of vLLM's runners.
 
-They read scored rows, mark steered tokens, and draw by policies. What is read and marked is free of
-vLLM (`scoring`, `steering`). A runner has to tell: of each step which requests end and begin
-(`end_requests`, `begin_request`), in front of the forward pass where the requests' tokens lie
-(`steering.mark`), whose rows are drawn (`draws.expect`), and the parts of prompts with their hidden
-states (`read_rows`); and it takes finished rows back. `runner_v1` and `runner_v2` do so.
+It computes scored rows, marks steered tokens, and samples by policies; `scoring` and `steering`,
+which do not import vLLM, do the first two. `runner_v1` and `runner_v2` call it at each step: which
+requests end and begin (`end_requests`, `begin_request`); before the forward pass, where the
+requests' tokens are (`steering.mark`); whose rows are sampled (`draws.expect`); and the chunks of
+prompts with their hidden states (`read_rows`). They collect the finished rows.
 
-Our sampler replaces vLLM's by the draw that all engines share. Every request asks vLLM for
-temperature 0, so that it makes no generators; what the request is drawn by stands in its extra
-arguments, and what is read with a token travels the way of vLLM's own log-probabilities.
+Our sampler replaces vLLM's with the one that all engines share. Every request has temperature 0 in
+vLLM, which then creates no random generators; its policy and seed are in its extra arguments, and
+the values of each token return to the engine as vLLM's log-probabilities do.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,13 +46,13 @@ from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
 
 WARM_UP = RowSpec(PUBLIC_COLUMNS, 1, Policy(top_p=0.9), (0,))
-"""The policy of dummy rows, by which vLLM measures the memory of sampling."""
+"""The policy of the dummy rows with which vLLM measures the memory of sampling."""
 NO_DRAW = (None, 0, b"", 0)
-"""How a request is drawn that generates nothing."""
+"""The draw of a request that generates nothing: no spec, seed 0, no prompt, no tokens."""
 
 
 class StepDraws:
-    """Draw each request's token by its own policy, seed, and the number of its tokens so far."""
+    """Sample each request's next token with its policy, seed and number of tokens so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,12 +61,12 @@ class StepDraws:
         self._histories: dict[str, TokenHistory] = {}
         self._index_R: np.ndarray | None = None
         self.grammars: Any = None
-        """vLLM's `GrammarOutput` of a step: the tokens that requests of a given form may have."""
+        """vLLM's `GrammarOutput` of a step: the tokens that structured outputs allow."""
 
     def expect(
         self, req_ids: list[str], params_of: Callable[[str], Any], index_R: np.ndarray
     ) -> None:
-        """Say which requests the rows of the next logits are, and how many tokens each has."""
+        """Set the requests of the next logits' rows, and the number of tokens each has so far."""
         self._index_R = index_R
         if req_ids != self.req_ids:
             self.req_ids = req_ids.copy()
@@ -75,7 +75,7 @@ class StepDraws:
             self._row_sampler = _make_sampler([draw[:2] for draw in draws], histories)
 
     def _find_history(self, req_id: str, draw: tuple[Any, ...]) -> TokenHistory | None:
-        """Return what a request whose policy has adjustments has drawn, preempted or not."""
+        """Return a request's token history, kept through preemptions; None without adjustments."""
         spec, _, prompt, max_tokens = draw
         if spec is None or spec.policy.adjustments is None:
             return None
@@ -85,19 +85,20 @@ class StepDraws:
         return self._histories[req_id]
 
     def end(self, req_ids: Iterable[str]) -> None:
-        """Forget requests that have ended."""
+        """Remove requests that have ended."""
         for req_id in req_ids:
             self._histories.pop(req_id, None)
 
     def draw(self, logits: Tensor) -> Drawn | None:
-        """Return the expected rows' draw once; None if none were expected."""
+        """Sample the expected rows, once; return None if none are expected."""
         index_R, self._index_R = self._index_R, None
         grammars, self.grammars = self.grammars, None
         if index_R is None:
             return None
-        return self._row_sampler.draw(logits, index_R, self._find_allowed(grammars, logits))
+        return self._row_sampler.draw(logits, index_R, self._allowed_tokens(grammars, logits))
 
-    def _find_allowed(self, grammars: Any, logits: Tensor) -> Tensor | None:
+    def _allowed_tokens(self, grammars: Any, logits: Tensor) -> Tensor | None:
+        """Return which tokens the rows' grammars allow: bool [R, V]; None if no row has one."""
         if grammars is None:
             return None
         rows = {req_id: row for row, req_id in enumerate(self.req_ids)}
@@ -128,16 +129,16 @@ def _make_sampler(
 
 
 def read_extra_args(params: Any) -> dict[str, Any]:
-    """Return what this engine has put into a request's sampling parameters, if there are any."""
+    """Return this engine's extra arguments in a request's sampling parameters; {} without any."""
     return (params.extra_args if params else None) or {}
 
 
 def write_values(drawn: Drawn) -> LogprobsTensors | None:
-    """Return what was read with drawn tokens, as vLLM takes log-probabilities.
+    """Return the values of sampled tokens in vLLM's form of log-probabilities.
 
-    Ids of alternatives are among the values, where they are exact (`numerics.rows`), so that one
-    array is copied from a GPU. The two others, which nobody reads, are empty, on the same device:
-    vLLM asks the first one for it.
+    The values include the ids of alternatives, as exact floats (`numerics.rows`), so that a GPU
+    copies one array. The other two arrays are empty and unused, on the same device: vLLM takes the
+    device from the first.
     """
     if not drawn.values_RW.shape[-1]:
         return None
@@ -154,10 +155,10 @@ CLEARED_AS = {1: torch.int8}
 
 
 class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
-    """Run a model as vLLM does, and read rows and steer beside it.
+    """Run a model as vLLM does, and also score rows and steer.
 
-    It is never constructed: the worker gives an existing runner this class in front of its own, so
-    the same code serves vLLM's GPU and CPU runners.
+    The worker puts this class before the class of an existing runner, so that the same code serves
+    vLLM's GPU and CPU runners. It is never constructed.
     """
 
     device: torch.device
@@ -167,7 +168,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
     draws: StepDraws
 
     def prepare_scoring(self, bounds: RowBounds) -> None:
-        """Make ready to read rows within bounds of what that takes at once."""
+        """Set up scoring within memory bounds, and sampling; steering is off so far."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         vocab_size = self.model_config.get_vocab_size()
         self.row_reader = RowReader(bounds, vocab_size, rank, ranks)
@@ -176,9 +177,9 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         self.stream_probe = None
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """Run as vLLM does to see how much memory a step takes, and read rows, too.
+        """Measure the memory of a step as vLLM does, with rows computed, too.
 
-        Not on CPUs, where nobody looks at it. There compiled models run it first of all.
+        On CPUs, which do not measure memory, only compiled models run it, before anything else.
         """
         if self.device.type == "cpu" and self.steering is not None and len(self._hooks) > 1:
             self._share_operations()
@@ -190,7 +191,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
             self._sync_device()
 
     def prepare_steering(self, size: SteeringSize) -> None:
-        """Put the steering operation at the layers' activations, before the model is compiled."""
+        """Attach the steering operation to the layers, before the model is compiled."""
         layers = self.find_layers()
         like = torch.empty(0, dtype=self.model_config.dtype, device=self.device)
         width = self.model_config.get_hidden_size()
@@ -201,13 +202,13 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         self._operations = append_operation(layers, self.steering.tables, size.hooks)
 
     def _share_operations(self) -> None:
-        """Have one call of the operation steer activations that lie in the same tensors.
+        """Replace the calls for activations that share their tensors with one call.
 
-        A call that has nothing to do costs a CPU more than its few instructions: what it touches
-        has left the caches since the last one, while weights went through them.
+        An idle call costs a CPU more than its few instructions: between two calls, the layers'
+        weights evict its data from the caches.
         """
         if get_pp_group().world_size > 1:
-            return  # other stages would have to take part
+            return  # a dummy run needs all stages
         layers = self.find_layers()
         probe = SharingProbe(find_places(layers, self._hooks))
         skip = self.model.register_forward_pre_hook(_skip_compiled)
@@ -220,13 +221,13 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         self._operations = append_operation(layers, self.steering.tables, self._hooks, probe)
 
     def find_layers(self) -> list[nn.Module]:
-        """Return the decoder layers of the model, those of other pipeline stages included."""
+        """Return the model's decoder layers, including placeholders for other pipeline stages."""
         return find_layers(self.model, self.model_config.hf_text_config.num_hidden_layers)
 
     def load_lora_model(self, model: Any, vllm_config: Any, device: torch.device) -> Any:
-        """Return the model with vLLM's LoRA layers, but none around embeddings and head.
+        """Return the model with vLLM's LoRA layers, except around embeddings and head.
 
-        A head with one takes the rows that are sampled from and no others.
+        A head with a LoRA layer accepts sampled rows only.
         """
         for module in model.modules():
             if hasattr(module, "embedding_modules"):
@@ -234,7 +235,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
         return super().load_lora_model(model, vllm_config, device)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
-        """Clear blocks of every kind of attention on a CPU, all at once."""
+        """Zero cache blocks of all attention groups at once, on a CPU."""
         index = torch.tensor(block_ids)
         for group in self.kv_cache_config.kv_cache_groups:
             for name in group.layer_names:
@@ -243,7 +244,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
                     cache.view(CLEARED_AS.get(cache.element_size(), cache.dtype))[index] = 0
 
     def end_requests(self, req_ids: Iterable[str]) -> None:
-        """Forget requests that have ended, before a step that may have no tokens."""
+        """Remove requests that have ended, before a step that may have no tokens."""
         req_ids = list(req_ids)
         self.draws.end(req_ids)
         if self.steering is not None:
@@ -252,7 +253,7 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
                 self.steering.end(req_id)
 
     def begin_request(self, request: Any) -> None:
-        """Begin with a request that vLLM's scheduler has started."""
+        """Add a request that vLLM's scheduler has started."""
         if self.steering is not None:
             extra_args = read_extra_args(request.sampling_params)
             self.steering.begin(request.req_id, extra_args, request.num_computed_tokens)
@@ -260,9 +261,9 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
     def read_rows(
         self, parts: Sequence[PromptPart], hidden_TD: Tensor, known: Collection[str]
     ) -> None:
-        """Read the rows of parts of prompts in a step.
+        """Compute the scored rows of a step's prompt chunks.
 
-        `known`: the requests that have not ended, preempted ones included.
+        `known`: the requests that have not ended, including preempted ones.
         """
         self.row_reader.begin_step()
         self.row_reader.read(parts, hidden_TD, self.model.compute_logits)

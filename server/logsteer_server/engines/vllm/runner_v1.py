@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner, which also reads scored rows, marks steered tokens, draws by policies."""
+"""vLLM's V1 model runner, extended to score rows, mark steered tokens and sample by policies."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from logsteer_server.engines.vllm.scoring import PromptPart
 
 
 class V1Sampler(Sampler):  # type: ignore[misc]
-    """Return a step's draws to vLLM, and record which rows are not finite."""
+    """Sample a step's rows for vLLM, and record which rows are not finite."""
 
     def __init__(self, draws: StepDraws) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class V1Sampler(Sampler):  # type: ignore[misc]
         predict_bonus_token: bool = False,  # noqa: ARG002
         logprobs_mode_override: Any = None,  # noqa: ARG002
     ) -> SamplerOutput:
-        """Return the token of each row, and the values that its request asks for."""
+        """Return each row's token and the values that its request asks for."""
         drawn = self._draws.draw(logits)
         if drawn is None:
             drawn = warm_up(logits)
         else:
-            # It reaches the host in front of the tokens themselves, which vLLM waits for.
+            # It reaches the host before the tokens, which vLLM waits for.
             self._finite_R = staging.Arriving(drawn.finite_R)
         return SamplerOutput(drawn.ids_R.to(torch.int32)[:, None], write_values(drawn))
 
-    def take_non_finite(self) -> dict[str, int]:
-        """Return the requests of the rows just drawn whose logits are not finite, as keys."""
+    def pop_non_finite(self) -> dict[str, int]:
+        """Return {request id: 1} for the sampled rows whose logits are not finite."""
         arriving, self._finite_R = self._finite_R, None
         if arriving is None or (finite_R := arriving.read()).all():
             return {}
@@ -57,28 +57,28 @@ class V1Sampler(Sampler):  # type: ignore[misc]
 
 
 class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
-    """Tell what our runners have in common of the steps of vLLM's V1 runner."""
+    """Connect `LogsteerRunner` to the steps of vLLM's V1 runner."""
 
     def prepare_sampling(self) -> None:
-        """Put our sampler in the place of vLLM's."""
+        """Replace vLLM's sampler with ours."""
         self.sampler = V1Sampler(self.draws)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        """Clear blocks as vLLM does; on CPUs those of every kind of attention, all at once."""
+        """Zero cache blocks as vLLM does; on CPUs, of all attention groups at once."""
         if self.device.type == "cpu":
             self.clear_blocks(block_ids)
         else:
             super()._zero_block_ids(block_ids)
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        """Note which requests end and begin, as vLLM does, in steps without tokens, too."""
+        """Record which requests end and begin, also in steps without tokens."""
         self.end_requests(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             self.begin_request(request)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        """Prepare a step as vLLM does, then mark its tokens: vLLM calls this once a step."""
+        """Prepare a step as vLLM does, then mark its tokens. vLLM calls this once a step."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if self.steering is None:
             return prepared
@@ -91,7 +91,7 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         return prepared
 
     def _model_forward(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model as vLLM does; with a probe, neither compiled nor as a captured graph."""
+        """Run the model as vLLM does; with a probe, uncompiled and without captured graphs."""
         if self.stream_probe is None:
             return super()._model_forward(*args, **inputs)
         context = get_forward_context()
@@ -102,7 +102,7 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
     def _get_prompt_logprobs_dict(
         self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
-        """Read rows, too: vLLM calls this on the last stage before the step's requests advance."""
+        """Also compute rows. vLLM calls this on the last stage, before requests advance."""
         parts = self._find_parts(num_scheduled_tokens)
         self.read_rows(parts, hidden_states, self.requests.keys())
         prompt_logprobs: dict[str, Any] = super()._get_prompt_logprobs_dict(
@@ -111,38 +111,38 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         return prompt_logprobs
 
     def _find_parts(self, num_scheduled_tokens: dict[str, int]) -> list[PromptPart]:
-        """Return the parts of prompts in a step, of requests that are scored."""
+        """Return the chunks of scored requests' prompts in a step."""
         parts = []
         for req_id, num_tokens in num_scheduled_tokens.items():
             request = self.requests[req_id]
-            wanted = read_extra_args(request.sampling_params).get(SCORE)
+            score_args = read_extra_args(request.sampling_params).get(SCORE)
             begin, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
-            if wanted is None or begin >= prompt_len:
+            if score_args is None or begin >= prompt_len:
                 continue
             end = min(begin + num_tokens, prompt_len)
             offset = int(self.query_start_loc.np[self.input_batch.req_id_to_index[req_id]])
-            parts.append(PromptPart(req_id, wanted, begin, end, prompt_len, offset))
+            parts.append(PromptPart(req_id, score_args, begin, end, prompt_len, offset))
         return parts
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Return vLLM's output of the step, with the rows of requests whose prompt it finished."""
+        """Return vLLM's output of the step, with the rows of the prompts that it completed."""
         self.row_reader.begin_step()
-        # Our draw looks at them: what is read of the model is not cut by them.
+        # Our sampler applies the masks, so that the values it reads are those of unmasked logits.
         self.draws.grammars = grammar_output
         output = super().sample_tokens(None)
-        if finished := self.row_reader.take_finished():
+        if finished := self.row_reader.pop_finished():
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
             self._sync_device()
             output.prompt_token_id_logprobs_dict = finished
         if isinstance(output, ModelRunnerOutput):
-            output.num_nans_in_logits = self.sampler.take_non_finite()
+            output.num_nans_in_logits = self.sampler.pop_non_finite()
         return output
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
-        """Sample as vLLM does, by our sampler, which is told whose rows these are.
+        """Set the requests of these rows for our sampler, then sample as vLLM does.
 
-        The tokens of requests whose prefill goes on are drawn too, and vLLM discards them.
+        It also samples for unfinished prompts; vLLM discards those tokens.
         """
         batch = self.input_batch
         rows = batch.num_reqs

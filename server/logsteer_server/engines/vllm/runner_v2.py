@@ -1,8 +1,8 @@
-"""vLLM's V2 model runner, which also reads scored rows, marks steered tokens, draws by policies.
+"""vLLM's V2 model runner, extended to score rows, mark steered tokens and sample by policies.
 
-V2 differs from V1 in what it tells of a step. Its batch has the requests' rows, places and
-positions as arrays. A preempted request leaves the runner, and comes back as a new one whose prompt
-is longer. What a step gives reaches the host by copies that V2 makes itself, rows among them.
+Compared with V1, its batch has the requests' rows, offsets and positions as arrays; a preempted
+request leaves the runner and returns as a new one with a longer prompt; and V2 itself copies a
+step's results, rows included, to the host.
 """
 
 from types import SimpleNamespace
@@ -28,9 +28,9 @@ from logsteer_server.engines.vllm.scoring import PromptPart
 
 
 class V2Sampler:
-    """Return a step's draws to vLLM, in place of vLLM's sampler.
+    """Sample a step's rows, in place of vLLM's sampler.
 
-    That one keeps a table of [requests, V] for penalties, which nobody asks for.
+    vLLM's sampler keeps an unused table of [requests, V] for penalties.
     """
 
     penalties_state = SimpleNamespace(output_bin_counts=None)
@@ -46,7 +46,7 @@ class V2Sampler:
         """Write nothing."""
 
     def __call__(self, logits: Tensor, batch: Any) -> SamplerOutput:
-        """Return the token of each row, and the values that its request asks for."""
+        """Return each row's token and the values that its request asks for."""
         drawn = self._draws.draw(logits) or warm_up(logits)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             batch.seq_lens.new_ones(batch.num_reqs),
@@ -65,7 +65,7 @@ class V2Sampler:
 
 
 class UncompiledModel:
-    """A model that runs as its layers are written, neither compiled nor as a captured graph."""
+    """A model that runs uncompiled and without captured graphs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -80,10 +80,10 @@ class UncompiledModel:
 
 
 class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
-    """Tell what our runners have in common of the steps of vLLM's V2 runner.
+    """Connect `LogsteerRunner` to the steps of vLLM's V2 runner.
 
-    `params`: the sampling parameters of the requests that have not ended. `scored`: what those of
-    them want whose rows are read.
+    `params`: sampling parameters of the requests that have not ended. `scored`: the scoring
+    arguments among their extra arguments.
     """
 
     model: Any
@@ -92,7 +92,7 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
     scored: dict[str, dict[str, Any]]
 
     def prepare_sampling(self) -> None:
-        """Put our sampler and our rows in the places of vLLM's."""
+        """Replace vLLM's sampler and its prompt log-probabilities with ours."""
         self.params, self.scored = {}, {}
         if self.sampler is not None:  # it is on the last pipeline stage
             self.sampler = V2Sampler(self.draws, self.req_states.prefill_len)
@@ -102,24 +102,24 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         torch.accelerator.synchronize()
 
     def _init_kv_zero_meta(self) -> None:
-        """Make ready to clear blocks as vLLM does; on CPUs those of every kind of attention."""
+        """Set up the zeroing of cache blocks; on CPUs, of all attention groups."""
         if self.device.type == "cpu":
             self.kv_block_zeroer = SimpleNamespace(zero_block_ids=self.clear_blocks)
         else:
             super()._init_kv_zero_meta()
 
     def capture_model(self, **named: Any) -> Any:
-        """Capture graphs as vLLM does, the steering operation having been launched before.
+        """Capture graphs as vLLM does, with the steering kernel launched beforehand.
 
-        Requests of a warm-up have been served by then, and an operation that is idle while requests
-        are served is left out: it would be compiled while a graph is captured.
+        vLLM's warm-up requests came before. While requests are served, an idle kernel is not
+        launched, so that its first launch, which compiles it, would fall into the capture.
         """
         if self.steering is not None:
             self.steering.tables.serves = False
         return super().capture_model(**named)
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Note which requests end, as vLLM does, in steps without tokens, too."""
+        """Record which requests end, also in steps without tokens."""
         self.end_requests(scheduler_output.finished_req_ids)
         for req_id in scheduler_output.finished_req_ids:
             self.params.pop(req_id, None)
@@ -127,17 +127,17 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Record which requests begin, without those that return after a preemption."""
+        """Record which requests begin; a request that returns after a preemption is known."""
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.params:
                 self.params[request.req_id] = request.sampling_params
-                if wanted := read_extra_args(request.sampling_params).get(SCORE):
-                    self.scored[request.req_id] = wanted
+                if score_args := read_extra_args(request.sampling_params).get(SCORE):
+                    self.scored[request.req_id] = score_args
                 self.begin_request(request)
         super().add_requests(scheduler_output)
 
     def prepare_inputs(self, *args: Any) -> Any:
-        """Prepare a step as vLLM does, then mark its tokens: vLLM calls this once a step."""
+        """Prepare a step as vLLM does, then mark its tokens. vLLM calls this once a step."""
         batch = super().prepare_inputs(*args)
         if self.steering is not None:
             self.steering.mark(
@@ -148,7 +148,7 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         return batch
 
     def execute_model(self, *args: Any, **named: Any) -> Any:
-        """Run a step as vLLM does; with a probe, neither compiled nor as a captured graph."""
+        """Run a step as vLLM does; with a probe, uncompiled and without captured graphs."""
         if self.stream_probe is None:
             return super().execute_model(*args, **named)
         model, graphs = self.model, self.cudagraph_manager
@@ -161,15 +161,15 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
             self.model, graphs._graphs_captured = model, are_captured
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        """Sample as vLLM does, by our sampler, which is told whose rows these are.
+        """Set the requests of these rows for our sampler, then sample as vLLM does.
 
-        The tokens of requests whose prefill goes on are drawn too, and vLLM discards them.
+        It also samples for unfinished prompts; vLLM discards those tokens.
         """
         batch, rows = input_batch, input_batch.num_reqs
         prompt_R = self.req_states.prompt_len.np[batch.idx_mapping_np]
         index_R = np.maximum(batch.seq_lens_cpu_upper_bound.numpy()[:rows] - prompt_R, 0)
         self.draws.expect(batch.req_ids, self.params.__getitem__, index_R)
-        # Our draw looks at them: what is read of the model is not cut by them.
+        # Our sampler applies the masks, so that the values it reads are those of unmasked logits.
         self.draws.grammars = grammar_output
         return super().sample(hidden_states, input_batch, None)
 
@@ -180,19 +180,19 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         input_batch: Any,
         prompt_lens: np.ndarray,
     ) -> dict[str, Tensor]:
-        """Read the rows of a step's prompts; return those of requests whose prompt it finished.
+        """Compute the rows of a step's prompts; return those of the prompts that it completed.
 
-        It takes the place of vLLM's function for log-probabilities of given tokens, and its results
-        go the same way back.
+        It replaces vLLM's function for log-probabilities of given tokens; its results return to the
+        engine the same way.
         """
         batch, parts = input_batch, []
         for place, req_id in enumerate(batch.req_ids if self.scored else ()):
-            wanted = self.scored.get(req_id)
+            score_args = self.scored.get(req_id)
             begin = int(batch.num_computed_tokens_np[place])
             prompt_len = int(prompt_lens[batch.idx_mapping_np[place]])
-            if wanted is not None and begin < prompt_len:
+            if score_args is not None and begin < prompt_len:
                 end = min(begin + int(batch.num_scheduled_tokens[place]), prompt_len)
                 offset = int(batch.query_start_loc_np[place])
-                parts.append(PromptPart(req_id, wanted, begin, end, prompt_len, offset))
+                parts.append(PromptPart(req_id, score_args, begin, end, prompt_len, offset))
         self.read_rows(parts, hidden_states, self.params.keys())
-        return self.row_reader.take_finished()
+        return self.row_reader.pop_finished()

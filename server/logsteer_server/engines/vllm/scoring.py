@@ -1,6 +1,6 @@
-"""Scored rows out of the hidden states of steps, over chunked and preempted prefills.
+"""Scored rows from the hidden states of steps, over chunked and preempted prefills.
 
-Free of vLLM, whose model runner says here which parts of prompts a step reads.
+The module does not import vLLM; the model runner passes in the chunks of prompts in a step.
 """
 
 import logging
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class PartialRows:
-    """Gather the rows of one request over the steps of a chunked or preempted prefill.
+    """Collect the rows of one request over the steps of a chunked or preempted prefill.
 
-    They stay on the device of `like`, so that no step waits for them.
+    They stay on the device of `like`, so that no step waits for a copy.
     """
 
     def __init__(self, num_rows: int, like: Tensor) -> None:
@@ -32,17 +32,17 @@ class PartialRows:
         self.present_R = np.zeros(num_rows, dtype=bool)
 
     def put(self, first: int, values_rW: Tensor) -> None:
-        """Store rows `first` onward; a row that is read again replaces its equal."""
+        """Store rows from `first` on; a row computed again replaces its equal."""
         self.values_RW[first : first + len(values_rW)] = values_rW
         self.present_R[first : first + len(values_rW)] = True
 
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """What one request wants: the targets of its last rows, and what is read from them.
+    """One request's scoring arguments: the targets of its rows, and the values to compute.
 
-    `alternatives`: the further tokens of each [R, K]. `prompt`: the tokens in front of the targets,
-    for a policy with adjustments.
+    `alternatives`: further tokens to score in each row [R, K]. `prompt`: the tokens before the
+    targets, for a policy with adjustments.
     """
 
     targets: np.ndarray
@@ -55,25 +55,25 @@ class RowRequest:
     exchange: str = "rows"
 
     @classmethod
-    def parse(cls, wanted: dict[str, Any]) -> "RowRequest":
-        """Parse what `describe_rows` put into the request's extra arguments."""
+    def parse(cls, args: dict[str, Any]) -> "RowRequest":
+        """Parse the extra arguments that `describe_rows` wrote."""
         return cls(
-            targets := np.frombuffer(wanted["targets"], dtype=np.int32),
-            np.frombuffer(wanted["alternatives"], dtype=np.int32).reshape(len(targets), -1),
-            wanted["shares_row"],
-            wanted["spec"],
-            np.frombuffer(wanted["prompt"], dtype=np.int32),
-            wanted["export"],
-            wanted["reference"],
-            wanted["exchange"],
+            targets := np.frombuffer(args["targets"], dtype=np.int32),
+            np.frombuffer(args["alternatives"], dtype=np.int32).reshape(len(targets), -1),
+            args["shares_row"],
+            args["spec"],
+            np.frombuffer(args["prompt"], dtype=np.int32),
+            args["export"],
+            args["reference"],
+            args["exchange"],
         )
 
     def find_rows(self, begin: int, end: int, prompt_len: int) -> tuple[int, np.ndarray]:
-        """Return which rows lie in [begin, end): the first one's place, and each one's position.
+        """Return the rows in positions [begin, end): the index of the first, and all positions.
 
-        For the 3 targets of a prompt of 8 tokens, which follow the tokens at positions 5, 6 and 7,
-        [4, 7) has the rows at 5 and 6: the first one's place is 0. [7, 8) has the one at 7: place
-        2. Targets that share a row have their R rows all at position 7.
+        The 3 targets of a prompt of 8 tokens have rows 0, 1, 2 at positions 5, 6, 7. So [4, 7) has
+        the rows at 5 and 6, from index 0; [7, 8) has the row at 7, index 2. Targets that share a
+        row have their R rows all at position 7.
         """
         if self.shares_row:
             count = len(self.targets) if end == prompt_len else 0
@@ -85,13 +85,13 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Tokens [begin, end) of a request's prompt, which lie from `offset` on in a step's tokens.
+    """A chunk [begin, end) of a request's prompt, at `offset` in the step's tokens.
 
-    `wanted`: what `describe_rows` says of the request.
+    `score_args`: the request's extra arguments, from `describe_rows`.
     """
 
     req_id: str
-    wanted: dict[str, Any]
+    score_args: dict[str, Any]
     begin: int
     end: int
     prompt_len: int
@@ -100,67 +100,68 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows from `first` on of a request, which lie at `index_R` in a step's tokens."""
+    """A request's rows from `first` on, at `index_R` in the step's tokens."""
 
     req_id: str
-    wanted: RowRequest
+    request: RowRequest
     first: int
     index_R: np.ndarray
     ends_prompt: bool
 
     @classmethod
     def find(cls, part: PromptPart) -> "StepRows":
-        """Locate the rows of a part of a prompt."""
-        wanted = RowRequest.parse(part.wanted)
-        first, positions_R = wanted.find_rows(part.begin, part.end, part.prompt_len)
+        """Locate the rows of a prompt's chunk."""
+        request = RowRequest.parse(part.score_args)
+        first, positions_R = request.find_rows(part.begin, part.end, part.prompt_len)
         index_R = positions_R + (part.offset - part.begin)
-        return cls(part.req_id, wanted, first, index_R, part.end == part.prompt_len)
+        return cls(part.req_id, request, first, index_R, part.end == part.prompt_len)
 
     @property
     def count(self) -> int:
-        """How many rows of the request this step has."""
+        """The number of the request's rows in this step."""
         return len(self.index_R)
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What requests that are read together have in common; one with files is read alone."""
-        alone = self.wanted.export or self.wanted.reference
-        return (self.wanted.spec, self.req_id if alone else None)
+        """The key of requests whose rows are computed together; one with files is alone."""
+        alone = self.request.export or self.request.reference
+        return (self.request.spec, self.req_id if alone else None)
 
     @property
     def targets(self) -> np.ndarray:
         """The targets of these rows."""
-        return self.wanted.targets[self.first : self.first + self.count]
+        return self.request.targets[self.first : self.first + self.count]
 
     @property
     def alternatives(self) -> np.ndarray:
         """The alternatives of these rows."""
-        return self.wanted.alternatives[self.first : self.first + self.count]
+        return self.request.alternatives[self.first : self.first + self.count]
 
     def place(self, device: torch.device) -> list[tuple[TokenHistory, int]]:
-        """Return the tokens before each target, for a policy with adjustments."""
-        wanted = self.wanted
-        if wanted.spec.policy.adjustments is None:
+        """Return the token history before each target, for a policy with adjustments."""
+        request = self.request
+        if request.spec.policy.adjustments is None:
             return []
-        places = place_targets(wanted.prompt, wanted.targets, wanted.shares_row, device)
+        places = place_targets(request.prompt, request.targets, request.shares_row, device)
         return places[self.first : self.first + self.count]
 
 
 HIDDEN = torch.empty(0)
-"""In place of rows of which the prefix cache has hidden some."""
+"""Returned instead of rows if a prefix-cache hit skipped some of them."""
 NO_MEMORY = torch.empty((0, 1))
-"""In place of rows over which memory ran out."""
+"""Returned instead of rows if memory ran out."""
 NO_FILE = torch.empty((0, 2))
-"""In place of rows whose file could not be read or written: a disk failed, or its request ended."""
+"""Returned instead of rows if a file could not be read or written: a disk failed, or the request
+was cancelled."""
 
 
 class RowReader:
     """Compute the rows of score requests, step by step.
 
-    `bounds` are of the memory that this takes at once. `rank`: of the `ranks` that have the same
-    logits, of which the first one alone writes files. Where memory runs out over rows, or a file is
-    at fault, the requests whose rows they are fail and no others. Memory of one of several ranks is
-    another matter: they compute logits together, and the others would wait for ever.
+    `bounds` limit the memory used at once. `rank`: index among the `ranks` with the same logits;
+    only the first writes files. If memory runs out or a file fails, only the requests of these rows
+    fail. With several ranks, running out of memory is raised: they compute logits together, and the
+    others would wait forever.
     """
 
     def __init__(self, bounds: RowBounds, vocab_size: int, rank: int, ranks: int) -> None:
@@ -176,11 +177,11 @@ class RowReader:
         """Drop finished rows that were not collected."""
         self._finished = {}
 
-    def take_finished(self) -> dict[str, Tensor]:
-        """Return the rows of the requests whose prompt ended in this step, each flattened.
+    def pop_finished(self) -> dict[str, Tensor]:
+        """Return the flattened rows of the requests whose prompt ended in this step.
 
-        They are copied to the host, and are there once the device has computed the step. A request
-        has none where the prefix cache has hidden some of its rows.
+        Their copy to the host completes when the device has computed the step. Where rows could not
+        be computed, HIDDEN, NO_MEMORY or NO_FILE says why.
         """
         finished, self._finished = self._finished, {}
         return finished
@@ -188,27 +189,28 @@ class RowReader:
     def read(
         self, parts: Sequence[PromptPart], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
     ) -> None:
-        """Read the rows of a step's prompts; `project` maps hidden states to logits.
+        """Compute the rows of a step's prompts; `project` maps hidden states to logits.
 
-        Every tensor-parallel rank calls `project` alike: groups are read in order of appearance.
+        Groups are computed in order of appearance, so that all tensor-parallel ranks call `project`
+        in the same order.
         """
         steps = [StepRows.find(part) for part in parts]
         for group in dict.fromkeys(step.group for step in steps):
             members = [step for step in steps if step.group == group]
-            if not self._try(members, hidden_TD, project) and len(members) > 1:
+            if not self._try_compute(members, hidden_TD, project) and len(members) > 1:
                 for member in members:
-                    self._try([member], hidden_TD, project)
+                    self._try_compute([member], hidden_TD, project)
 
-    def _try(
+    def _try_compute(
         self, steps: list[StepRows], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
     ) -> bool:
-        """Read the rows of a group; return whether that could be done. One alone fails if not."""
+        """Compute the rows of a group; return False if that failed. A single request then fails."""
         try:
-            self._read(steps, hidden_TD, project)
+            self._compute(steps, hidden_TD, project)
         except Exception as error:
             if not isinstance(error, OSError) and not (self._is_alone and lacks_memory(error)):
                 raise
-            if not isinstance(error, FileNotFoundError):  # as where the request was cancelled
+            if not isinstance(error, FileNotFoundError):  # the request was cancelled
                 log.exception("the rows of %d requests could not be read", len(steps))
             reason = NO_FILE if isinstance(error, OSError) else NO_MEMORY
         else:
@@ -220,11 +222,11 @@ class RowReader:
         return False
 
     def read_costliest(self, hidden_TD: Tensor, project: Callable[[Tensor], Tensor]) -> None:
-        """Read rows of a step as large as steps get, in the way that takes the most memory.
+        """Compute rows of the largest step in the way that uses the most memory.
 
-        vLLM measures it, and leaves that much free beside the key-value cache. More rows than go
-        through the head at once take no more; states of zeros have rows whose tokens are all
-        equally probable, of which no cut is found among the most probable ones.
+        vLLM measures it, and leaves that memory free beside the key-value cache. Rows beyond one
+        product with the head use no more. With states of zeros all tokens are equally probable, so
+        that the cut of top_p is not among the most probable tokens, the costliest case.
         """
         spec = RowSpec(tuple(POLICY_COLUMNS), 1, Policy(top_p=0.9), eos_ids=(0,))
         count = self._bounds.rows_per_product(self._vocab_size, spec, hidden_TD.device)
@@ -234,22 +236,22 @@ class RowReader:
         read_hidden(some, project, self._vocab_size, spec, self._bounds)
 
     def keep_only(self, req_ids: Collection[str]) -> None:
-        """Drop the rows of requests that are no longer there."""
+        """Drop the partial rows of all requests except these."""
         for req_id in self._partial.keys() - req_ids:
             del self._partial[req_id]
         for req_id in self._failed.keys() - req_ids:
             del self._failed[req_id]
 
-    def _read(
+    def _compute(
         self, steps: list[StepRows], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
     ) -> None:
-        """Read the rows of all requests of a group together, and store them by request."""
+        """Compute the rows of a group's requests together, and store them by request."""
         with_rows = [step for step in steps if step.count]
         if with_rows:
             index_R = np.concatenate([step.index_R for step in with_rows])
             targets_R = np.concatenate([step.targets for step in with_rows])
             before = [place for step in with_rows for place in step.place(hidden_TD.device)]
-            spec = with_rows[0].wanted.spec
+            spec = with_rows[0].request.spec
             others = [step.alternatives for step in with_rows] if spec.alternatives else ()
             values_RW = read_hidden(
                 HiddenRows.take(hidden_TD, index_R, targets_R, before, others),
@@ -270,25 +272,25 @@ class RowReader:
                 self._finish(step)
 
     def _find_files(self, step: StepRows, hidden_size: int) -> RowFiles:
-        wanted, sizes = step.wanted, (self._vocab_size, hidden_size)
-        export = wanted.export if self._writes_exports else None
-        return RowFiles.open(export, wanted.reference, wanted.exchange, sizes, step.first)
+        request, sizes = step.request, (self._vocab_size, hidden_size)
+        export = request.export if self._writes_exports else None
+        return RowFiles.open(export, request.reference, request.exchange, sizes, step.first)
 
     def _store(self, step: StepRows, values_rW: Tensor, host_rW: Tensor) -> None:
         if step.req_id in self._failed:
             return
-        if step.ends_prompt and step.count == len(step.wanted.targets):
+        if step.ends_prompt and step.count == len(step.request.targets):
             self._finished[step.req_id] = host_rW.flatten()
             self._partial.pop(step.req_id, None)
             return
         partial = self._partial.get(step.req_id)
         if partial is None:
-            partial = PartialRows(len(step.wanted.targets), values_rW)
+            partial = PartialRows(len(step.request.targets), values_rW)
             self._partial[step.req_id] = partial
         partial.put(step.first, values_rW)
 
     def _finish(self, step: StepRows) -> None:
-        """Return and clear a request's rows, or its failure."""
+        """Move a request's collected rows, or its failure, to the finished ones."""
         partial = self._partial.pop(step.req_id, None)
         if step.req_id in self._failed:
             self._finished[step.req_id] = self._failed.pop(step.req_id)

@@ -1,6 +1,6 @@
 """Slots of running jobs for plans, adapters and captures, and the workers' measurements.
 
-The tables are in the workers, which are called on every rank after the steps that were begun.
+The tables are in the workers. A call of a worker runs on every rank, after the steps begun before.
 """
 
 from collections import OrderedDict
@@ -22,19 +22,19 @@ from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.numerics.sinks import average_changes, finish_capture
 
 PLANS_AT_ONCE = 16
-"""Plans that are copied to a device together: with an offset at each of 80 layers of width 8,192
-they take 40 MiB."""
+"""Plans copied to a device together: 40 MiB with an offset at each of 80 layers of width 8,192."""
 
 
 class SlotPool:
-    """Give out slots 1 to `count`, the same one to all users of a key.
+    """Assign slots 1 to `count` to keys, and count the users of each slot.
 
-    A slot without users has its content until another key needs it.
+    All users of a key share its slot. A slot without users keeps its content until another key
+    needs it.
 
         pool = SlotPool(1)
-        pool.take(b"a")    (1, True): fill slot 1
-        pool.take(b"a")    (1, False): it is filled; two users
-        pool.take(b"b")    None: wait
+        pool.acquire(b"a")    (1, True): fill slot 1
+        pool.acquire(b"a")    (1, False): it is filled; two users
+        pool.acquire(b"b")    None: wait
     """
 
     def __init__(self, count: int) -> None:
@@ -43,13 +43,13 @@ class SlotPool:
         self._slots: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count + 1))
 
-    def take(self, key: bytes) -> tuple[int, bool] | None:
+    def acquire(self, key: bytes) -> tuple[int, bool] | None:
         """Return a slot for one more user of a key and whether to fill it; None if none is free."""
-        known = self._slots.get(key)
-        if known is not None:
-            self._idle.pop(known, None)
-            self._users[known] += 1
-            return known, False
+        assigned = self._slots.get(key)
+        if assigned is not None:
+            self._idle.pop(assigned, None)
+            self._users[assigned] += 1
+            return assigned, False
         if not self._idle:
             return None
         slot, _ = self._idle.popitem(last=False)
@@ -65,32 +65,32 @@ class SlotPool:
         """Slots that have a user."""
         return len(self._users) - 1 - len(self._idle)
 
-    def forget(self, slot: int) -> None:
-        """Forget the key of a slot that could not be filled; its users keep it."""
+    def invalidate(self, slot: int) -> None:
+        """Remove the key of a slot that could not be filled; its users still hold the slot."""
         del self._slots[self._keys.pop(slot)]
 
     def release(self, slot: int) -> None:
-        """Count one user fewer."""
+        """Remove one user of a slot."""
         self._users[slot] -= 1
         if not self._users[slot]:
             self._idle[slot] = None
 
 
 def _comes_after(probe: Probe, site: Site) -> bool:
-    """Return whether an activation comes after another one in a forward pass."""
+    """Return whether a probe's activation comes after a site in the forward pass."""
     return (probe.layer, HOOKS.index(probe.hook)) > (site.layer, HOOKS.index(site.hook))
 
 
 CallWorkers = Callable[..., list[Any]]
-"""Calls a method of every worker by name, with arguments; returns the results by rank."""
+"""Calls a method of every worker, by name and arguments; returns the results by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringSlot:
-    """What one job has of the tables: a slot for each part of its plan, and the extra arguments
-    that tell the workers so.
+    """One job's share of the tables: a slot for each part of its plan, rows of the capture buffer.
 
-    A job that is not steered has no plan. One that captures has `rows` of the capture buffer, too.
+    `extra_args` tell the workers of both. An unsteered job has no plan, one without captures no
+    rows.
     """
 
     numbers: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class SteeringSlot:
 
 
 class CapturedRows(NamedTuple):
-    """A job's rows of the capture buffer, and which tokens of its sequence: [start, end)."""
+    """A job, its rows of the capture buffer, and the tokens [start, end) to read from them."""
 
     job: Any
     rows: range | None
@@ -109,9 +109,9 @@ class CapturedRows(NamedTuple):
 
 
 class SteeringSlots:
-    """Give jobs slots of the steering tables; read what the tables measured and captured.
+    """Assign slots of the steering tables to jobs; read their measurements and captures.
 
-    Jobs with equal plans share a slot; one that captures has its rows to itself.
+    Jobs with equal plans share a slot. Each job that captures has rows of its own.
     """
 
     def __init__(self, call_workers: CallWorkers, size: SteeringSize, info: EngineInfo) -> None:
@@ -125,11 +125,11 @@ class SteeringSlots:
         self._rows = RowPool(info.capture_rows or 0)
 
     def count(self) -> tuple[int, int]:
-        """Return how many slots there are for plans, and how many of them have a job."""
+        """Return the number of slots for plans, and of slots in use."""
         return self._size.slots, self._plans.num_used
 
     def refuse(self, job: Job) -> JobFailure | None:
-        """Return why a job cannot run, for want of hooks or of room; None where it can."""
+        """Return why a job cannot run: a hook or room in the tables is missing; else None."""
         plan, used = job.plan, [job.capture.hook] if job.capture else []
         if plan is not None:
             used += [site.hook for site in plan.all_sites] + [probe.hook for probe in plan.probes]
@@ -174,7 +174,7 @@ class SteeringSlots:
     def _find_pair(
         self, plan: SteeringPlan, is_wrong: Callable[[Probe, Site], bool]
     ) -> tuple[Probe, Site] | None:
-        """Return a condition's activation and a site that comes before it, if there are such."""
+        """Return the first probe and site of a condition for which `is_wrong` holds, or None."""
         for site in plan.all_sites:
             for op in site.ops:
                 if op.condition is not None:
@@ -187,16 +187,15 @@ class SteeringSlots:
         return self._find_rank(probe.layer) != self._find_rank(site.layer)
 
     def _find_rank(self, layer: int) -> int:
-        """Return the first rank that has a layer, which answers for it."""
+        """Return the first rank that has a layer; its measurements of the layer are used."""
         return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
 
-    def take(self, job: Job) -> SteeringSlot | None:
-        """Return the slots of a job's plan and rows for what it captures; None where the job has to
-        wait for them.
+    def acquire(self, job: Job) -> SteeringSlot | None:
+        """Return slots for a job's plan and rows for its captures; None while too few are free.
 
-        The slots have the plan after the next `load_plans`.
+        The next `load_plans` fills the slots.
         """
-        slot, places = self._take_plan(job), job.places
+        slot, places = self._acquire_plan(job), job.places
         if slot is None or job.capture is None or not len(places):
             return slot
         rows = self._rows.take(job.num_captured)
@@ -208,25 +207,25 @@ class SteeringSlots:
         wish = CaptureWish(rows.start, layers, places, before)
         return replace(slot, extra_args=slot.extra_args | {CAPTURE: wish}, rows=rows)
 
-    def _take_plan(self, job: Job) -> SteeringSlot | None:
+    def _acquire_plan(self, job: Job) -> SteeringSlot | None:
         if job.plan is None:
             return SteeringSlot()
         numbers: list[int] = []
         for part in job.plan.parts:
-            found = self._plans.take(part.content_digest)
-            if found is None:
+            acquired = self._plans.acquire(part.content_digest)
+            if acquired is None:
                 self._release(numbers)
                 return None
-            number, is_new = found
+            number, is_new = acquired
             numbers.append(number)
             if is_new:
                 self._unloaded[number] = self._numbers.rewrite(part)
         return SteeringSlot(tuple(numbers), job.plan, describe_steering(job, numbers))
 
     def load_plans(self) -> None:
-        """Have the workers load the plans of slots that were taken since the last call.
+        """Have the workers load the plans of the slots acquired since the last call.
 
-        Errors: whatever a worker raises; none of these slots then has a plan.
+        Errors: whatever a worker raises; the slots are then invalid.
         """
         unloaded, self._unloaded = self._unloaded, {}
         numbers = list(unloaded)
@@ -236,7 +235,7 @@ class SteeringSlots:
                 self._call_workers("load_plans", {number: unloaded[number] for number in some})
         except Exception:
             for number in numbers:
-                self._plans.forget(number)
+                self._plans.invalidate(number)
             raise
 
     def _release(self, numbers: Sequence[int]) -> None:
@@ -244,7 +243,7 @@ class SteeringSlots:
             self._plans.release(number)
 
     def release(self, slot: SteeringSlot) -> None:
-        """Free a slot for other jobs."""
+        """Release a job's slots and rows."""
         if slot.rows is not None:
             self._rows.release(slot.rows)
         self._release(slot.numbers)
@@ -252,9 +251,9 @@ class SteeringSlots:
     def read_traces(
         self, ended: Mapping[str, tuple[SteeringPlan, int]]
     ) -> dict[str, SteeringTrace]:
-        """Return what was measured of requests that have ended, by their plans and lengths.
+        """Return the steering traces of requests that have ended, given their plans and lengths.
 
-        A length counts the tokens that the model has read, but for one that was read too much.
+        A length counts the tokens that the model computed, without one computed after the end.
         """
         if not ended:
             return {}
@@ -268,9 +267,9 @@ class SteeringSlots:
     def _join_traces(
         self, plan: SteeringPlan, by_rank: Sequence[StageTrace | None]
     ) -> SteeringTrace:
-        """Make one trace of those of all pipeline stages: each has measured its own layers."""
+        """Merge the traces of all pipeline stages, each of which measured its own layers."""
 
-        def measured(layer: int) -> StageTrace:
+        def trace_of(layer: int) -> StageTrace:
             trace = by_rank[self._find_rank(layer)]
             assert trace is not None, "the first rank of each stage answers"
             return trace
@@ -278,31 +277,31 @@ class SteeringSlots:
         sites = {}
         for site in plan.all_sites:
             number = self._numbers.number(site.hook, site.layer)
-            sums = measured(site.layer)[1].get(number, (0, 0.0, 0.0))
+            sums = trace_of(site.layer)[1].get(number, (0, 0.0, 0.0))
             sites[site.name] = (sums[0], average_changes(*sums))
         passed = tuple(
-            measured(plan.probes[condition.probe].layer)[2][number]
+            trace_of(plan.probes[condition.probe].layer)[2][number]
             for number, condition in enumerate(plan.conditions)
         )
-        return SteeringTrace(measured(plan.sites[0].layer)[0], sites, passed)
+        return SteeringTrace(trace_of(plan.sites[0].layer)[0], sites, passed)
 
     def read_readings(self, plans: Mapping[str, SteeringPlan]) -> dict[str, Readings]:
-        """Return the readings since the last call of the requests with these plans."""
+        """Return the probe readings of requests since the last call, given their plans."""
         if not plans:
             return {}
         by_rank: list[dict[str, Readings]] = self._call_workers("take_readings", list(plans))
         joined = {}
         for request_id, plan in plans.items():
-            found = [readings.get(request_id) for readings in by_rank]
-            parts = [found[self._find_rank(probe.layer)] for probe in plan.probes]
-            read = [(g, part) for g, part in enumerate(parts) if part is not None]
-            if read:
-                values = [part.values_TGR[:, g] for g, part in read]
-                joined[request_id] = Readings(read[0][1].first, np.stack(values, axis=1))
+            of_ranks = [readings.get(request_id) for readings in by_rank]
+            of_probes = [of_ranks[self._find_rank(probe.layer)] for probe in plan.probes]
+            parts = [(g, part) for g, part in enumerate(of_probes) if part is not None]
+            if parts:
+                values = [part.values_TGR[:, g] for g, part in parts]
+                joined[request_id] = Readings(parts[0][1].first, np.stack(values, axis=1))
         return joined
 
     def read_captures(self, asked: Mapping[str, CapturedRows]) -> dict[str, CapturedActivations]:
-        """Return the activations of some tokens of each request."""
+        """Return the captured activations of each request's tokens [start, end)."""
         places: dict[str, Indices] = {}
         rows: dict[str, range] = {}
         for request_id, (job, own, start, length) in asked.items():

@@ -1,7 +1,7 @@
-"""What goes between the host and the device that a model is on, and does not hold the host up.
+"""Asynchronous copies between the host and the model's device.
 
-All copies of the steering operation go through here, so that they can be counted. Of pinned memory
-torch knows which copies are under way, and gives none of it out again before they are made.
+All copies of the steering operation go through this module, so that tests can count them. torch
+reuses pinned memory only after pending copies from it have completed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ALIGNED = 8
-"""Bytes on whose multiples each array of `send_all` begins."""
+"""Alignment in bytes of each array in `send_all`."""
 
 
 def send(array: npt.NDArray[Any], like: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def send(array: npt.NDArray[Any], like: Tensor) -> Tensor:
 
 
 def send_all(arrays: Sequence[npt.NDArray[Any]], like: Tensor) -> list[Tensor]:
-    """Return arrays as tensors on the device of `like`, by one copy of them all."""
+    """Return arrays as tensors on the device of `like`, with one copy for all of them."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
     joined = np.empty(starts[-1], np.uint8)
     for start, array in zip(starts, arrays, strict=False):
@@ -43,16 +43,13 @@ def write(buffer: Tensor, array: npt.NDArray[Any]) -> None:
 
 
 def fetch(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor as an array, once the device has computed it: the host waits."""
+    """Wait until the device has computed a tensor, and return it as an array."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array
 
 
 class Arriving:
-    """A tensor's copy to the host, which is under way: nobody waits for it before `read`.
-
-    Where the device's later work has been waited for, it has arrived.
-    """
+    """A pending copy of a tensor to the host; only `read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None

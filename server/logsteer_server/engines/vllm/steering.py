@@ -1,9 +1,9 @@
-"""The steering of one rank's steps: which tokens each is for, and what was measured of them.
+"""Steering of one rank's steps: which tokens to steer, and their measurements by request.
 
-Free of vLLM, whose model runner says here which requests begin and end and where their tokens lie.
-A step reads tokens of many requests, one request after another: parts of prompts, and one token of
-each request that is being decoded. So all of it is arithmetic on arrays over the step's tokens T.
-Axis letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
+The module does not import vLLM: the model runner reports which requests begin and end, and where
+their tokens are. A step has tokens of many requests, request by request: chunks of prompts, and one
+token of each decoding request. So the code is arithmetic on arrays over the step's tokens T. Axis
+letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,12 @@ from logsteer_server.engines.vllm.tables import SteeringTables
 Indices = npt.NDArray[np.int64]
 
 Parts = Sequence[tuple[int, Positions]]
-"""Slots and the tokens that each is for; no token is at two of these positions."""
+"""Slots with the positions that each steers; no token is in two of them."""
 
 StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float, float]], tuple[int, ...]]
-"""Of one request, at one pipeline stage: its steered tokens, by part of its plan; by layer, those
-changed, their ratios' sum, and the first token's ratio; by condition, those where it held."""
+"""One request's measurements at one pipeline stage: the number of steered tokens, by part of its
+plan; by layer, the number of changed tokens, the sum of their ratios |change| / |activation|, and
+the first token's ratio; by condition, the number of tokens at which it held."""
 
 
 _ENTRY = np.dtype([("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8")])
@@ -44,9 +45,7 @@ _ENDLESS = 2**62
 
 @dataclass(slots=True)
 class _LatestMarked(LatestStep):
-    """What was found in the latest step; `steps`: how many there were that went on from it, itself
-    included.
-    """
+    """The steered tokens of the latest step, and the number of `steps`: 1 and its repeats."""
 
     tokens: SteeredTokens
     positions_t: Indices
@@ -54,14 +53,14 @@ class _LatestMarked(LatestStep):
 
 
 class TraceRecorder(StepEntries[_LatestMarked]):
-    """Find the steered tokens of each step, and count them by request.
+    """Locate the steered tokens of each step, and count them by request, on one rank.
 
-    It serves one rank. Each steered request has an entry: the positions [first, end) around its
-    steered tokens and its slot in the steering tables; where its tokens are scattered, or have
-    slots by part of its plan, its parts say which. What was measured of tokens in front of
-    `recorded` is in the tables' sums: preemption makes the model read them again.
-    Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere, with entry 1.
-    A step reads tokens 5 and 6 of `b` and the first three of `a`:
+    Each steered request has an entry: the range of positions [first, end) that contains its steered
+    tokens, and its slot in the steering tables. If the tokens are scattered, or the plan has
+    several parts, `_parts` has the exact positions and slots. Tokens before `recorded` are already
+    in the tables' sums: after a preemption the model computes them again, and they count once.
+    Example: request `b` is not steered; request `a` has the plan in slot 2 at all positions, and
+    entry 1. A step computes tokens 5 and 6 of `b` and the first three of `a`:
 
         begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
 
@@ -71,8 +70,8 @@ class TraceRecorder(StepEntries[_LatestMarked]):
                                                      is_new_t = [True, True, True]
         count("a", end=3):                           (3,)
 
-    Were `a` preempted here, the next step would read a0 to a3: `find` names all four, which are
-    steered again, and of which a3 alone is new.
+    If `a` is preempted here, the next step computes a0 to a3: `find` returns all four, which are
+    steered again, and only a3 is new.
     """
 
     def __init__(self) -> None:
@@ -88,9 +87,9 @@ class TraceRecorder(StepEntries[_LatestMarked]):
         prompt_len: int,
         num_cached: int,
     ) -> None:
-        """Begin the entry of a request whose first `num_cached` tokens the prefix cache holds.
+        """Add a request, whose first `num_cached` tokens come from the prefix cache.
 
-        Those were steered when they were computed.
+        They were steered and counted when they were computed.
         """
         self._add_up()
         bounds = [positions.bounds(prompt_len) for _, positions in parts]
@@ -102,7 +101,7 @@ class TraceRecorder(StepEntries[_LatestMarked]):
             self._scattered.add(entry)
 
     def end(self, req_id: str) -> None:
-        """Remove the entry of a request that has ended, if it has one."""
+        """Remove a request that has ended, if it is steered."""
         self._add_up()
         entry = self._entry_of.pop(req_id, None)
         if entry is not None:
@@ -110,7 +109,7 @@ class TraceRecorder(StepEntries[_LatestMarked]):
             self._scattered.discard(entry)
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
-        """Return the steered tokens of a step, which counts them; arguments as of `_place`."""
+        """Return the steered tokens of a step, and count them; arguments as in `_place`."""
         if (latest := self._repeat(req_ids, starts_R, computed_R)) is not None:
             latest.steps += 1
             return latest.tokens
@@ -134,7 +133,7 @@ class TraceRecorder(StepEntries[_LatestMarked]):
         positions_t = positions_T[index_t]
         is_new_t = positions_t >= self._entries["recorded"][entries_t]
         ends_T = fields_T["end"]
-        # The first token is measured apart.
+        # A sequence's first token has its own sum, so its step cannot repeat.
         stays_T = steered_T & is_even_T & (ends_T == _ENDLESS) & (positions_T > 0) | (
             positions_T >= ends_T
         )
@@ -146,21 +145,21 @@ class TraceRecorder(StepEntries[_LatestMarked]):
         return found
 
     def _add_up(self) -> None:
-        """Count the steered tokens of the latest steps, and forget them."""
+        """Count the steered tokens of the latest step and its repeats, and close it."""
         latest, self._latest = self._latest, None
         if latest is not None:
             tokens, steps = latest.tokens, latest.steps
             np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
 
     def is_beyond(self, req_id: str, end: int) -> bool:
-        """Return whether the token at `end` of a request was steered, or one after it."""
+        """Return whether a request's token at position `end`, or a later one, was counted."""
         self._add_up()
         return bool(self._entries["recorded"][self._entry_of[req_id]] > end)
 
     def count(self, req_id: str, end: int) -> tuple[int, ...]:
-        """Return how many tokens of a request before `end` were steered, by part of its plan.
+        """Return the number of a request's steered tokens before `end`, by part of its plan.
 
-        Those that the prefix cache had are included.
+        It includes tokens from the prefix cache.
         """
         self._add_up()
         entry = self._entry_of[req_id]
@@ -170,11 +169,10 @@ class TraceRecorder(StepEntries[_LatestMarked]):
 
 
 class StepSteering:
-    """Mark the tokens of each step with the slots of their requests' plans and captures; record
-    what was measured and read of them.
+    """Mark each step's tokens with their requests' slots and captures; record their measurements.
 
-    `tokens`: how many a step has at most; `like`: a tensor of the activations' dtype and device;
-    `lags`: whether a request may be in one step more when its end is known.
+    `tokens`: the most tokens of a step; `like`: a tensor with the activations' dtype and device;
+    `lags`: whether one more step of a request may have begun when its end becomes known.
     """
 
     def __init__(
@@ -196,9 +194,9 @@ class StepSteering:
         self._captures = StepCaptures()
 
     def begin(self, req_id: str, extra_args: Mapping[str, Any], num_cached: int) -> None:
-        """Begin with a request whose first `num_cached` tokens the prefix cache holds."""
+        """Add a request, whose first `num_cached` tokens come from the prefix cache."""
         if STEER in extra_args or READ in extra_args:
-            entry = self._entry_of[req_id] = self.tables.sums.take()
+            entry = self._entry_of[req_id] = self.tables.sums.acquire()
         if STEER in extra_args:
             parts, prompt_len = extra_args[STEER]
             self._recorder.begin(req_id, entry, parts, prompt_len, num_cached)
@@ -209,7 +207,7 @@ class StepSteering:
             self._captures.begin(req_id, extra_args[CAPTURE])
 
     def end(self, req_id: str) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         self._recorder.end(req_id)
         self._readings.end(req_id)
         self._captures.end(req_id)
@@ -219,9 +217,9 @@ class StepSteering:
             self.tables.sums.release(entry)
 
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
-        """Write the uses of the next step's tokens into the tables.
+        """Write the marks of the next step's tokens into the tables.
 
-        The arguments are those of `StepEntries._place`.
+        Arguments as in `StepEntries._place`.
         """
         self.tables.serves = True
         if self._entry_of or self._captures:
@@ -230,15 +228,15 @@ class StepSteering:
             captured = self._captures.find(req_ids, starts_R, computed_R)
             self.tables.write(Step(steered, captured, read))
             if self._lags and len(steered.index_t):
-                self.tables.keep_sums()
+                self.tables.snapshot_sums()
             self._is_unrecorded = True
         elif not self.tables.is_idle:
             self.tables.write(Step())
 
     def record(self) -> None:
-        """Record the last step's readings before its buffers are overwritten.
+        """Record the last step's readings, before the next step overwrites their buffers.
 
-        All of it stays on the device: nothing here waits for that.
+        They stay on the device, and the host does not wait.
         """
         if not self._is_unrecorded:
             return
@@ -249,15 +247,15 @@ class StepSteering:
             self._readings.record(readings_kGR)
 
     def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
-        """Return what was measured of the first tokens of requests, by request so many.
+        """Return each request's measurements of its first tokens; `ends`: their number, by request.
 
-        There is at most one token more, of the latest step. Layers of other pipeline stages changed
-        none.
+        The latest step may have one token beyond the end, which is left out. Layers of other
+        pipeline stages are absent.
         """
         self.record()
         late = [req_id for req_id, end in ends.items() if self._recorder.is_beyond(req_id, end)]
         entries, before = ([self._entry_of[req_id] for req_id in some] for some in (ends, late))
-        sums_ELn = self.tables.take_sums(entries, before)
+        sums_ELn = self.tables.fetch_sums(entries, before)
         return {
             req_id: (
                 self._recorder.count(req_id, end),
@@ -265,7 +263,7 @@ class StepSteering:
                     int(layer): (int(sums_Ln[layer, 0]), *sums_Ln[layer, 1:].tolist())
                     for layer in sums_Ln[:, 0].nonzero()[0]
                 },
-                self._readings.read_passed(req_id, end),
+                self._readings.count_passed(req_id, end),
             )
             for (req_id, end), sums_Ln in zip(ends.items(), sums_ELn, strict=True)
         }
@@ -273,4 +271,4 @@ class StepSteering:
     def take_readings(self, req_id: str) -> Readings | None:
         """Return a request's readings since the last call; None if there are none."""
         self.record()
-        return self._readings.take(req_id)
+        return self._readings.pop(req_id)

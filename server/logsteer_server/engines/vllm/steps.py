@@ -1,4 +1,4 @@
-"""Begin and end steps of vLLM's scheduler, so that several are under way at once; free of vLLM."""
+"""Pipeline the steps of vLLM's scheduler; does not import vLLM."""
 
 from collections import deque
 from concurrent.futures import Future
@@ -8,10 +8,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class _Step:
-    """A step that was handed to the device: what was scheduled, and what will say what came of it.
+    """A pending step: the scheduler's output, and the futures of its execution and sampling.
 
-    `sampled` is None while its draw waits for tokens of the step before it, as that of a reply of a
-    given form does.
+    `sampled` is None while sampling waits for tokens of the step before, as for structured outputs.
     """
 
     scheduled: Any
@@ -22,55 +21,55 @@ class _Step:
 class StepQueue:
     """Step vLLM's scheduler and executor as its `EngineCore.step_with_batch_queue` does.
 
-    `depth`: how many steps are under way at once. With two, the next one is on the device while
-    this process ends the one before it. A request whose end is seen then may be in one step more,
-    whose token is dropped. Of three steps:
+    `depth`: the most pending steps. With two, the device computes the next step while this process
+    ends the one before. If that ends a request, the next step may have one more token of it, which
+    is dropped. For three steps:
 
-        begin()     steps 1 and 2 are handed to the device
+        begin()     submits steps 1 and 2 to the device
         end()       waits for step 1
-        begin()     step 3 is handed to the device, which works on step 2
+        begin()     submits step 3, while the device computes step 2
     """
 
     def __init__(self, scheduler: Any, executor: Any, depth: int) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
-        self._under_way: deque[_Step] = deque()
+        self._pending: deque[_Step] = deque()
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._pending)
 
     def begin(self) -> None:
-        """Schedule steps and hand them to the device, as many as may be under way at once."""
+        """Schedule steps and submit them to the device, until `depth` steps are pending."""
         while len(self) < self._depth and self._scheduler.has_unfinished_requests():
-            step = self._hand_over(self._scheduler.schedule())
-            self._under_way.append(step)
+            step = self._submit(self._scheduler.schedule())
+            self._pending.append(step)
             if step.sampled is None or not step.scheduled.total_num_scheduled_tokens:
-                return  # the next one waits for what comes of those under way
+                return  # the next step needs the outputs of the pending ones
 
     def end(self) -> list[Any]:
-        """Wait for the first step that was begun; return an `EngineCoreOutput` a request.
+        """Wait for the oldest pending step; return an `EngineCoreOutput` per request.
 
         Errors: whatever the model raises.
         """
-        if not self._under_way:
+        if not self._pending:
             return []
-        step = self._under_way.popleft()
+        step = self._pending.popleft()
         assert step.sampled is not None, "the step before this one has ended"
         output = step.sampled.result()
         if output is None:
             step.executed.result()  # raises
             raise RuntimeError("vLLM gave no output of a step")
         outputs = self._scheduler.update_from_output(step.scheduled, output)
-        if self._under_way and self._under_way[-1].sampled is None:
-            self._sample(self._under_way[-1])
+        if self._pending and self._pending[-1].sampled is None:
+            self._sample(self._pending[-1])
         return [output for batch in outputs.values() for output in batch.outputs]
 
-    def _hand_over(self, scheduled: Any) -> _Step:
+    def _submit(self, scheduled: Any) -> _Step:
         executed: Future[Any]
         try:
             executed = self._executor.execute_model(scheduled, non_block=True)
-        except Exception as error:  # of this step, and not of whoever reports the one before
+        except Exception as error:  # raised at this step's end, not while an earlier one ends
             executed = Future()
             executed.set_exception(error)
             return _Step(scheduled, executed, executed)

@@ -1,9 +1,9 @@
-"""Where a decoder layer's output has the residual stream, which differs from family to family.
+"""Detect where a decoder layer's output has the residual stream, which differs by family.
 
-A decoder layer of vLLM's returns `hidden`, or `(hidden, residual)`. Of most families the stream is
-their sum; of some it is `hidden`, and `residual` is left over from inside the layer. Nothing in a
-model says which, so each model is asked: `StreamProbe` changes what its layers return, and
-`find_stream_form` sees which changes the logits take no notice of.
+vLLM's decoder layers return `hidden`, or `(hidden, residual)`. In most families the stream is their
+sum; in some it is `hidden`, and `residual` is stale. A model does not say which, so each one is
+tested: `StreamProbe` changes its layers' outputs, and `find_stream_form` checks which changes leave
+the logits as they are. The module also checks compiled graphs and the activations of hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,18 +34,18 @@ Change = Literal["hidden", "shift", "residual"]
 residual; d to residual."""
 
 EXACT, ROUNDED = 0.01, 0.2
-"""How much of a change of hidden a change may come to that the logits take no notice of: where
-all is computed in float32, and where d and -d are rounded apart."""
+"""Largest effect on the logits that counts as none, relative to the effect of changing hidden: in
+float32, and in half precision, where d and -d are rounded differently."""
 
 
 class UnknownStreamError(ValueError):
-    """The residual stream of a model was not found; the message says what was."""
+    """A model whose residual stream was not found; the message says what its layers return."""
 
 
 def split_output(output: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Return the two parts of a decoder layer's output as [T, D], views of it; None for others.
+    """Return a decoder layer's output as hidden and residual [T, D], views; None for other forms.
 
-    The layers of vLLM's Transformers backend return [1, T, D].
+    Layers of vLLM's Transformers backend return [1, T, D].
     """
     parts = output if isinstance(output, tuple) else (output,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -62,9 +62,9 @@ def split_output(output: Any) -> tuple[Tensor, Tensor | None] | None:
 
 
 def read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
-    """Return the residual stream of some tokens, float32, which may lie in two parts.
+    """Return the residual stream of some tokens in float32: hidden, or hidden + residual.
 
-    Without an index it is that of all tokens, and may be `hidden_TD` itself.
+    Without an index, return that of all tokens, which may be `hidden_TD` itself.
     """
     if index_t is None:
         return hidden_TD.float() if residual_TD is None else hidden_TD.float() + residual_TD.float()
@@ -128,14 +128,14 @@ def find_stream_form(
     *,
     exact: bool,
 ) -> StreamForm:
-    """Return where the residual stream of a model is, by what changes its scores.
+    """Return where the residual stream of a model is, from the changes that affect its scores.
 
     Args:
-        outputs: what its layers return, in the words of `describe_output`; `score` adds to it.
+        outputs: the forms of its layers' outputs, as `describe_output`; `score` adds to it.
         score: returns the log-probabilities of a text under a change.
-        exact: whether all is computed in float32.
+        exact: whether the model computes in float32.
 
-    Errors: UnknownStreamError where neither form explains what was seen.
+    Errors: UnknownStreamError if neither form explains the effects.
 
     """
     plain_R = score(None)
@@ -166,56 +166,56 @@ def find_stream_form(
 
 PROBE_TOKENS = 16
 DECODED = 3
-"""The number of these that are generated, to check decode steps."""
+"""The last tokens of the probe text that are generated, to check decode steps."""
 
 
-def ask_stream_form(vllm: "VllmCore") -> StreamForm:
-    """Return where the residual stream of a model is, and tell its workers.
+def detect_stream_form(vllm: "VllmCore") -> StreamForm:
+    """Detect where the residual stream of a model is; set it in the workers and return it.
 
-    It reads a text of PROBE_TOKENS tokens four times at most, outside compiled graphs. Errors:
-    UnknownStreamError where the model gives none.
+    It scores a text of PROBE_TOKENS tokens at most four times, without compiled graphs. Errors:
+    UnknownStreamError as `find_stream_form`, or if vLLM scales the stream.
     """
     if reason := vllm.call_workers("find_scaled_stream")[0]:
         raise UnknownStreamError(reason)
     outputs: set[str] = set()
 
     def score(change: Change | None) -> npt.NDArray[np.float32]:
-        return _score_layers(vllm, change, outputs, _draw_text(vllm))
+        return _score_layers(vllm, change, outputs, _probe_text(vllm))
 
     form = find_stream_form(outputs, score, exact=_is_exact(vllm))
     vllm.call_workers("set_stream_form", form)
     return form
 
 
-def ask_graphs(vllm: "VllmCore") -> None:
-    """Check a compiled model's graphs, of prompts and of decode steps, by unsteered texts.
+def check_model_graphs(vllm: "VllmCore") -> None:
+    """Check a compiled model's graphs, of prompts and of decode steps, on unsteered texts.
 
     Errors: ValueError as `check_graphs`.
     """
     if vllm.config.model_config.enforce_eager:
         return
-    ids, exact = _draw_text(vllm), _is_exact(vllm)
+    ids, exact = _probe_text(vllm), _is_exact(vllm)
     check_graphs(_score_layers(vllm, None, set(), ids), _score(vllm, ids), exact=exact)
     prompt = ids[:-DECODED]
     drawn, drawn_R = _generate(vllm, prompt)
     eager_R = _score_layers(vllm, None, set(), np.concatenate([prompt, drawn]))
-    # The first token is drawn in the prompt's step.
+    # The prompt's step samples the first token.
     check_graphs(eager_R[1 - DECODED :], drawn_R[1:], exact=exact)
 
 
 def _is_exact(vllm: "VllmCore") -> bool:
-    """Return whether all is computed in float32."""
+    """Return whether the model computes in float32."""
     model = vllm.config.model_config
     return str(model.dtype) == "torch.float32" and model.quantization is None
 
 
-def ask_points(vllm: "VllmCore", form: StreamForm, hooks: Sequence[str]) -> dict[str, str]:
-    """Return why some of these activations are not what they are called, by hook.
+def check_points(vllm: "VllmCore", form: StreamForm, hooks: Sequence[str]) -> dict[str, str]:
+    """Return, by hook, why some hooks' activations are not the ones they are named after.
 
-    It reads the text of `ask_stream_form` twice, the second time with what had no fault changed, so
-    that a change that does not go on as the model's own shows.
+    It scores the text of `detect_stream_form` twice. The second time it changes the activations
+    without faults, which shows whether the model passes the changes on.
     """
-    ids, faults = _draw_text(vllm), dict[str, str]()
+    ids, faults = _probe_text(vllm), dict[str, str]()
     for is_changed in (False, True):
         changed = [hook for hook in hooks if hook not in faults] if is_changed else []
         vllm.call_workers("begin_point_probe", form, changed)
@@ -228,8 +228,9 @@ def ask_points(vllm: "VllmCore", form: StreamForm, hooks: Sequence[str]) -> dict
 
 
 GRAPH_LIMITS = {True: 0.01, False: 0.5}
-"""Nats a token that graphs may be from the same layers run one by one, by whether all is computed
-in float32. In half precision both round, at other places; a wrong graph is off by much more."""
+"""Largest mean difference between graphs and the same layers run one by one, in nats a token, by
+whether the model computes in float32. In half precision they round in different places; a wrong
+graph is off by much more."""
 
 
 def check_graphs(
@@ -237,7 +238,7 @@ def check_graphs(
 ) -> None:
     """Compare a text's log-probabilities without graphs and as they are served.
 
-    Errors: ValueError where they are not the same up to rounding.
+    Errors: ValueError if they differ by more than rounding.
     """
     finite_R = np.isfinite(eager_R)
     off = float(np.abs(served_R - eager_R)[finite_R].mean()) if finite_R.any() else 0.0
@@ -248,7 +249,8 @@ def check_graphs(
         )
 
 
-def _draw_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
+def _probe_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
+    """Return PROBE_TOKENS ids spread over the vocabulary."""
     vocab_size = vllm.config.model_config.get_vocab_size()
     return np.linspace(3, vocab_size - 1, PROBE_TOKENS).astype(np.int32)
 
@@ -256,7 +258,7 @@ def _draw_text(vllm: "VllmCore") -> npt.NDArray[np.int32]:
 def _score_layers(
     vllm: "VllmCore", change: Change | None, outputs: set[str], ids: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float32]:
-    """Score a text by layers run one by one, under a change; add what they return, in words."""
+    """Score a text with layers run one by one, under a change; add their outputs' forms."""
     vllm.call_workers("begin_stream_probe", change)
     try:
         return _score(vllm, ids)
@@ -276,17 +278,17 @@ def _generate(
         for output in vllm.step():
             drawn += output.new_token_ids
             values.add(output.new_logprobs.logprobs)
-    return np.array(drawn, np.int32), values.take()["logprobs"]
+    return np.array(drawn, np.int32), values.pop()["logprobs"]
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     job = ScoreJob(ids[:-1], ids[1:])
     spec = RowSpec.of(job, ())
-    own = "stream probe"  # what a probe leaves in the prefix cache is for nobody
-    wanted = vllm.schedule(ids[:-1].tolist(), describe_rows(job, spec), None, own, use_cache=False)
+    salt = "stream probe"  # no request may hit the blocks that a probe leaves in the prefix cache
+    own_id = vllm.schedule(ids[:-1].tolist(), describe_rows(job, spec), None, salt, use_cache=False)
     while True:
         for output in vllm.step():
-            if output.request_id == wanted and output.finished:
+            if output.request_id == own_id and output.finished:
                 values = output.prompt_token_id_logprobs.numpy().reshape(-1, spec.width)
-                found: npt.NDArray[np.float32] = unpack(values, spec)["logprob"]
-                return found
+                logprobs_R: npt.NDArray[np.float32] = unpack(values, spec)["logprob"]
+                return logprobs_R

@@ -1,13 +1,13 @@
-"""Steering tables: what each slot does at each layer, and the operation that does it.
+"""Steering tables: the plan of each slot at each layer, and how a step is steered with them.
 
-The operation `logsteer::steer` stands at every activation that the model's `hooks` name, and always
-runs, so that compiled graphs and CUDA graphs contain it. What is called a layer here is one such
-activation, by its number (`points.SiteNumbers`): with resid_post alone, the layer that it leaves.
-The operation works by data: each token of a step has a slot, and slot 0 changes nothing. It also
+The operation `logsteer::steer` follows every activation that the model's `hooks` name, and always
+runs, so that compiled graphs and CUDA graphs contain it. "Layer" here means one such activation, by
+its number (`points.SiteNumbers`): with resid_post alone, the number of the decoder layer. The
+operation is driven by data: each token of a step has a slot, and slot 0 changes nothing. It also
 measures its changes, evaluates probes (`probe_tables`), and captures activations (`captures`).
 
 Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M marked tokens, F
-fields of a mark, W what a layer has of a plan.
+fields of a mark, W fields of a layer's work; lower case: t steered tokens, n tokens to be counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,16 +35,16 @@ from logsteer_server.numerics.residual_ops import (
 
 
 class TraceSums:
-    """Assign entries to requests, and sum up each one's changed tokens and their ratios.
+    """Assign entries to requests, and add up each request's measurements.
 
-    `sums_EL3[e, l]`: both numbers of a request at a layer, and the ratio of its first token,
-    float64; `decided_E[e]`: the bits of its conditions, as its prompt's last token decided them.
-    Entry 0 is nobody's. The buffers never
-    move, because captured graphs hold them. A ratio has 24 binary digits and a sum 53, so the order
-    of adding up shows only where ratios that differ by a factor of 2^29 / tokens meet.
+    `sums_EL3[e, l]`, float64: a request's number of changed tokens at a layer, the sum of their
+    ratios |change| / |activation|, and the ratio of its first token. `decided_E[e]`: a bit per
+    condition, decided at the prompt's last token. Entry 0 is unused. The buffers never move,
+    because captured graphs hold their addresses. A ratio has 24 significant bits and a sum 53, so
+    the order of the sum matters only for ratios that differ by a factor of 2^29 / tokens.
 
         sums = TraceSums(entries=8, layers=2, like=...)
-        entry = sums.take()                                            1
+        entry = sums.acquire()                                            1
         sums.add(1, np.array([entry, entry]), tensor([[0.1, 0.0]]), np.array([True, False]))
         sums.fetch([entry])                                            [[[0, 0, 0], [1, 0.1, 0.1]]]
     """
@@ -53,17 +53,17 @@ class TraceSums:
         shape = (entries + 1, layers, 3)
         if like.is_cuda:
             self.sums_EL3 = like.new_zeros(shape, dtype=torch.float64)
-        else:  # of numpy's zeros only those that are written to take memory
+        else:  # numpy's zeros take memory only once written
             self.sums_EL3 = torch.from_numpy(np.zeros(shape))
         self.decided_E = like.new_zeros((entries + 1,), dtype=torch.int32)
         self._unused = list(range(entries, 0, -1))
         self._used: list[int] = []
-        self._kept: _KeptSums | None = None
+        self._before_step: _SumsSnapshot | None = None
 
-    def take(self) -> int:
-        """Return an entry whose sums are 0. Errors: RuntimeError where none is left.
+    def acquire(self) -> int:
+        """Return an entry whose sums are 0. Errors: RuntimeError if none is left.
 
-        Released entries are set to 0 together, once no other is left.
+        Released entries are set to 0 together, when no unused entry is left.
         """
         if not self._unused:
             if not self._used:
@@ -79,49 +79,49 @@ class TraceSums:
         return self._unused.pop()
 
     def release(self, entry: int) -> None:
-        """Release an entry."""
+        """Return an entry to the pool."""
         self._used.append(entry)
 
     def add(
         self, layer: int, entries_n: Indices, ratios_Sn: Tensor, is_first_n: npt.NDArray[np.bool_]
     ) -> None:
-        """Add the ratios of tokens in steps alike to the sums of their entries.
+        """Add ratios [S, n] of n tokens in S repeats of a step to the sums of their entries.
 
-        The plain form, for CPUs. A ratio that is not finite counts as changed.
+        The version for CPUs, without the kernel. A non-finite ratio counts as changed.
         """
         ratios = ratios_Sn.double().numpy()
         first = np.where(is_first_n, ratios, 0)
         all_n3 = np.stack([(ratios != 0).sum(0), ratios.sum(0), first.sum(0)], axis=1)
         np.add.at(self.sums_EL3[:, layer].numpy(), entries_n, all_n3)
 
-    def keep(self, entries_t: Indices) -> None:
-        """Keep the sums of some entries as they are before a step that adds to them."""
-        kept = self._kept
-        if kept is None or kept.entries_t is not entries_t:
+    def snapshot(self, entries_t: Indices) -> None:
+        """Copy the sums of some entries before a step that adds to them."""
+        before = self._before_step
+        if before is None or before.entries_t is not entries_t:
             entries_e = np.unique(entries_t)
-            kept = _KeptSums(entries_t, entries_e, staging.send(entries_e, self.sums_EL3))
-            self._kept = kept
-        kept.sums_eL3 = self.sums_EL3.index_select(0, kept.index_e)
+            before = _SumsSnapshot(entries_t, entries_e, staging.send(entries_e, self.sums_EL3))
+            self._before_step = before
+        before.sums_eL3 = self.sums_EL3.index_select(0, before.index_e)
 
     def fetch(self, entries: list[int], before: Sequence[int] = ()) -> npt.NDArray[np.float64]:
-        """Return the sums of some entries: float64 [E, L, 3], as `sums_EL3`.
+        """Return the sums of some entries, float64 [E, L, 3].
 
-        Those that are in `before`, too, are as they were when they were kept.
+        For entries that are also in `before`, return the sums of the latest snapshot.
         """
         index_E = staging.send(np.array(entries), self.sums_EL3)
-        found_EL3: npt.NDArray[np.float64] = staging.fetch(self.sums_EL3.index_select(0, index_E))
+        sums_EL3: npt.NDArray[np.float64] = staging.fetch(self.sums_EL3.index_select(0, index_E))
         if before:
-            assert self._kept is not None, "the step that is left out was marked"
-            kept_eL3 = staging.fetch(self._kept.sums_eL3)
+            assert self._before_step is not None, "the step that is left out was marked"
+            before_eL3 = staging.fetch(self._before_step.sums_eL3)
             for entry in before:
-                place = self._kept.entries_e.searchsorted(entry)
-                found_EL3[entries.index(entry)] = kept_eL3[place]
-        return found_EL3
+                place = self._before_step.entries_e.searchsorted(entry)
+                sums_EL3[entries.index(entry)] = before_eL3[place]
+        return sums_EL3
 
 
 @dataclass(slots=True, eq=False)
-class _KeptSums:
-    """Sums [e, L, 3] of the entries of a step's steered tokens t, as they were before the step."""
+class _SumsSnapshot:
+    """The sums [e, L, 3] before a step, of the e entries of its steered tokens t."""
 
     entries_t: Indices
     entries_e: Indices
@@ -130,11 +130,11 @@ class _KeptSums:
 
 
 MAX_STEPS = 64
-"""Steps alike whose measurements the plain form adds up together."""
+"""Repeats of a step whose measurements the version for CPUs adds up together."""
 
 
 class LayerTables(NamedTuple):
-    """Views of the tables at one layer, made once: the kernel is launched with them."""
+    """Views of the tables at one layer, made once, for the kernel's launches."""
 
     work_SW: Tensor
     offsets_SD: Tensor
@@ -146,15 +146,15 @@ class LayerTables(NamedTuple):
 class SteeringTables:
     """Hold the persistent buffers of one model on one rank, and steer with them.
 
-    `offsets_LSD[l, s]` is what slot s adds at layer l; `directions_LSKD` and `numbers_LSKP` are the
-    operations that follow; `work_LSW` says how much of this counts. A plan in slot 2 that adds v at
-    layer 5, and a step of four tokens of which the last two are steered by it, for a request whose
-    sums are in entry 3:
+    Slot s adds `offsets_LSD[l, s]` at layer l, then applies the operations `directions_LSKD` and
+    `numbers_LSKP`; `work_LSW` has their number and whether there is an offset. Example: a plan in
+    slot 2 adds v at layer 5; it steers the last two tokens of a step of four, for the request with
+    entry 3:
 
         load({2: a plan of Site(5, "resid_post", v)})  offsets_LSD[5, 2] = v
         write(Step(SteeredTokens([2, 3], [2, 2], [3, 3], [True, True], [True, False])))
         apply(hidden_TD, residual_TD, 5)               hidden_TD[2:4] += v
-        take_sums([3])       [0, 5] is [2, |v| / |x_2| + |v| / |x_3|, |v| / |x_2|]
+        fetch_sums([3])      [0, 5] is [2, |v| / |x_2| + |v| / |x_3|, |v| / |x_2|]
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SteeringTables:
         self.numbers_LSKP = unchanged.repeat(layers, slots, size.depth, 1)
         self.work_LSW = new((layers, slots, len(Work)), dtype=torch.int32)
         self.marks_MF = new((1 + tokens, len(Mark)), dtype=torch.int32)
-        # A request has an entry from when it begins until it ends, while it is preempted, too.
+        # A request holds its entry until it ends, while it is preempted, too.
         self.sums = TraceSums(2 * tokens, layers, like)
         self.captures = CaptureBuffer(rows, layers, tokens, width, like)
         self.probes = ProbeTables(slots, size.probes, tokens, width, self.sums.decided_E)
@@ -183,7 +183,7 @@ class SteeringTables:
             )
         ]  # fmt: skip
         self.serves = False
-        """Whether a step of requests has been marked: graphs have been captured by then."""
+        """Whether a step of requests has been marked, which happens after graphs are captured."""
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
         self._site_layers: list[set[int]] = [set()] * slots
@@ -193,15 +193,15 @@ class SteeringTables:
         self._steered_layers: set[int] = set()
 
     def set_form(self, form: StreamForm) -> None:
-        """Set where the residual stream is in the layers' outputs."""
+        """Set which parts of the layers' outputs make up the residual stream."""
         self._residual_counts = form == "sum"
         self.residual_counts_1.fill_(self._residual_counts)
 
     def load(self, plans: Mapping[int, SteeringPlan]) -> None:
-        """Load the sites, probes and conditions of plans into slots, replacing their last plans.
+        """Load the sites, probes and conditions of plans into slots, replacing older plans.
 
-        One copy moves them all to the device. Rows that this plan does not use keep their old
-        numbers, and `work_LSW` leaves them out. Errors: ValueError for more operations than fit.
+        One copy moves them all to the device. Unused rows keep their old numbers, and `work_LSW`
+        excludes them. Errors: ValueError for more operations than fit.
         """
         slots_s, work_LsW, offsets_at_n, offsets_nD, ops_at_m, directions_mD, numbers_mP, *read = (
             staging.send_all(pack_plans(plans, self._shape), self.work_LSW)
@@ -220,9 +220,9 @@ class SteeringTables:
             self._site_layers[slot] = {site.layer for site in plan.sites}
 
     def write(self, step: Step) -> None:
-        """Write the marks of the next forward pass's tokens; other tokens are left alone.
+        """Write the marks of the next step's tokens; unmarked tokens are not steered.
 
-        Call it between two passes, because captured graphs read these buffers.
+        Call it between two forward passes, because captured graphs read these buffers.
         """
         if step.is_same(self.step):
             return
@@ -238,7 +238,7 @@ class SteeringTables:
         self.probes.write(step.read)
 
     def fill_marks(self) -> None:
-        """Write the step's marked tokens where the kernel reads them."""
+        """Copy the step's marks into the kernel's buffer."""
         staging.write(self.marks_MF, pack_marks(self.step))
 
     @property
@@ -247,7 +247,7 @@ class SteeringTables:
         return self.step.is_idle
 
     def add_up(self) -> None:
-        """Add the plain form's measurements to the sums of the tokens' requests."""
+        """Add the measurements of `apply` so far to the sums of the tokens' requests."""
         steered = self.step.steered
         for layer, change in self._changes.items():
             if change is not None and change.sizes:
@@ -261,20 +261,20 @@ class SteeringTables:
                 change.sizes.clear()
                 change.norms.clear()
 
-    def keep_sums(self) -> None:
-        """Keep the sums of this step's requests as they are before it runs."""
+    def snapshot_sums(self) -> None:
+        """Copy the sums of this step's requests before it runs."""
         self.add_up()
-        self.sums.keep(self.step.steered.entries_t)
+        self.sums.snapshot(self.step.steered.entries_t)
 
-    def take_sums(self, entries: list[int], before: Sequence[int] = ()) -> np.ndarray:
+    def fetch_sums(self, entries: list[int], before: Sequence[int] = ()) -> np.ndarray:
         """Return the sums of some entries, as `TraceSums.fetch` does."""
         self.add_up()
         return self.sums.fetch(entries, before)
 
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-        """Steer the tokens of this step at one layer, in place; measure, and capture.
+        """Steer this step's tokens at one layer, in place; measure, evaluate probes, and capture.
 
-        The plain form, for CPUs, which reads the marked tokens only.
+        The version for CPUs, without the kernel. It reads the marked tokens only.
         """
         if not self._residual_counts:
             residual_TD = None
@@ -321,10 +321,7 @@ class SteeringTables:
             self.add_up()
 
     def _gather(self, num_tokens: int, layer: int) -> "_Change | None":
-        """Gather from the slots' tables the changes of this step's tokens at a layer.
-
-        None where no token is changed.
-        """
+        """Gather the changes of this step's tokens at a layer from the tables, or return None."""
         steered = self.step.steered
         work_tW = self.work_LSW[layer, torch.from_numpy(steered.slots_t)].numpy()
         depths_t, adds_t = work_tW[:, Work.DEPTH], work_tW[:, Work.HAS_OFFSET] != 0
@@ -333,16 +330,16 @@ class SteeringTables:
             return None
         places_t, slots_t = steered.index_t[rows_t], steered.slots_t[rows_t]
         is_one, is_all = bool((slots_t == slots_t[0]).all()), len(places_t) == num_tokens
-        own_t = rows_t[:1] if is_one else rows_t  # one row for all where all have the same plan
+        own_t = rows_t[:1] if is_one else rows_t  # tokens of the same plan share one row
         own_slots_t = torch.from_numpy(steered.slots_t[own_t])
         depth = int(depths_t[own_t].max())
         numbers_tKP = self.numbers_LSKP[layer, own_slots_t, :depth]
-        behind_tK = torch.from_numpy(np.arange(depth) >= depths_t[own_t, None])
-        numbers_tKP[behind_tK] = torch.tensor(UNCHANGED)
+        unused_tK = torch.from_numpy(np.arange(depth) >= depths_t[own_t, None])
+        numbers_tKP[unused_tK] = torch.tensor(UNCHANGED)
         offsets_tD = self.offsets_LSD[layer, own_slots_t]
         norms_t = self.offset_norms_LS[layer, own_slots_t]
-        stays_t = torch.from_numpy(~adds_t[own_t])
-        offsets_tD[stays_t], norms_t[stays_t] = 0, 0
+        no_offset_t = torch.from_numpy(~adds_t[own_t])
+        offsets_tD[no_offset_t], norms_t[no_offset_t] = 0, 0
         conditions_tK = numbers_tKP[..., -1].expand(len(places_t), -1)
         return _Change(
             rows_t,
@@ -361,10 +358,11 @@ class SteeringTables:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The changes of some of a step's steered tokens at a layer: rows of `SteeredTokens`.
+    """The changes of a step's steered tokens at a layer.
 
-    Without an index every token is changed; tensors of one row apply to all tokens. `sizes`,
-    `norms`: |change| and |activation| of the tokens in each step so far, not added up yet.
+    `rows_t`: rows of `SteeredTokens`. `index_t`: indices in the step; None for all tokens. Tensors
+    with one row apply to all tokens. `sizes`, `norms`: |change| and |activation| of the tokens, a
+    tensor per repeat of the step, until `SteeringTables.add_up` empties them.
     """
 
     rows_t: Indices

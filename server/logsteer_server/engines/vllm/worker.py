@@ -1,4 +1,4 @@
-"""vLLM's worker for this machine, with a model runner that reads rows and steers."""
+"""vLLM's worker for this machine, with a model runner that scores rows and steers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from logsteer_server.contract.engine import DeviceMemory, Int8Products
 from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import ScratchDirectory, follow_parent
 from logsteer_server.engines.machine import read_memory
-from logsteer_server.engines.vllm.adapters import lay_out, read_factors
+from logsteer_server.engines.vllm.adapters import read_factors, write_peft_directory
 from logsteer_server.engines.vllm.config import (
     SteeringSize,
     clear_new_blocks,
@@ -50,11 +50,11 @@ OPTIONS = "logsteer"
 
 
 class LogsteerWorker(BaseWorker):  # type: ignore[misc]
-    """Work as vLLM's worker does. The engine calls the methods by name, on every rank."""
+    """Extend vLLM's worker with methods that the engine calls by name, on every rank."""
 
     def init_device(self) -> None:
-        """Set up the device as vLLM does, then give the runner our class on top of its own."""
-        follow_parent()  # vLLM has a rank's process end at an interrupt
+        """Set up the device as vLLM does, then put our class before the runner's own."""
+        follow_parent()  # vLLM's rank processes end at an interrupt
         clear_new_blocks()
         super().init_device()
         if self.use_v2_model_runner:
@@ -65,10 +65,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (Runner, own), {})
 
     def load_model(self, **options: Any) -> None:
-        """Load the model as vLLM does, put our sampler in, and steering behind its layers.
+        """Load the model as vLLM does, then set up scoring, our sampler, and steering.
 
-        The buffers of a later pipeline stage are made ready here, because vLLM makes them in a
-        warm-up that it leaves out for eager models on the CPU.
+        Create the buffers of later pipeline stages, because vLLM does so in a warm-up that it skips
+        for eager models on the CPU.
         """
         if current_platform.is_cpu():
             install_kernels()
@@ -76,7 +76,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         runner = self.model_runner
         options = self.vllm_config.additional_config[OPTIONS]
         bounds = RowBounds(**options["rows"])
-        # Where the cache's size is given, nobody measures what else is to stay free.
+        # With a given cache size, vLLM does not measure the memory that has to stay free.
         if runner.device.type == "cuda" and self.cache_config.kv_cache_memory_bytes is None:
             left = self.requested_memory - runner.model_memory_usage
             bounds = replace(bounds, columns=widen_columns(bounds.columns, left))
@@ -94,12 +94,12 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
             )
 
     def load_adapter(self, name: str, slot: int, path: str) -> set[str]:
-        """Load the adapter of a file as vLLM does, which takes a directory.
+        """Load an adapter's file, through the directory that vLLM expects.
 
-        Return the modules that the file has updates of and this rank did not apply.
+        Return the modules with updates in the file that this rank did not apply.
         """
         with ScratchDirectory() as directory:
-            lay_out(path, directory)
+            write_peft_directory(path, directory)
             self.add_lora(LoRARequest(name, slot, str(directory)))
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(slot)
@@ -118,19 +118,19 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         }
 
     def begin_stream_probe(self, change: Change | None) -> None:
-        """Run the next steps with a change of what this stage's decoder layers return."""
+        """Change the outputs of this stage's decoder layers in the next steps."""
         runner = self.model_runner
         layers = [x for x in runner.find_layers() if not isinstance(x, PPMissingLayer)]
         runner.stream_probe = StreamProbe(layers, change)
 
     def end_stream_probe(self) -> set[str]:
-        """Run steps as they are again; return what this stage's layers returned, in words."""
+        """Stop the probe; return the forms of this stage's layer outputs, in words."""
         probe, self.model_runner.stream_probe = self.model_runner.stream_probe, None
         outputs: set[str] = probe.outputs
         return outputs
 
     def begin_point_probe(self, form: StreamForm, changed: Sequence[str]) -> None:
-        """Run the next steps with changes of these activations, and read all of them."""
+        """Record all hooks' activations in the next steps, and change those of `changed` hooks."""
         runner = self.model_runner
         layers = {
             number: layer
@@ -140,15 +140,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         runner.stream_probe = PointProbe(layers, form, changed)
 
     def end_point_probe(self) -> dict[str, str]:
-        """Run steps as they are again; return which activations are not what they are called."""
+        """Stop the probe; return why some hooks' activations are wrong, as `find_faults`."""
         runner = self.model_runner
         probe, runner.stream_probe = runner.stream_probe, None
         return find_faults(probe.seen, exact=runner.model_config.dtype == torch.float32)
 
     def find_scaled_stream(self) -> str | None:
-        """Return why the stream is not the model's own, where vLLM scales it; else None.
+        """Return why the residual stream is not the model's own, if vLLM scales it; else None.
 
-        The decoder layers of DeepSeek and its relatives divide it by a constant in float16.
+        In float16 the decoder layers of DeepSeek and related models divide it by a constant.
         """
         runner = self.model_runner
         if runner.model_config.dtype != torch.float16:
@@ -157,7 +157,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return "vLLM scales its residual stream in float16: use bfloat16" if scales else None
 
     def set_stream_form(self, form: StreamForm) -> None:
-        """Tell the tables where the residual stream is in the layers' outputs."""
+        """Set the tables' form of the residual stream in the layers' outputs."""
         self.model_runner.steering.tables.set_form(form)
 
     def find_logits_dtype(self) -> str:
@@ -173,20 +173,19 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return read_memory()
 
     def load_plans(self, plans: Mapping[int, SteeringPlan]) -> None:
-        """Put plans into slots of the tables."""
+        """Load plans into slots of the tables."""
         self.model_runner.steering.tables.load(plans)
 
     def find_stage(self) -> frozenset[int]:
-        """Return which of the model's decoder layers this rank's pipeline stage has."""
+        """Return the numbers of the decoder layers in this rank's pipeline stage."""
         layers = enumerate(self.model_runner.find_layers())
         return frozenset(i for i, layer in layers if not isinstance(layer, PPMissingLayer))
 
     def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
-        """Return what was measured at this stage's layers of requests that have ended.
+        """Return this stage's steering measurements of requests that have ended.
 
-        `ends`: the tokens of each that count.
-
-        Empty on all tensor-parallel ranks but the first: they have measured the same.
+        `ends`: each request's number of tokens. Empty on all tensor-parallel ranks except the
+        first: all measure the same.
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
@@ -194,9 +193,9 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return traces
 
     def take_readings(self, req_ids: Sequence[str]) -> dict[str, Readings]:
-        """Return what this stage's probes have read of requests since they were last asked for.
+        """Return this stage's probe readings of requests since the last call.
 
-        Empty on all tensor-parallel ranks but the first.
+        Empty on all tensor-parallel ranks except the first.
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
@@ -204,7 +203,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return {req_id: readings for req_id, readings in found.items() if readings is not None}
 
     def take_captures(self, rows: Mapping[str, range]) -> dict[str, np.ndarray]:
-        """Return what was captured in the rows of requests: [N, D] each; nothing on later ranks."""
+        """Return the activations captured in requests' rows, [N, D] each.
+
+        Empty on all tensor-parallel ranks except the first.
+        """
         if get_tensor_model_parallel_rank() != 0:
             return {}
         captures = self.model_runner.steering.tables.captures
@@ -217,9 +219,9 @@ Rotate = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 def correct_model(model: nn.Module) -> None:
     """Correct the modules of a model before it is compiled.
 
-    * Bloom was trained with the approximation of GELU by a hyperbolic tangent; with GELU itself
-      log-probabilities are off by 2e-3 nats.
-    * The rotary embedding of the CPU takes [T, H, D] for tokens of one head each: DeepSeek's latent
+    * Bloom was trained with the tanh approximation of GELU; with exact GELU log-probabilities are
+      off by 2e-3 nats.
+    * The CPU's rotary embedding reads [T, H, D] as tokens of one head each: DeepSeek's latent
       attention is off by 10 nats.
     """
     for module in model.modules():
@@ -230,11 +232,11 @@ def correct_model(model: nn.Module) -> None:
 
 
 def widen_head(model: nn.Module) -> None:
-    """Have the head's products added up in float32, and logits kept so.
+    """Make the head compute logits in float32.
 
-    In half precision logits are rounded by up to 0.09 nats. A GPU's `torch.mm` takes the weights as
-    they are; elsewhere, and for numbers that depend on no neighbour, the head is widened in parts.
-    A quantised head stays as it is, and one whose weights vLLM has packed for a CPU.
+    In half precision logits are rounded by up to 0.09 nats. A GPU's `torch.mm` accepts the weights
+    in half precision; on a CPU, and in batch-invariant mode, the weights are widened in parts. A
+    quantised head, or one whose weights vLLM packed for a CPU, stays as it is.
     """
     on_cpu = current_platform.is_cpu()
     heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -264,7 +266,7 @@ def find_logits_dtype(model: nn.Module, dtype: torch.dtype) -> str:
 def _rotate_heads(
     rotate: Rotate, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate query and key in place, as `rotate` does for [T, H * D], which it expects."""
+    """Rotate query and key [T, H, D] in place, through the [T, H * D] that `rotate` expects."""
     flat = [None if part is None else part.flatten(1).contiguous() for part in (query, key)]
     assert flat[0] is not None
     rotate(positions, flat[0], flat[1])
