@@ -198,12 +198,13 @@ class HookedReference:
         ids: Sequence[int],
         hook: str = "resid_post",
         change: Callable[[Tensor], Tensor] | None = None,
+        changed_at: int = LAYER,
     ) -> np.ndarray:
-        """An activation of each layer, [L, T, D]; `change` acts at LAYER."""
+        """An activation of each layer, [L, T, D]; `change` acts at one of them."""
         found: list[Tensor] = []
 
         def act(layer: int, x: Tensor) -> Tensor:
-            changed = x if change is None or layer != LAYER else change(x)
+            changed = x if change is None or layer != changed_at else change(x)
             found.append(changed[0].clone())
             return changed
 

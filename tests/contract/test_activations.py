@@ -16,7 +16,7 @@ from tests.contract.tlens_cases import draw_ids
 
 WITHIN = 1e-4
 LAYERS = [4, 0, 2]
-REAL = pytest.mark.parametrize("client", ["vllm", "tlens"], indirect=True)
+REAL = pytest.mark.parametrize("client", ["vllm", "compiled", "tlens"], indirect=True)
 STEERING = {"vectors": [{"data": {str(LAYER): VECTOR.tolist()}, "scale": 1.5}]}
 
 

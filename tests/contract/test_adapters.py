@@ -1,7 +1,6 @@
 """LoRA adapters through HTTP on both engines, against transformers with merged weights."""
 
 import concurrent.futures
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,21 +304,3 @@ def test_an_adapter_and_an_override_add_up(
         client.adapters.put("a0", directories[0])
         found = score(client, adapter="a0", override={"name": "v", "eta": 0.1})
     assert found == pytest.approx(wanted, abs=PER_TOKEN)
-
-
-def test_the_configuration_is_kept_with_the_weights(
-    directories: list[Path], tmp_path: Path
-) -> None:
-    from logsteer_server.stores.formats.tensor_file import join_files, read_adapter
-
-    path = tmp_path / "joined.safetensors"
-    config = (directories[0] / "adapter_config.json").read_bytes()
-    with (
-        (directories[0] / "adapter_model.safetensors").open("rb") as weights,
-        path.open("wb") as file,
-    ):
-        join_files(config, weights, file.write)
-    joined, own = load_file(path), load_file(directories[0] / "adapter_model.safetensors")
-    assert joined.keys() == own.keys()
-    assert all((joined[name] == own[name]).all() for name in own)
-    assert read_adapter(path).alpha == json.loads(config)["lora_alpha"]

@@ -188,17 +188,6 @@ def test_both_engines_end_at_the_tokens_of_one_source(
     assert ends == {BOY, PERIOD}
 
 
-def test_eos_prob_sums_up_the_same_tokens(
-    probe: dict[str, Any], reference: Any, prompt: np.ndarray
-) -> None:
-    for index, job in enumerate(make_jobs(prompt.tolist())):
-        logits_NV = read_rows(reference, job, probe["together"][str(index)][0])
-        q_NV = shape_rows(logits_NV, [job.policy] * len(logits_NV)).q_RV
-        wanted = q_NV[:, [BOY, PERIOD]].sum(-1).tolist()
-        slack = 1e-4 / max(1e-3, min(1.0, job.policy.temperature))
-        assert probe["columns"][str(index)]["eos_prob"] == pytest.approx(wanted, abs=slack)
-
-
 @pytest.mark.parametrize(
     ("named", "wanted"),
     [

@@ -12,7 +12,7 @@ from torch import Tensor
 from logsteer import APIError, Client
 from logsteer.schemas import TargetGradient
 from logsteer_server.contract.gradients import GradientJob, InputPoint
-from logsteer_server.contract.jobs import JobFailure, ScoreJob
+from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.plan import Direction, Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
@@ -28,7 +28,6 @@ from tests.contract.tlens_cases import (
     LAYER,
     OTHERS,
     build,
-    check_failure,
     draw_ids,
     draw_vector,
     run,
@@ -245,15 +244,6 @@ def sum_products(model: Any, ids: np.ndarray, tensors: Any) -> list[Tensor]:
     return [(parameters[name].grad.double() * v).sum() for name, v in tensors.items()]
 
 
-def test_a_directional_derivative_is_the_gradient_of_autograd(
-    engine: Any, tensors: Any, direction: Direction
-) -> None:
-    ids = draw_ids(np.random.default_rng(7), 30)
-    wanted = sum(map(float, sum_products(load_model(DEMO_MODEL), ids, tensors)))
-    found = differentiate_along(engine, ids, direction).sum()
-    assert found == pytest.approx(wanted, rel=1e-4)
-
-
 def test_directional_derivatives_where_the_model_is_steered_and_moved(
     fine: Any, fine_path: Path, fine_tensors: Any, fine_direction: Direction, tmp_path: Path
 ) -> None:
@@ -310,18 +300,6 @@ def test_rows_are_differentiated_in_chunks_of_bounded_size(
             assert relative(parts.gradients[0], whole.gradients[0]) < 1e-9
 
 
-def test_what_cannot_be_differentiated_is_refused(engine: Any) -> None:
-    ids = draw_ids(np.random.default_rng(11), 8)
-    for fields, code, reason in (
-        ({}, "invalid_request", "give one"),
-        ({"sites": ((9, "resid_post"),)}, "invalid_request", "no layer 9"),
-        ({"sites": ((1, "nothing"),)}, "unsupported_by_engine", "nothing"),
-        ({"sites": ((1, "resid_post"),), "max_width": 127}, "payload_too_large", "fewer layers"),
-    ):
-        failure = run(engine, tail(ids, 2, **fields))[0]  # type: ignore[arg-type]
-        check_failure(failure, code, reason)
-
-
 ITEM = {"context": "Once upon a time there was a little girl", "targets": [" named Lily", " and"]}
 BASELINE = 7
 
@@ -376,16 +354,6 @@ def test_gradients_at_points_of_the_line_are_transformers(name: str, tmp_path: P
         wanted_T = (gradient_1TD[0] * (x_TD - base_1D)).sum(-1).numpy()
         assert output.logprobs.sum() == pytest.approx(total, abs=1e-4 * count)
         assert np.abs(output.attributions - wanted_T).max() < 1e-4 * max(np.abs(wanted_T).max(), 1)
-
-
-def test_points_that_cannot_be_are_refused(engine: Any) -> None:
-    ids = draw_ids(np.random.default_rng(2), 8)
-    for fields, reason in (
-        ({"input_point": InputPoint(1.0, 10**6)}, "the vocabulary"),
-        ({"input_point": InputPoint(1.0), "sites": ((LAYER, "resid_post"),)}, "give one"),
-    ):
-        (failure,) = run(engine, GradientJob(ids[:-1], ids[-2:], **fields))  # type: ignore[arg-type]
-        assert isinstance(failure, JobFailure) and reason in failure.detail
 
 
 def ask(client: Client, **options: Any) -> list[TargetGradient]:

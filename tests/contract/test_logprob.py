@@ -188,6 +188,8 @@ def test_a_sequence_that_fills_the_context_is_scored(client: Client) -> None:
         client, {"context_ids": [9, *ids], "target_ids": [[7]]}, on_overflow="truncate_left"
     )
     assert cut.truncated_tokens == 2
+    with refused("context_too_long"):  # a target is never cut
+        client.logprob([{"context_ids": [9], "target_ids": [ids]}], on_overflow="truncate_left")
     kept = score_one(client, {"context_ids": ids[1:], "target_ids": [[7]]})
     assert cut.logprobs == pytest.approx(kept.logprobs, rel=1e-5)
 

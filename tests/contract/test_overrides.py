@@ -15,7 +15,6 @@ from logsteer_server.contract.gradients import GradientJob
 from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     GenerateJob,
-    JobFailure,
     Policy,
     ScoreJob,
 )
@@ -86,17 +85,6 @@ def test_scores_are_those_of_a_model_changed_by_hand_and_nobody_elses(
     assert np.abs(halves[1] - found[2]).max() > 0.1
 
 
-def test_eta_0_is_exactly_the_base(engine: Any, direction: Direction) -> None:
-    ids = draw_ids(np.random.default_rng(2), 60)
-    columns = ("logprob", "rank", "entropy")
-    base, same = run(
-        engine,
-        whole(ids, columns=columns),
-        whole(ids, columns=columns, override=at(direction, 0.0)),
-    )
-    assert all((base.columns[name] == same.columns[name]).all() for name in columns)
-
-
 def test_generation_is_that_of_the_changed_model(
     engine: Any, moved: Any, direction: Direction
 ) -> None:
@@ -128,24 +116,6 @@ def test_generation_is_that_of_the_changed_model(
         both = np.concatenate([job.tokens, output.token_ids])
         again = ScoreJob(both[:-1], output.token_ids, plan=plan, override=job.override)
         assert score(engine, again)[0] == pytest.approx(output.logprobs, abs=PER_TOKEN)
-
-
-def test_steering_inside_blocks_acts_under_an_override(
-    engine: Any, moved: Any, direction: Direction
-) -> None:
-    ids = draw_ids(np.random.default_rng(5), 30)
-    vector = draw_vector(norm=4.0)
-
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
-        return output + torch.from_numpy(vector)
-
-    handle = moved.model.layers[2].mlp.register_forward_hook(hook)
-    expected = read_logprobs(moved, ids)
-    handle.remove()
-    plan = SteeringPlan((Site(2, "mlp_out", vector),))
-    found = score(engine, whole(ids, plan=plan, override=at(direction, ETA)))[0]
-    assert found == pytest.approx(expected, abs=PER_TOKEN)
-    assert np.abs(found - read_logprobs(moved, ids)).max() > 0.01
 
 
 def test_a_tied_head_moves_with_the_embedding(engine: Any, tensors: Any, tmp_path: Path) -> None:
@@ -192,27 +162,6 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
         check_failure(failure, "unsupported_by_engine", "resid_post")
     else:
         assert failure.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
-
-
-BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
-    "unknown name": ({"model.layers.9.mlp.up_proj.weight": (1, 2)}, "has no parameter"),
-    "the bridge's name": ({"blocks.0.mlp.W_in": (128, 384)}, "state_dict"),
-    "wrong shape": ({"model.norm.weight": (127,)}, "[127], the parameter [128]"),
-    "transposed": ({"model.layers.0.mlp.down_proj.weight": (384, 128)}, "[384, 128]"),
-    "tied twice": (
-        {"lm_head.weight": (1436, 128), "model.embed_tokens.weight": (1436, 128)}, "one parameter",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_path: Path) -> None:
-    shapes, reason = BAD[name]
-    file = write_direction(tmp_path, {key: torch.ones(size) for key, size in shapes.items()})
-    ids = draw_ids(np.random.default_rng(9), 5)
-    for job in (CheckOverrideJob(shapes=shapes), whole(ids, override=at(file, 1.0))):
-        failure = run(engine, job)[0]
-        check_failure(failure, "invalid_vector", reason)
 
 
 def test_a_file_that_is_gone_or_damaged_fails_its_own_jobs(engine: Any, tmp_path: Path) -> None:
@@ -407,36 +356,21 @@ def test_a_direction_of_one_parameter_has_the_whole_model_computed_in_float32(
 
 
 @pytest.mark.parametrize("cast", ["float32", None])
-def test_a_derivative_by_the_second_name_of_a_tied_parameter(
+def test_a_derivative_is_the_same_by_both_names_of_a_tied_parameter(
     coarse: Any, scaled: Direction, cast: Any, tmp_path: Path
 ) -> None:
     """Embedding and head are one tensor here; an override has it under the first name."""
-    model = load_widened(DEMO_MODEL)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    tensors = scale_with_gradient(model, IDS)
-    v = tensors["model.embed_tokens.weight"]
-    along = write_direction(tmp_path, {"lm_head.weight": v})
-    eta = TINY if cast else 0.01
-    job = GradientJob(IDS[:-1], IDS[1:], along=along, override=at(scaled, eta, cast))
-    found = run(coarse, job)[0]
-    assert not isinstance(found, JobFailure), found
-    if cast is None:
-        first = write_direction(tmp_path, {"model.embed_tokens.weight": v})
-        same = run(coarse, GradientJob(IDS[:-1], IDS[1:], along=first, override=job.override))[0]
-        assert (found.directional == same.directional).all()
-        return
-    move(model, tensors, eta)
-    assert found.logprobs == pytest.approx(read_logprobs(model, IDS), abs=PER_TOKEN)
-    model.double()
-    step, plain = 3e-4, model.lm_head.weight.detach().clone()
-    sides = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            model.lm_head.weight.copy_(plain + sign * step * v.double())
-        sides.append(read_logprobs(model, IDS))
-    slope_R = (sides[0] - sides[1]) / (2 * step)
-    off = np.abs(found.directional - slope_R).max() / np.abs(slope_R).max()
-    assert off < 1e-3
+    v = load_widened(DEMO_MODEL).model.embed_tokens.weight.detach()
+    override = at(scaled, TINY if cast else 0.01, cast)
+    first, second = (
+        GradientJob(
+            IDS[:-1], IDS[1:], along=write_direction(tmp_path, {name: v}), override=override
+        )
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    by_first, by_second = run(coarse, first, second)
+    assert np.abs(by_first.directional).max() > 0.1
+    assert by_second.directional == pytest.approx(by_first.directional, rel=1e-5, abs=1e-5)
 
 
 def test_what_moves_nothing_is_refused_wherever_it_is_asked(

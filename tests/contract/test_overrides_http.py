@@ -229,6 +229,17 @@ UPLOADS: dict[str, tuple[bytes, int, str, str]] = {
     "no safetensors": (b"hello there, world", 422, "invalid_vector", "not a safetensors"),
     "unknown name": (save({"blocks.0.W": torch.ones(2)}), 422, "invalid_vector", "no parameter"),
     "shape": (save({"model.norm.weight": torch.ones(2)}), 422, "invalid_vector", "[2], the"),
+    "transposed": (
+        save({"model.layers.0.mlp.down_proj.weight": torch.ones(384, 128)}), 422, "invalid_vector",
+        "[384, 128], the parameter [128, 256]",
+    ),
+    "tied twice": (
+        save({
+            "lm_head.weight": torch.ones(1436, 128),
+            "model.embed_tokens.weight": torch.ones(1436, 128),
+        }),
+        422, "invalid_vector", "one parameter",
+    ),
     "NaN": (
         save({"model.norm.weight": torch.full((128,), torch.nan)}), 422, "invalid_vector", "NaN",
     ),

@@ -1,21 +1,18 @@
 """Probes and conditional steering on real engines: what transformers says with hooks that do it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from logsteer import APIError, Client
 from logsteer.schemas import ProbeReadings, ScoredTarget, SteerPiece
-from tests.conftest import DEMO_MODEL
 from tests.contract.conftest import clients_of
-from tests.contract.steering import WIDTH
+from tests.contract.steering import LAYER, WIDTH, HookedReference
 from tests.contract.test_steering import draw_ids
 
 pytestmark = pytest.mark.engine
@@ -33,55 +30,32 @@ def unit(vector: np.ndarray) -> Tensor:
 client = clients_of("vllm", "compiled", "tlens")
 
 
-@dataclass(frozen=True)
 class Reading:
-    """The stream at every layer [L + 1, T, D] as it came and as it was passed on, and scores."""
+    """What transformers has of tokens: the stream that enters and leaves each layer's hook, scores.
 
-    before: Tensor
-    after: Tensor
-    logprobs: np.ndarray
+    Of a steered text, `push` is what is added to each token [T, D] at layer `steered_at`.
+    """
+
+    def __init__(
+        self,
+        hooked: HookedReference,
+        ids: Sequence[int],
+        push: Tensor | None = None,
+        steered_at: int = LAYER,
+    ) -> None:
+        def change(x: Tensor) -> Tensor:
+            return x if push is None else x + push
+
+        found = hooked.activations(ids, change=change, changed_at=steered_at)
+        self.after = torch.from_numpy(found)
+        self.before = self.after.clone()
+        if push is not None:
+            self.before[steered_at] -= push
+        self.logprobs = hooked.logprobs(ids[:1], ids[1:], change, layer=steered_at)
 
     def project(self, layer: int, vector: np.ndarray, *, after: bool = False) -> np.ndarray:
         stream = self.after if after else self.before
         return np.asarray(stream[layer] @ unit(vector))
-
-
-class ConditionalReference:
-    """The demo model in transformers, whose layers' outputs a function may change, given those of
-    the layers in front."""
-
-    def __init__(self) -> None:
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, **options).eval()
-
-    def read(
-        self, ids: Sequence[int], change: Callable[[int, list[Tensor], Tensor], Tensor] | None
-    ) -> Reading:
-        before: list[Tensor] = []
-        after: list[Tensor] = []
-
-        def hook(_module: object, _args: object, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
-            before.append(hidden[0])
-            changed = hidden[0] if change is None else change(len(before) - 1, before, hidden[0])
-            after.append(changed)
-            return (changed[None], *output[1:]) if isinstance(output, tuple) else changed[None]
-
-        handles = [layer.register_forward_hook(hook) for layer in self.model.model.layers]
-        try:
-            with torch.no_grad():
-                logits = self.model(torch.tensor([list(ids)])).logits[0]
-        finally:
-            for handle in handles:
-                handle.remove()
-        rows = logits[:-1].log_softmax(-1)
-        logprobs = rows[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
-        return Reading(torch.stack(before), torch.stack(after), logprobs)
-
-
-@pytest.fixture(scope="module")
-def reference() -> ConditionalReference:
-    return ConditionalReference()
 
 
 def probe(vector: np.ndarray, *layers: int, **more: Any) -> dict[str, Any]:
@@ -102,9 +76,9 @@ def by_layer(target: Any) -> dict[int, ProbeReadings]:
     return {found.layer: found for found in target.probes}
 
 
-def test_a_probe_reads_what_a_hook_sees(client: Client, reference: ConditionalReference) -> None:
+def test_a_probe_reads_what_a_hook_sees(client: Client, hooked: HookedReference) -> None:
     context, target = draw_ids(40, 1), draw_ids(8, 2)
-    seen = reference.read([*context, *target], None)
+    seen = Reading(hooked, [*context, *target])
     own = slice(40, 48)
     probes = [
         probe(MOOD, 1, 3),
@@ -127,15 +101,10 @@ def test_a_probe_reads_what_a_hook_sees(client: Client, reference: ConditionalRe
     assert near(by_layer(alone)[1].before, seen.project(1, MOOD)[40:41])
 
 
-def test_readings_stand_before_and_after_steering(
-    client: Client, reference: ConditionalReference
-) -> None:
+def test_readings_stand_before_and_after_steering(client: Client, hooked: HookedReference) -> None:
     context, target = draw_ids(20, 3), draw_ids(6, 4)
 
-    def push(layer: int, _before: list[Tensor], x: Tensor) -> Tensor:
-        return x + torch.tensor(0.3 * PUSH) if layer == 2 else x
-
-    seen = reference.read([*context, *target], push)
+    seen = Reading(hooked, [*context, *target], torch.tensor(0.3 * PUSH), 2)
     steering = {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.3}]}
     target_score = score(
         client, context, target, steering=steering, probes=[probe(MOOD, 1, 2, 3)], cache=False
@@ -148,25 +117,19 @@ def test_readings_stand_before_and_after_steering(
         assert (moved > 0.05) == (layer == 2)
 
 
-def gate(layer: int, open_T: Callable[[list[Tensor]], Tensor], scale: float) -> Any:
-    """What adds PUSH at a layer where the layers in front say so."""
-
-    def change(at: int, before: list[Tensor], x: Tensor) -> Tensor:
-        if at != layer:
-            return x
-        return x + open_T(before)[:, None] * scale * torch.tensor(PUSH)
-
-    return change
+def push_where(open_T: Tensor, scale: float) -> Tensor:
+    """PUSH at these tokens, nothing at the others [T, D]."""
+    return open_T[:, None] * scale * torch.tensor(PUSH)
 
 
 @pytest.mark.parametrize(("read_at", "steered_at"), [(1, 2), (2, 2), (0, 3)])
 @pytest.mark.parametrize("read", ["projection", "cosine"])
 def test_a_condition_acts_on_the_tokens_that_pass(
-    client: Client, reference: ConditionalReference, read_at: int, steered_at: int, read: str
+    client: Client, hooked: HookedReference, read_at: int, steered_at: int, read: str
 ) -> None:
     context, target = draw_ids(30, 5), draw_ids(10, 6)
     ids = [*context, *target]
-    plain = reference.read(ids, None)
+    plain = Reading(hooked, ids)
     readings = torch.tensor(plain.project(read_at, MOOD))
     if read == "cosine":
         readings = readings / plain.before[read_at].norm(dim=-1)
@@ -176,7 +139,7 @@ def test_a_condition_acts_on_the_tokens_that_pass(
     assert (readings - middle).abs().min() > 1e-3 * readings.abs().max()
     passes_T = readings > middle
 
-    seen = reference.read(ids, gate(steered_at, lambda _: passes_T, 0.4))
+    seen = Reading(hooked, ids, push_where(passes_T, 0.4), steered_at)
     when = {"probe": probe(MOOD, read_at, read=read), "above": middle}
     vector = {"data": {str(steered_at): PUSH.tolist()}, "scale": 0.4, "when": when}
     items = [{"context_ids": context, "target_ids": [target]}]
@@ -190,16 +153,14 @@ def test_a_condition_acts_on_the_tokens_that_pass(
     assert answer.steering.tokens_steered == 39
     below = {"probe": probe(MOOD, read_at, read=read), "below": middle}
     both = {"vectors": [vector, {**vector, "when": below}]}
-    all_of_them = reference.read(ids, gate(steered_at, lambda _: torch.ones(40), 0.4))
+    all_of_them = Reading(hooked, ids, push_where(torch.ones(40), 0.4), steered_at)
     found = score(client, context, target, steering=both, cache=False)
     assert near(found.logprobs, all_of_them.logprobs[29:], PER_TOKEN)
 
 
-def test_a_condition_may_ask_for_the_prompt(
-    client: Client, reference: ConditionalReference
-) -> None:
+def test_a_condition_may_ask_for_the_prompt(client: Client, hooked: HookedReference) -> None:
     contexts, target = [draw_ids(24, seed) for seed in (7, 8)], draw_ids(9, 9)
-    plain = [reference.read([*context, *target], None) for context in contexts]
+    plain = [Reading(hooked, [*context, *target]) for context in contexts]
     last = [float(read.project(1, MOOD)[23]) for read in plain]
     high, low = (0, 1) if last[0] > last[1] else (1, 0)
     when = {"probe": probe(MOOD, 1), "above": (last[0] + last[1]) / 2, "of": "prompt"}
@@ -207,7 +168,7 @@ def test_a_condition_may_ask_for_the_prompt(
     items = [{"context_ids": context, "target_ids": [target]} for context in contexts]
     answer = client.logprob(items, steering={"vectors": [vector]}, cache=False)
     behind_T = (torch.arange(33) >= 23).float()
-    pushed = reference.read([*contexts[high], *target], gate(3, lambda _: behind_T, 0.5))
+    pushed = Reading(hooked, [*contexts[high], *target], push_where(behind_T, 0.5), 3)
     found = [result.targets[0].logprobs for result in answer.results]
     assert near(found[high], pushed.logprobs[23:], PER_TOKEN)
     assert near(found[low], plain[low].logprobs[23:], PER_TOKEN)
@@ -221,10 +182,10 @@ def test_a_condition_may_ask_for_the_prompt(
 
 @pytest.mark.parametrize("of", ["token", "prompt"])
 def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
-    client: Client, reference: ConditionalReference, of: str
+    client: Client, hooked: HookedReference, of: str
 ) -> None:
     prompts = [draw_ids(12, seed) for seed in range(10, 14)]
-    last = [float(reference.read(ids, None).project(1, MOOD)[11]) for ids in prompts]
+    last = [float(Reading(hooked, ids).project(1, MOOD)[11]) for ids in prompts]
     when = {"probe": probe(MOOD, 1), "above": float(np.mean(sorted(last)[1:3])), "of": of}
     steering = {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.5, "when": when}]}
     probes = [probe(MOOD, 1, 2), probe(TOPIC, 3, context=True)]
@@ -250,7 +211,7 @@ def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
             assert near(drawn[3].context_before, np.array(scored[3].context_before))
             assert near(drawn[3].context_after, np.array(scored[3].context_after))
         plain = by_layer(result.baseline[0])
-        seen = reference.read([*prompt, *result.baseline[0].token_ids], None)
+        seen = Reading(hooked, [*prompt, *result.baseline[0].token_ids])
         assert near(plain[1].before, seen.project(1, MOOD)[12:32])
         assert plain[1].after is None
     pieces: dict[tuple[int, int], list[float | None]] = {}

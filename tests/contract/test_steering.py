@@ -24,7 +24,6 @@ from tests.contract.steering import (
     POSITIONS,
     VECTOR,
     HookedReference,
-    V,
 )
 
 pytestmark = pytest.mark.engine
@@ -54,18 +53,6 @@ def score(
         [{"context_ids": context, "target_ids": [target]}], steering=steering, cache=False
     )
     return np.array(answer.results[0].targets[0].logprobs)
-
-
-def test_captures_in_the_compiled_model_too(client: Client, hooked: HookedReference) -> None:
-    ids = draw_ids(40, 9)
-    wanted = hooked.activations(ids)
-    item = {"token_ids": ids}
-    plain = client.activations([item, item], [0, LAYER, 4])
-    steered = client.activations([item], [LAYER], steering=STEERING)
-    for layer in (0, LAYER, 4):
-        for one in plain:
-            assert one.layers[layer] == pytest.approx(wanted[layer], abs=PER_TOKEN)
-    assert steered.layers[LAYER] == pytest.approx(wanted[LAYER] + 1.5 * V.numpy(), abs=PER_TOKEN)
 
 
 def test_a_model_without_steering_gives_no_activations(unsteered_client: Client) -> None:

@@ -67,19 +67,6 @@ def test_the_engine_says_what_it_is(engine: Any) -> None:
     assert not {"attn.hook_pattern", "attn.hook_result", "hook_resid_post"} & set(info.hooks)
 
 
-def test_every_kind_of_job_has_a_queue(engine: Any) -> None:
-    kinds = {kind.__name__ for kind in Job.__subclasses__()}
-    answered = {"CheckOverrideJob", "CheckAdapterJob"}
-    assert {kind.__name__ for kind in engine._queues} == kinds - answered
-
-
-def test_alternatives_are_read_from_the_last_row(engine: Any, prompt: np.ndarray) -> None:
-    targets = np.arange(5, 90, dtype=np.int32)
-    output = run(engine, ScoreJob(prompt, targets, shares_row=True))[0]
-    apart = score(engine, *(ScoreJob(prompt, np.array([t], np.int32)) for t in targets))
-    assert output.columns["logprob"] == pytest.approx(np.concatenate(apart), abs=BATCH)
-
-
 def test_jobs_of_a_batch_get_what_each_asked_for(engine: Any, prompt: np.ndarray) -> None:
     jobs = [
         whole(prompt, columns=columns, top=top)
@@ -92,22 +79,6 @@ def test_jobs_of_a_batch_get_what_each_asked_for(engine: Any, prompt: np.ndarray
         if job.top:
             own, other = (one.columns["top_logprobs"] for one in (output, alone))
             assert own == pytest.approx(other, abs=BATCH)
-
-
-def test_exported_rows_compare_with_themselves(engine: Any, tmp_path: Path) -> None:
-    ids = draw_ids(np.random.default_rng(3), 30)
-    path = str(tmp_path / "rows")
-    np.zeros((29, engine.info.vocab_size), np.float32).tofile(path)
-    run(engine, whole(ids, export=path))
-    columns = ("kl", "top1_agrees")
-    same, steered = run(
-        engine,
-        whole(ids, reference=path, columns=columns),
-        whole(ids, reference=path, columns=columns, plan=add_plan()),
-    )
-    assert np.abs(same.columns["kl"]).max() < BATCH
-    assert same.columns["top1_agrees"].all()
-    assert steered.columns["kl"].max() > 0.1
 
 
 @pytest.mark.parametrize("whole_width", [True, False], ids=["whole", "last axis"])
@@ -188,20 +159,6 @@ def test_small_bounds_only_make_more_batches(engine: Any) -> None:
             assert ours.columns["logprob"] == pytest.approx(expected, abs=BATCH)
         else:
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-
-
-def test_the_example_of_padded_prompts() -> None:
-    """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
-    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
-    from logsteer_server.engines.tlens.tokens import PassTokens
-
-    plan = add_plan("last_prompt")
-    steering = BatchSteering([SteeredRow(plan, ((),), None, length) for length in (2, 4)])
-    tokens = PassTokens.of(np.array([-2, 0]), np.array([2, 4]), 4)
-    steered_n, part_n = steering._find_steered(tokens)
-    assert (steered_n.tolist(), tokens.place_N[steered_n].tolist()) == ([1, 5], [3, 7])
-    assert part_n.tolist() == [0, 1]
-    assert not steering._find_steered(PassTokens.of(np.array([2, 4]), np.array([3, 5]), 1)).size
 
 
 def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:

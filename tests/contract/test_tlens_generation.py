@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 
 from logsteer_server.contract.captures import Capture
@@ -17,8 +16,6 @@ from logsteer_server.contract.jobs import (
     JobResult,
     Policy,
 )
-from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from tests.conftest import DEMO_MODEL
 from tests.contract.directions import at, read_logprobs, write_direction
 from tests.contract.tlens_cases import (
     BATCH,
@@ -28,7 +25,6 @@ from tests.contract.tlens_cases import (
     build,
     check_trace,
     draw_ids,
-    draw_vector,
     run,
     run_pieces,
     whole,
@@ -296,48 +292,3 @@ def test_continuations_of_other_families(name: str, tmp_path: Path) -> None:
     for one, two in zip(alone, run(engine, *jobs), strict=True):
         assert two.token_ids.tolist() == one.token_ids.tolist()
         assert two.logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)
-
-
-CLOSE = 1e-4
-"""Nats; what families differ from transformers by is a tenth of it."""
-
-
-def make_jobs(engine: Any, max_tokens: int = 12, seed: int = 30) -> list[GenerateJob]:
-    """Prompts of several lengths, steered by several plans, by operations, and not at all.
-
-    From these seeds no draw falls as near to an edge of its CDF as rounding reaches: 3e-5 or more.
-    """
-    rng = np.random.default_rng(8)
-    vocab, width = engine.info.vocab_size, engine.info.hidden_size
-    vector = draw_vector(width, norm=1.0)
-    turn = ResidualOp(vector, per_component=1, degrees=20)
-    plans = (
-        None,
-        SteeringPlan((Site(1, "resid_post", 3 * vector),)),
-        SteeringPlan((Site(0, "resid_pre", 2 * vector),), Positions("completion")),
-        SteeringPlan((Site(1, "resid_post", None, (turn,)),)),
-    )
-    prompts = [draw_ids(rng, length, vocab) for length in (9, 3, 17, 9)]
-    return [
-        GenerateJob(ids, max_tokens + i, Policy(0.9), seed=seed + i, ignore_eos=True, plan=plan)
-        for i, (ids, plan) in enumerate(zip(prompts, plans, strict=True))
-    ]
-
-
-def test_rows_of_one_batch_get_what_each_gets_alone() -> None:
-    engine = build()
-    jobs = make_jobs(engine, max_tokens=80, seed=100)
-    for job, found in zip(jobs, run(engine, *jobs), strict=True):
-        (alone,) = run(engine, job)
-        assert found.token_ids.tolist() == alone.token_ids.tolist()
-        assert found.logprobs == pytest.approx(alone.logprobs, abs=CLOSE)
-
-
-def test_parameters_keep_their_names_and_numbers() -> None:
-    engine = build()
-    parameters = engine._model.parameters.by_name
-
-    saved = load_file(DEMO_MODEL / "model.safetensors")
-    assert saved.keys() <= parameters.keys()
-    assert all(torch.equal(parameters[name], tensor) for name, tensor in saved.items())
-    assert not any(parameter.is_inference() for parameter in parameters.values())

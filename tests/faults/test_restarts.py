@@ -234,28 +234,9 @@ def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
         assert np.array_equal(found[number][0].columns["logprob"], fake_logprobs(job))
 
 
-def kill(engine: EngineHandle, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+def kill(engine: EngineHandle, number: int) -> None:
     process = engine.replicas[number].process
-    os.kill(process._pid, how)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
-    how: signal.Signals,
-) -> None:
-    async with started(make_spec(delay_s=0.02)) as engine:
-        jobs = make_jobs(2000)
-        reading = asyncio.create_task(collect(engine, jobs))
-        await until(lambda: engine._queue.replicas[0].jobs)
-        kill(engine, 0, how)
-        await until(lambda: engine.read()[0].state == "restarting")
-        assert "1 of 2 replicas answer; 0 is restarting" in engine.detail
-        assert engine.ready.is_set()
-        check_answers(jobs, await asyncio.wait_for(reading, 60))
-        await until(lambda: engine.read()[0].state == "ready")
-        assert [own.restarts for own in engine.read()] == [1, 0]
-        assert engine.state == "ready"
+    os.kill(process._pid, signal.SIGKILL)
 
 
 @pytest.mark.full
@@ -333,11 +314,14 @@ async def test_each_replica_runs_on_its_share_of_the_cores() -> None:
 
 
 @pytest.mark.full
-def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
-    """2,000 items over two replicas, one of which is killed in the middle: nobody sees an error."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_answers_while_a_replica_is_killed_or_stopped(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """2,000 items over two replicas, one of which ends in the middle: nobody sees an error."""
     model = fake_model("many", delay_s=0.02, ahead_tokens=200) | {"replicas": 2}
     items = [{"context_ids": [5, n % 200], "target_ids": [[6]]} for n in range(2000)]
-    config = {"models": [model], "cache_bytes": 0}
+    config = {"models": [model], "cache_bytes": 0, "heartbeat_timeout_s": 3.0}
     with running(config, tmp_path) as server:
         server.wait_until_ready()
 
@@ -347,9 +331,10 @@ def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
         wait_for(both_answer)
         with load(server, "many", callers=2, items=items) as found:
             wait_for_jobs(server, "many", 2)
-            os.kill(find_engines(server)[0], signal.SIGKILL)
-            wait_for(lambda: read_card(server, "many")["restarts"])
+            os.kill(find_engines(server)[0], how)
+            wait_for(lambda: "1 of 2 replicas answer" in read_card(server, "many")["detail"])
             assert read_card(server, "many")["state"] == "ready", "the other one answers"
+            wait_for(lambda: read_card(server, "many")["restarts"])
         assert (set(found.statuses), found.wrong) == ({200}, [])
         wait_for(both_answer)
         assert read_card(server, "many")["restarts"] == 1

@@ -3,11 +3,9 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -25,21 +23,18 @@ from tokenizers import (
 from logsteer.errors import APIError
 from logsteer.schemas import (
     ActivationsRequest,
-    Boundary,
     LogprobItem,
     LogprobRequest,
-    Message,
     Steering,
 )
 from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
+from logsteer_server.contract.jobs import Policy, ScoreJob
 from logsteer_server.contract.plan import Direction, Positions
 from logsteer_server.engines.fake import fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.activations import ActivationsTask
-from logsteer_server.tasks.generation import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
 from logsteer_server.tasks.logprob import Shown, assemble_targets
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
@@ -52,7 +47,7 @@ from logsteer_server.tasks.targets import (
 )
 from logsteer_server.text.boundaries import Cut, cut_pairs
 from logsteer_server.text.division import _list_clauses, divides_at_spaces, may_divide
-from logsteer_server.text.tokenizer import TextCodec, split_sizes
+from logsteer_server.text.tokenizer import split_sizes
 from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
@@ -119,22 +114,6 @@ class TestTargets:
         assert target.token_ids == CODEC.encode_ids(["ts"])[0]
         assert target.finding == "exact"
 
-    def test_a_target_that_merges_with_its_context_says_so(self) -> None:
-        made = plan({"context": "Once up", "targets": ["on a time"]})
-        (target,) = made.planned
-        assert target.finding == "merged"
-        whole = CODEC.encode_ids(["Once upon a time"])[0]
-        assert [*made.context(target).tolist(), *target.token_ids] == [BOS, *whole]
-
-    def test_ids_are_taken_as_they_are(self) -> None:
-        made = plan({"context_ids": [7, 8], "target_ids": [[9, 10], [11]]})
-        assert [read_text(job) for job in made.jobs] == [([7, 8, 9], [9, 10]), ([7, 8], [11])]
-        assert [target.text for target in made.planned] == [
-            CODEC.decode([9, 10]),
-            CODEC.decode([11]),
-        ]
-        assert [target.offsets for target in made.planned] == [None, None]
-
     def test_ids_without_a_context_begin_with_bos(self) -> None:
         made = plan({"context_ids": [], "target_ids": [[9]]})
         assert read_text(made.jobs[0]) == ([BOS], [9])
@@ -144,94 +123,6 @@ class TestTargets:
         assert made.planned[0].finding == "no_context"
         nothing = {"context_ids": [], "target_ids": [[9]]}
         assert refusal(nothing, options=alone) == ("boundary_empty", "items[0].target_ids[0]")
-
-    def test_a_conversation_is_rendered_and_brings_its_own_bos(self) -> None:
-        message = Message(role="user", content="Hi")
-        made = plan({"messages": [message.model_dump()], "targets": ["Hello"]})
-        (target,) = made.planned
-        context = made.context(target).tolist()
-        assert context == CODEC.encode_ids([CODEC.render_chat([message])])[0]
-        assert context.count(BOS) == 1
-
-    @pytest.mark.parametrize("boundary", ["joint", "separate"])
-    def test_a_conversation_keeps_the_white_space_that_its_template_ends_in(
-        self, boundary: Boundary
-    ) -> None:
-        tokenizer = copy(CODEC._tokenizer)
-        tokenizer.chat_template += "{{- '\\n\\n' -}}"
-        codec = TextCodec(tokenizer, CODEC.digest)
-        chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
-        (read,), _ = plan_continuations(
-            Prompts(conversations=[chat.messages]),
-            GenerateJob(np.zeros(0, np.int32), 1, Policy()),
-            1,
-            codec,
-            INFO,
-            free,
-        )
-        options = options_of(boundary=boundary)
-        made = plan_targets([chat], codec, INFO, options, READ, free)
-        (target,) = made.planned
-        context = made.context(target).tolist()
-        assert codec.decode(context).endswith("<|assistant|>\n\n")
-        assert context == read.tokens.tolist()
-        assert target.token_ids == CODEC.encode_ids(["Once"])[0]
-        assert target.offsets[0][0] == 0
-
-    def test_single_tokens_after_one_context_share_a_row(self) -> None:
-        ids = {"context_ids": [7, 8], "target_ids": [[9], [10, 11], [12]]}
-        made = plan(ids, {"context_ids": [7, 8], "target_ids": [[13]]})
-        assert [(target.job, target.slot) for target in made.planned] == [
-            (0, 0), (1, None), (0, 1), (0, 2),
-        ]  # fmt: skip
-        assert [read_text(job) for job in made.jobs] == [
-            ([7, 8], [9, 12, 13]), ([7, 8, 10], [10, 11]),
-        ]  # fmt: skip
-        assert [job.shares_row for job in made.jobs] == [True, False]
-        assert [item.targets for item in made.items] == [[0, 1, 2], [3]]
-
-    def test_both_spaces_are_two_targets_of_which_one_was_given(self) -> None:
-        options = options_of(space="both")
-        made = plan({"context": "It is", "targets": [" Paris", "London"]}, options=options)
-        assert [target.text for target in made.planned] == [" Paris", "Paris", " London", "London"]
-        assert made.items[0].targets == [0, 3]
-        assert made.items[0].variants == [(0, 1), (2, 3)]
-
-    def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
-        info = replace(INFO, context_length=4)
-        item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10]]}
-        assert refusal(item, info=info) == ("context_too_long", "items[0].target_ids[0]")
-        options = options_of(on_overflow="truncate_left")
-        made = plan(item, info=info, options=options)
-        assert made.planned[0].truncated == 1
-        assert read_text(made.jobs[0]) == ([6, 7, 8, 9], [9, 10])
-        long = {"context_ids": [5], "target_ids": [[1, 2, 3, 4, 5]]}
-        assert refusal(long, info=info, options=options) == (
-            "context_too_long", "items[0].target_ids[0]",
-        )  # fmt: skip
-
-    @pytest.mark.parametrize(
-        ("item", "found"),
-        [
-            (
-                {"context_ids": [5], "target_ids": [[INFO.vocab_size]]},
-                ("invalid_request", "items[0].target_ids[0]"),
-            ),
-            (
-                {"context_ids": [INFO.vocab_size], "target_ids": [[5]]},
-                ("invalid_request", "items[0].context_ids"),
-            ),
-            (
-                {"context": "Hello", "targets": ["a", " "]},
-                ("boundary_empty", "items[0].targets[1]"),
-            ),
-            ({"context": "Hello", "targets": [""]}, ("invalid_request", "items[0].targets[0]")),
-        ],
-    )
-    def test_what_cannot_be_scored_is_named(
-        self, item: dict[str, Any], found: tuple[str, str]
-    ) -> None:
-        assert refusal(item, options=options_of(space="both")) == found
 
     @given(
         st.lists(
@@ -284,11 +175,6 @@ class TestGradients:
         assert all(job.sites == sites and job.along is None for job in jobs)
         with refused("payload_too_large", "14 rows", param="wrt"):
             plan_gradients(targets, sites, Positions(), None, 13)
-
-    def test_positions_that_select_nothing_are_refused(self) -> None:
-        one = plan({"context_ids": [5, 6], "target_ids": [[8]]})
-        with refused("invalid_request", "completion selects none", param="wrt.positions"):
-            plan_gradients(one, ((0, "resid_post"),), Positions("completion"), None, 1000)
 
     def test_along_a_direction_there_is_no_width(self) -> None:
         direction = Direction("file", "0" * 64)
@@ -361,13 +247,6 @@ class TestSweeps:
         info = replace(INFO, context_length=4)
         made = plan_sweep([item], [], WINDOWS, CODEC, info, options, READ, free)
         assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
-
-    def test_precision_holds_for_all_that_is_scored(self) -> None:
-        item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
-        read = describe_rows((), precision="float64")
-        texts = ["Once upon a time"]
-        made = plan_sweep([item], texts, WINDOWS, CODEC, INFO, options_of(), read, free)
-        assert [job.double for job in made.jobs] == [True, True, True]
 
 
 def test_ids_and_positions_count_among_the_numbers_of_an_answer() -> None:

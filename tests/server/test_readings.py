@@ -17,7 +17,7 @@ from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
-from logsteer_server.numerics.residual_ops import hold_all, read_components
+from logsteer_server.numerics.residual_ops import hold_all
 
 HIGH = Condition(0, above=0.5)
 OF_PROMPT = Condition(0, above=0.5, of="prompt")
@@ -38,11 +38,6 @@ def request(
     return ReadRequest(prompt_len, 1, first_kept, where, conditions)
 
 
-def test_components_are_those_of_the_docstring() -> None:
-    read = read_components(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
-    assert read.tolist() == [[3.0, 5.0]]
-
-
 def test_conditions_hold_strictly_between_their_bounds() -> None:
     cosine = Condition(0, above=0.2, below=0.6, relative=True)
     readings = values(0.4, 0.5, 0.6, 1.2, 1.1)
@@ -52,38 +47,6 @@ def test_conditions_hold_strictly_between_their_bounds() -> None:
     lost = readings.copy()
     lost[0, 0, 0] = np.nan
     assert not hold_all([HIGH, Condition(0, below=9.0)], lost)[0].any()
-
-
-def test_tokens_that_are_read_again_count_once() -> None:
-    sequence = SequenceReadings(request(2, HIGH), counted=1)
-    sequence.add(1, values(0.9, 0.1, 0.8))
-    assert sequence.passed == (2,)
-    sequence.add(0, values(0.7, 0.9, 0.1, 0.8, 0.6))  # preempted: from the start once more
-    assert sequence.passed == (3,)
-    taken = sequence.pop()
-    assert taken.first == 0
-    assert np.allclose(taken.values_TGR[:, 0, 0], [0.7, 0.9, 0.1, 0.8, 0.6])
-    assert sequence.pop() is None
-
-
-def test_a_token_after_the_end_has_not_passed() -> None:
-    sequence = SequenceReadings(request(1, HIGH))
-    sequence.add(0, values(0.9, 0.1, 0.8))
-    assert [sequence.passed_before(end) for end in (3, 2)] == [(2,), (1,)]
-    sequence.add(3, values(0.1))
-    assert sequence.passed_before(3) == (2,)
-
-
-def test_the_prompts_last_token_decides_for_what_follows() -> None:
-    for last, passed in ((0.9, 4), (0.1, 0)):
-        sequence = SequenceReadings(request(3, OF_PROMPT))
-        sequence.add(0, values(0.9, 0.9))
-        assert (sequence.decided, sequence.passed) == (None, (0,))
-        sequence.add(2, values(last, 0.1))
-        sequence.add(4, values(0.2))
-        sequence.add(5, values(0.2))
-        assert sequence.passed == (passed,)
-        assert sequence.decided == (1 if passed else 0)
 
 
 def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> None:
@@ -143,23 +106,6 @@ def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
     assert results[0] == results[1]
     assert results[0][0] == (3, 3)
     assert results[0][2] == [np.float32(c) for c in (0.9, 0.1, 0.8, 0.7, 0.2)]
-
-
-def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
-    recorder = ReadingRecorder()
-    recorder.begin("a", 1, 1, request(5, OF_PROMPT, first_kept=4), 0)
-    first = recorder.find(["a"], np.array([0, 3]), np.array([0]))
-    assert first.sources_r.tolist() == [CLOSED] * 3
-    recorder.record(torch.from_numpy(values(0.9, 0.9, 0.9)))
-    second = recorder.find(["b", "a"], np.array([0, 2, 6]), np.array([0, 3]))
-    assert second.index_r.tolist() == [2, 3, 4, 5]
-    assert second.sources_r.tolist() == [CLOSED, 3, 3, 3]
-    recorder.record(torch.from_numpy(values(0.9, 0.1, 0.9, 0.9)))
-    third = recorder.find(["a"], np.array([0, 1]), np.array([7]))
-    assert third.sources_r.tolist() == [DECIDED]
-    taken = recorder.pop("a")
-    assert (taken.first, len(taken.values_TGR)) == (4, 3)
-    assert recorder.count_passed("a", 99) == (0,)
 
 
 def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:

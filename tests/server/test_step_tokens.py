@@ -107,14 +107,6 @@ def test_chunks_and_preemption_capture_what_the_whole_would(
     assert np.array_equal(rank.end("b"), expect("b", make_job("each", length=4)))
 
 
-def test_rows_that_are_used_again_are_empty() -> None:
-    rank = CaptureRank()
-    for name in "abcabcabc":
-        rank.begin(name, make_job("each"))
-        rank.step({name: (0, 10)})
-        assert np.array_equal(rank.end(name), expect(name, make_job("each")))
-
-
 def test_a_step_that_captures_nothing_marks_nothing() -> None:
     rank = CaptureRank()
     rank.begin("a", make_job("last"))
@@ -177,11 +169,6 @@ def test_no_row_is_given_out_twice(counts: list[int]) -> None:
         pool.release(run)
     assert pool.take(20) == range(1, 21)
     assert pool.take(1) is None
-
-
-def test_a_buffer_holds_one_activation_of_each_layer_at_least() -> None:
-    assert SteeringSize(1, 0, 1, 0).count_rows(32, 4096) == 32
-    assert SteeringSize(1, 0, 1, 128 * 2**20).count_rows(32, 4096) == 8192
 
 
 def info(**changes: object) -> EngineInfo:
@@ -307,27 +294,6 @@ def test_chunks_steer_what_the_whole_would(
     assert layers == ({1: (len(new), 0.5 * len(new))} if new else {})
 
 
-def test_tokens_that_are_read_again_count_once() -> None:
-    rank = TraceRank()
-    rank.begin("a", 1, Positions(), 4, 0)
-    rank.run([{"a": (0, 3)}, {"a": (0, 4)}, {"a": (4, 5)}])
-    assert rank.read("a") == (5, {1: (5, 2.5)})
-
-
-def test_entries_are_used_again_and_grow() -> None:
-    rank = TraceRank()
-    for n in range(60):
-        rank.begin(f"r{n}", n + 1, Positions(), 4, 0)
-    step = {f"r{n}": (n, n + 1) for n in range(0, 60, 7)}
-    assert {n: {int(n[1:])} for n in step} == rank.run([step])
-    for n in range(60):
-        rank.end(f"r{n}")
-    assert len(rank.recorder) == 0
-    assert rank.run([step]) == {}
-    rank.begin("again", 5, Positions(), 4, 0)
-    assert rank.read("again") == (0, {})
-
-
 @given(positions=KINDS, prompt_len=st.integers(1, 6), steps=st.integers(1, 150))
 def test_decoding_step_by_step_records_every_token(
     positions: Positions, prompt_len: int, steps: int
@@ -354,20 +320,6 @@ def test_a_request_that_begins_again_a_token_at_a_time_counts_nothing_twice() ->
     rank.begin("a", 1, Positions(), 2, 0)
     rank.run([{"a": (n, n + 1)} for n in (0, 1, 2, 0, 1, 2, 3, 4)])
     assert rank.read("a") == (5, {1: (5, 2.5)})
-
-
-def test_the_example_of_the_recorder() -> None:
-    recorder = TraceRecorder()
-    recorder.begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
-    found = recorder.find(["b", "a"], np.array([0, 2, 5]), np.array([5, 0]))
-    assert found.index_t.tolist() == [2, 3, 4]
-    assert found.slots_t.tolist() == [2, 2, 2]
-    assert found.is_new_t.tolist() == [True] * 3
-    assert recorder.count("a", 9) == (3,)
-    again = recorder.find(["a"], np.array([0, 4]), np.array([0]))
-    assert again.index_t.tolist() == [0, 1, 2, 3]
-    assert again.is_new_t.tolist() == [False] * 3 + [True]
-    assert recorder.count("a", 9) == (4,)
 
 
 def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:

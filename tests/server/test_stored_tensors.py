@@ -12,9 +12,8 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import save
 
-from logsteer.errors import APIError, NotFoundError
+from logsteer.errors import APIError
 from logsteer.schemas import (
-    ParameterOverride,
     ProbeRequest,
     Recommendation,
     Steering,
@@ -23,24 +22,21 @@ from logsteer.schemas import (
     VectorCard,
 )
 from logsteer.schemas.steering import Steer, parse_layers
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.plan import (
     MAX_CONDITIONS,
     Condition,
-    Direction,
-    Override,
     Positions,
     Readings,
     SteeringPlan,
 )
-from logsteer_server.interventions.interventions import UNCHANGED, Interventions, Stores
+from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.probes import (
     resolve_condition,
     resolve_probes,
     show_readings,
 )
-from logsteer_server.interventions.references import find_fitting, resolve_override
+from logsteer_server.interventions.references import find_fitting
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores import vectors as vectors_module
 from logsteer_server.stores.formats.tensor_file import (
@@ -51,12 +47,12 @@ from logsteer_server.stores.formats.tensor_file import (
 )
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content, read_layer
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import OVERRIDES, VECTORS, Store
+from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 from logsteer_server.tasks.sweep import plan_settings
 from tests.refusals import refused
 from tests.server.steering_cases import INFO, NoVectors
-from tests.server.store_cases import ABOUT, make_content, put_content
+from tests.server.store_cases import ABOUT, make_content
 
 MIB = 2**20
 
@@ -261,29 +257,6 @@ def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
         read_direction(file)
 
 
-def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
-    store = Store(OVERRIDES, Objects(tmp_path), MIB)
-    card = put_content(store, "step", make_content(1))
-    lacking: EngineInfo = replace(INFO, lacks={"override": "use transformer_lens"})
-    given = ParameterOverride(name="step", eta=-1e-3)
-    found = resolve_override(given, store, INFO)
-    assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3, "cast": None}
-    assert found.override == Override(
-        Direction(store.look_up("step")[1].source, card.sha256), -1e-3
-    )
-    wide = resolve_override(given.model_copy(update={"cast": "float32"}), store, INFO)
-    assert wide.used == found.used | {"cast": "float32"}
-    assert wide.override == replace(found.override, cast="float32")
-    job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
-    assert UNCHANGED.apply([job])[0] is job
-    assert resolve_override(None, store, INFO) is None
-    with refused("unsupported_by_engine", "transformer_lens"):
-        resolve_override(given, store, lacking)
-    with pytest.raises(NotFoundError, match="'other'"):
-        resolve_override(ParameterOverride(name="other", eta=0.0), store, INFO)
-
-
 # ------------------------------------------------------------------ steering, resolved
 
 
@@ -448,23 +421,6 @@ def test_what_cannot_be_done_is_said(vector: dict[str, Any], code: str, says: st
 def test_objects_that_contradict_themselves_are_refused(vector: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         resolve(vector)
-
-
-def test_which_tokens_each_kind_of_positions_means() -> None:
-    found = {
-        kind: np.nonzero(Positions(kind).mask(0, 8, 5))[0].tolist()
-        for kind in ("all", "prompt", "completion", "predicting", "last_prompt")
-    }
-    assert found == {
-        "all": list(range(8)),
-        "prompt": [0, 1, 2, 3, 4],
-        "completion": [5, 6, 7],
-        "predicting": [4, 5, 6, 7],
-        "last_prompt": [4],
-    }
-    slices = Positions("slices", ((1, 2), (4, 6)))
-    assert np.nonzero(slices.mask(0, 8, 5))[0].tolist() == [1, 4, 5]
-    assert np.nonzero(slices.mask(4, 8, 5))[0].tolist() == [0, 1]
 
 
 def digest(plan: SteeringPlan, kind: str, prompt_len: int) -> bytes:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer.schemas import BosPolicy, Message, Protocol, SamplingPolicy
+from logsteer.schemas import BosPolicy, Message, Protocol
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.engine import EngineInfo
@@ -33,17 +33,15 @@ from logsteer_server.tasks.comparison import (
 from logsteer_server.tasks.completions import plan_chat, plan_completions, share_rows
 from logsteer_server.tasks.generation import (
     Continuation,
-    Continuations,
     Prompts,
     plan_continuations,
 )
 from logsteer_server.tasks.openai import CompletionTask
 from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
 from logsteer_server.tasks.planning import Capacity
-from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Event, Run
-from logsteer_server.tasks.targets import aggregate_columns, describe_rows, show_columns
-from logsteer_server.text.prompts import fit_prompt, read_prompts
+from logsteer_server.tasks.targets import aggregate_columns, describe_rows
+from logsteer_server.text.prompts import fit_prompt
 from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
@@ -69,12 +67,6 @@ def encode(*texts: str, bos: bool = True) -> list[list[int]]:
 
 
 class TestPrompts:
-    def test_bos_is_as_asked(self) -> None:
-        policies: tuple[BosPolicy, ...] = ("auto", "always", "never")
-        found = [next(read_prompts("Once", CODEC, bos))[1] for bos in policies]
-        with_bos, without = encode("Once")[0], encode("Once", bos=False)[0]
-        assert found == [with_bos, with_bos, without]
-
     @given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 20))
     def test_what_is_left_of_a_prompt_fits_and_ends_it(
         self, count: int, max_tokens: int, limit: int
@@ -224,13 +216,6 @@ class TestContinuations:
         assert truncated == [0, 0]
         assert {repr(replace(job, tokens=FIRST.tokens, seed=11)) for job in jobs} == {repr(FIRST)}
 
-    def test_texts_and_conversations(self) -> None:
-        jobs, _ = continue_(Prompts(["Once", "a"], bos="never"))
-        assert [job.tokens.tolist() for job in jobs] == encode("Once", "a", bos=False)
-        (job,) = continue_(Prompts(conversations=[CHAT]))[0]
-        assert job.tokens.tolist() == CODEC.encode_ids([CODEC.render_chat(CHAT)])[0]
-        assert job.tokens.tolist().count(BOS) == 1
-
     def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
         prompts = Prompts([[5, 6, 7, 8], [9]])
         with pytest.raises(APIError, match="holds 6"):
@@ -256,21 +241,6 @@ class TestContinuations:
         assert written["aggregates"]["surprisal"]["sum"] == 2.0
         assert written["aggregates"].keys() == {"logprob", "rank", "entropy", "surprisal"}
         assert "aggregates" not in whole.write(CODEC, UNCHANGED, None)
-
-    def test_pieces_find_their_prompt_completion_and_baseline(self) -> None:
-        own, truncated = continue_(Prompts([[5], [6]]), 2)
-        all_ = Continuations(own, own[:4], 2, FIRST.seed)
-        places = []
-        for index, job in enumerate(all_.jobs):
-            for piece in fake_generation(job):
-                told = all_.add(index, piece, UNCHANGED)
-            places.append((told["prompt"], told["completion"]))
-        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
-        results = all_.write(CODEC, UNCHANGED, truncated)
-        assert [result["prompt_ids"].tolist() for result in results] == [[5], [6]]
-        for name in ("completions", "baseline"):
-            seeds = [[completion["seed"] for completion in result[name]] for result in results]
-            assert seeds == [[11, 12], [13, 14]]
 
 
 GREEDY = {"max_tokens": 1, "temperature": 0}
@@ -306,13 +276,6 @@ class TestCompletions:
         drawn = [[job.seed for job in self.plan(prompt="Once", n=2)[0].samples] for _ in range(5)]
         assert all(0 <= first < 2**31 and second == first + 1 for first, second in drawn)
         assert len({first for first, _ in drawn}) > 1
-
-    def test_an_echo_with_log_probabilities_is_scored(self) -> None:
-        (prompt,) = self.plan(prompt=[5, 6, 7], echo=True, logprobs=2, max_tokens=0)
-        (job,) = prompt.jobs
-        assert (job.tokens.tolist(), job.targets.tolist(), job.top) == ([5, 6], [6, 7], 2)
-        assert not prompt.reads_next
-        assert self.plan(prompt=[5], echo=True, logprobs=0, max_tokens=0)[0].jobs == []
 
     def test_what_prompts_begin_with_is_scored_once(self) -> None:
         prompts = [[5, 6, 7, 8], [5, 6, 7, 9, 4], [5, 6, 7], [3, 6], [9]]
@@ -396,26 +359,6 @@ class TestCompletions:
 
 
 class TestColumns:
-    def test_policy_and_precision_of_a_request(self) -> None:
-        policy = SamplingPolicy(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
-        read = describe_rows(["log_q"], plan_policy(policy, CODEC, INFO), "float64", top=3)
-        assert (read.policy, read.double, read.top) == (Policy(0.5, 7, 0.9, 0.1), True, 3)
-        assert describe_rows().columns == ("logprob",)
-
-    def test_what_was_asked_for_is_shown_in_its_place(self) -> None:
-        names = ["logprob", "rank", "entropy", "log_q"]
-        read = {name: np.array([float(n)]) for n, name in enumerate(names)}
-        for asked, arrays, columns in (
-            (names, ["logprobs", "ranks"], ["entropy", "log_q"]),
-            (["log_q"], [], ["log_q"]),
-            (["rank"], ["ranks"], []),
-            ([], [], []),
-        ):
-            shown = show_columns(read, asked)
-            assert shown.keys() == {*arrays, *(["columns"] if columns else [])}
-            assert list(shown.get("columns", {})) == columns
-            assert all(shown["columns"][name] is read[name] for name in columns)
-
     def test_aggregates_by_hand(self) -> None:
         found = aggregate_columns({"logprob": np.array([-1.0, -2.0, -6.0], np.float32)}, 2)
         assert found == {

@@ -25,8 +25,6 @@ from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks import training
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.training import (
-    check_parts,
-    combine_layer,
     find_similar,
     list_sides,
     plan_pairs,
@@ -176,16 +174,6 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     return plan_pairs(sequences, len(sides), site, INFO, max_bytes, free)
 
 
-def test_a_job_for_each_text() -> None:
-    codec = TextCodec.load(str(DEMO_MODEL))
-    jobs = plan(layers=[4, 2], read="mean", bos="never")
-    texts = [codec.decode(job.tokens.tolist()) for job in jobs]
-    assert [text.strip() for text in texts] == ["once upon a time", "the end"]
-    assert {job.capture for job in jobs} == {Capture((2, 4), read="mean")}
-    every = plan(max_bytes=2 * 6 * WIDTH * 4)  # two texts, all layers, float32
-    assert (every[0].capture.layers, every[0].tokens[0]) == (tuple(range(6)), codec.bos_id)
-
-
 @pytest.mark.parametrize(
     ("fields", "code", "param", "reason"),
     [
@@ -206,32 +194,6 @@ def test_requests_that_cannot_be_met(
     with pytest.raises(APIError, match=reason) as caught:
         plan(**fields)
     assert (caught.value.code, param in (None, caught.value.param)) == (code, True)
-
-
-def test_a_layer_is_summed_in_place() -> None:
-    one, other = np.array([3, 4], np.float32), np.array([10, 0], np.float32)
-    assert combine_layer(iter([(one, 2.0), (other, -1.0)])).tolist() == [-4, 8]
-    assert one.tolist() == [3, 4]
-    assert not combine_layer([(one, 1.0), (one, -1.0)]).any()
-
-
-def test_a_sum_is_made_orthogonal() -> None:
-    one = np.array([1, 2, 3], np.float32)
-    away = [np.array(numbers, np.float32) for numbers in ([0, 2, 0], [0, 1, 1e-3], [0, 3, 0])]
-    assert np.allclose(combine_layer([(one, 1.0)], away), [1, 0, 0], atol=1e-6)
-    assert not combine_layer([(one, 3.0)], [one]).any()  # rounding alone is nothing
-
-
-def test_combinations_that_make_no_sense_are_refused() -> None:
-    one, narrow = LayerVectors({1: np.ones(3)}), LayerVectors({1: np.ones(2)})
-    attention = LayerVectors({1: np.ones(3)}, "attn_out")
-    check_parts([one, one])
-    for parts, reason in (
-        ([one, narrow], "different width cannot be combined: 2, 3"),
-        ([one, attention], "different hook cannot be combined: attn_out, resid"),
-    ):
-        with refused("invalid_vector", reason):
-            check_parts(parts)
 
 
 SHAPES = [(40, 12), (8, 30)]

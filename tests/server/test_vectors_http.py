@@ -179,8 +179,15 @@ def test_combining(client: Client) -> None:
     assert np.array_equal(apart.layers[1], VECTORS.layers[1])
     with pytest.raises(NotFoundError, match="'c'"):
         client.vectors.combine("x", {"c": 1.0})
-    with pytest.raises(APIError, match="nothing is left"):
-        client.vectors.combine("x", {"a": 0})
+    client.vectors.put("narrow", LayerVectors({3: np.ones(8)}).content)
+    client.vectors.put("inside", LayerVectors({3: np.ones(16)}, "attn_out").content)
+    for parts, reason in (
+        ({"a": 0}, "nothing is left"),
+        ({"a": 1.0, "narrow": 1.0}, "different width cannot be combined: 8, 16"),
+        ({"a": 1.0, "inside": 1.0}, "different hook cannot be combined: attn_out, resid"),
+    ):
+        with pytest.raises(APIError, match=reason):
+            client.vectors.combine("x", parts)
 
 
 @pytest.mark.parametrize(
