@@ -304,7 +304,7 @@ class SaeFile:
         return written_D * (factor / np.linalg.norm(written_D) if self.encoder.rescales else factor)
 
     def _read_out(self, feature: int, read_D: npt.NDArray[np.float64]) -> Readout | None:
-        """Return the readout of a projection on `read_D`; None if it does not fix the activation."""
+        """Return the readout of a projection on `read_D`; None if it does not give activations."""
         config = self.config
         if config.architecture == "topk" or config.normalization in MEASURED:
             return None
