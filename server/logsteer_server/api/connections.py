@@ -1,14 +1,14 @@
-"""Connections within bounds: how many, how long their headers are, how slowly they read and write.
+"""Limits of connections: their number, the size of headers, the slowness of reads and writes.
 
-A caller who has sent no key yet can open connections and send bytes, so what these may take is
-bounded before a request exists:
+A caller without a key can open connections and send bytes, so their resources are limited before
+there is a request:
 
     connection ──── MAX_HEADER_BYTES ────► headers ─────────────► body ──► the application
                   within stall_timeout_s            never without a byte        │
     closed by the other ◄──────────── never without progress ──── answer ◄──────┘
 
-At `max_connections` the connection that has been without a request the longest makes room for a new
-one; where all have one, the new one is answered 503.
+At `max_connections` the connection that has been idle the longest is closed for a new one; if all
+have a request, the new one gets a 503.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from logsteer_server.settings import Settings
 
 NO_LINGER = struct.pack("ii", 1, 0)
-"""`struct linger` that ends a connection with RST; without it, bytes that nobody reads stay in the
-system's buffers for minutes."""
+"""`struct linger` that closes a connection with RST; otherwise unread bytes stay in the system's
+buffers for minutes."""
 MIN_WRITE_PROGRESS = 2**16
-"""Bytes that a reader takes within `stall_timeout_s` at least."""
+"""Bytes that a caller must read within `stall_timeout_s`."""
 MAX_HEADER_BYTES = 2**16
-"""Four times what proxies and browsers send at most."""
+"""Four times the most that proxies and browsers send."""
 MAX_DISCARDED_BYTES = 2**24
-"""Bytes of a body that are dropped after its answer, so that the caller gets to read that."""
+"""Most bytes of a body to discard after the answer, so that the caller can read the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The bounds of all connections, and those without a request, the oldest first."""
+    """The limits of all connections, and the idle connections, oldest first."""
 
     max_connections: int
     stall_timeout_s: float
@@ -42,12 +42,12 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, settings: Settings, descriptors: int) -> "ConnectionLimits":
-        """Return the bounds of the settings; `descriptors`: how many connections there can be."""
+        """Return the limits in the settings; `descriptors`: the most connections possible."""
         return cls(max(1, min(settings.max_connections, descriptors)), settings.stall_timeout_s)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Serve one connection as uvicorn does, within bounds."""
+    """Serve one connection as uvicorn does, within limits."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -60,7 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unsent_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers; at the limit, make room or refuse."""
+        """Start the timeout of headers; at the limit of connections, make room or refuse."""
         limits = self._limits
         if len(self.connections) >= limits.max_connections and not self._make_room():
             detail = "the server has as many connections as it takes; try again later"
@@ -72,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(limits.stall_timeout_s, self._end_headers)
 
     def _make_room(self) -> bool:
-        """End the connection that has been without a request the longest, if there is any."""
+        """Close the connection that has been idle the longest, if any."""
         oldest = next(iter(self._limits.idle), None)
         if oldest is None:
             return False
@@ -82,7 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the limits."""
         self._limits.idle.pop(self, None)
         for timer in (self._reading, self._writing):
             if timer is not None:
@@ -90,7 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless headers grow beyond their bound."""
+        """Parse received data, unless headers exceed their limit."""
         if self.transport.is_closing():
             return
         if self._in_headers:
@@ -102,13 +102,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes; send fewer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count trailers after a body, which are headers, too."""
+        """Count trailers after a body as headers, too."""
         if not self._in_headers:
             self._header_bytes += len(name) + len(value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to wait for the body."""
+        """Start the timeout of the body."""
         self._in_headers = False
         self._header_bytes = 0
         self._limits.idle.pop(self, None)
@@ -121,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_body)
 
     def on_body(self, body: bytes) -> None:
-        """Pass a piece of the body on; after the answer it is dropped, up to a bound."""
+        """Pass on a piece of the body; after the answer discard it, up to a limit."""
         self._wait_for_body()
         if self.cycle.response_complete:
             self._discarded_bytes += len(body)
@@ -130,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop waiting: the whole request has arrived."""
+        """Stop the timeout: the whole request has arrived."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -139,13 +139,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Count the connection among those without a request, until the next one's headers."""
+        """Count the connection as idle until the next request's headers."""
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self._limits.idle[self] = None
 
     def _end_headers(self) -> None:
-        if self._is_answering:  # the next request waits for this one's end
+        if self._is_answering:  # the next request waits until this one ends
             self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_headers)
         elif self._header_bytes:
             seconds = self._limits.stall_timeout_s
@@ -154,13 +154,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _end_body(self) -> None:
-        if self.flow.read_paused:  # nothing comes because nothing is asked for
+        if self.flow.read_paused:  # the server itself has paused reading
             self._wait_for_body()
         else:
             self.cut()
 
     def pause_writing(self) -> None:
-        """Watch whether the caller reads what is written."""
+        """Start to watch whether the caller reads the answer."""
         super().pause_writing()
         self._watch_writing()
 
@@ -183,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def cut(self) -> None:
-        """End the connection now; what the system still holds to send is dropped, not kept."""
+        """Close the connection now, and discard unsent data."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
         self.transport.abort()
@@ -193,9 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Answer bytes that are not a request yet, and close; in the middle of another answer, cut
-        that.
-        """
+        """Answer an incomplete request and close; during another answer, cut that."""
         if self._is_answering:
             self.cut()
             return

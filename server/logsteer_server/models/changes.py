@@ -99,7 +99,7 @@ class ModelChange:
             why = str(error)
             level = logging.INFO if isinstance(error, SupersededError) else logging.ERROR
             log.log(level, "model %s: %s", self.model_id, error)
-        except Exception as error:  # whatever it is, reports are to say so, and the next one begins
+        except Exception as error:  # reports say so, and the next change begins
             why = f"the change ended with {error!r}"
             log.exception("model %s: a change broke", self.model_id)
         for report in self._reports:
@@ -251,13 +251,13 @@ class ModelChanges:
             if name != "models" and getattr(new, name) != getattr(self._settings, name)
         ]
         by_id = self._models.by_id
-        for wanted in new.models:
-            if wanted.id not in by_id:
-                self._place(wanted)
-            elif is_same_engine(by_id[wanted.id].settings, wanted):
-                by_id[wanted.id].settings = wanted
+        for requested in new.models:
+            if requested.id not in by_id:
+                self._place(requested)
+            elif is_same_engine(by_id[requested.id].settings, requested):
+                by_id[requested.id].settings = requested
         self._models.sort([model.id for model in new.models])
-        await wait_for_ends(self._at_work, wait_s)
+        await wait_for_ends(self._running, wait_s)
         return report
 
     def _read(self) -> Settings:
@@ -265,7 +265,7 @@ class ModelChanges:
             return self._reread()
 
     @property
-    def _at_work(self) -> list[ModelChange]:
+    def _running(self) -> list[ModelChange]:
         return [change for name in self._latest if (change := self._find(name)) is not None]
 
     def _begin_all(self, models: Iterable[ModelSettings]) -> ReloadAnswer:
@@ -274,20 +274,20 @@ class ModelChanges:
         A model with a running change counts as its aim. A difference in `required` alone starts
         nothing.
         """
-        wanted = {model.id: model for model in models}
-        working = {change.model_id: change for change in self._at_work}
+        requested = {model.id: model for model in models}
+        working = {change.model_id: change for change in self._running}
         becomes = {name: own.settings for name, own in self._models.by_id.items()}
         becomes |= {name: change.aim for name, change in working.items()}  # type: ignore[misc]
         old = {name: own for name, own in becomes.items() if own is not None}
-        report = compare_models(old, wanted)
+        report = compare_models(old, requested)
         for model_id in (*report.added, *report.removed):
-            self._begin(model_id, wanted.get(model_id), self._reach)
+            self._begin(model_id, requested.get(model_id), self._reach)
         for model_id in report.replaced:
-            if not is_same_engine(old[model_id], wanted[model_id]):
-                self._begin(model_id, wanted[model_id], self._reach)
+            if not is_same_engine(old[model_id], requested[model_id]):
+                self._begin(model_id, requested[model_id], self._reach)
             elif model_id in working:
-                working[model_id].aim = wanted[model_id]
-        for change in self._at_work:
+                working[model_id].aim = requested[model_id]
+        for change in self._running:
             change.report_to(report)
         return report
 
@@ -312,7 +312,7 @@ class ModelChanges:
                 closed, model = model.closed, self._place(aim)
                 model.closed = closed
                 return
-            if model.id not in self._spares:  # else none answers that could be lost
+            if model.id not in self._spares:  # otherwise no model answers that could be lost
                 await self._check_loadable(model, aim)
                 change.check()
             if state == "ready" and await asyncio.to_thread(
@@ -330,7 +330,7 @@ class ModelChanges:
             self._models.start_one(model)
         elif model.status[0] not in COMES_UP:
             return
-        await self._see_answer(model, change)
+        await self._await_answer(model, change)
 
     async def _check_loadable(self, old: ResidentModel, aim: ModelSettings) -> None:
         """Refuse settings that cannot be loaded, before the old model ends. Errors: ChangeError."""
@@ -370,7 +370,7 @@ class ModelChanges:
         if old.handle.info is not None:
             self._spares[old.id] = old
 
-    async def _see_answer(self, model: ResidentModel, change: ModelChange) -> None:
+    async def _await_answer(self, model: ResidentModel, change: ModelChange) -> None:
         """Wait until a model answers; restore the one that it replaced if it fails.
 
         Errors: ChangeError.

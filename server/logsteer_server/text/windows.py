@@ -109,7 +109,7 @@ class WindowCutter:
         self.begin = 0
         """Start of the next window; no token before it will be scored."""
         self.prefix_id = special_id if protocol == "rolling" else None
-        """The token to insert before the text."""
+        """The token to insert before the text; None if the text begins with it."""
         self._first_id = special_id if protocol == "llamacpp" else None
         """The token that replaces the first of each window."""
         self._num_unscored = {"rolling": 0, "llamacpp": length // 2 + 1}.get(protocol, 1)
