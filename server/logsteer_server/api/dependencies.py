@@ -25,7 +25,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def of_state(name: str) -> Any:
-    """Return a dependency that reads this name of the application's state."""
+    """Return a dependency that gets an attribute of the application's state."""
 
     async def find(request: Request) -> Any:
         return getattr(request.app.state, name)
@@ -34,7 +34,7 @@ def of_state(name: str) -> Any:
 
 
 async def get_stores(request: Request) -> Stores:
-    """Return the stores in which the names of a request are looked up: all that its caller sees."""
+    """Return the stores that the request's caller sees."""
     namespaces: NamespaceRegistry = request.app.state.namespaces
     return await namespaces.find(request.state.caller)
 
@@ -52,7 +52,7 @@ StoresDep = Annotated[Stores, Depends(get_stores)]
 
 
 async def find_asked(request: Request, name: str | None) -> VariantFields | None:
-    """Return the variant of a name; None for the name of a resident model, and an unknown one."""
+    """Return the variant with a name; None for a resident model's name or an unknown one."""
     state = request.app.state
     if name is None or name in state.models.by_id:
         return None
@@ -62,13 +62,13 @@ async def find_asked(request: Request, name: str | None) -> VariantFields | None
 
 
 async def find_base(request: Request, name: str | None) -> str | None:
-    """Return the name of the model that a name refers to: its own, or that of a variant's model."""
+    """Return the name of a model, or of the model of a variant."""
     variant = await find_asked(request, name)
     return name if variant is None else variant.model
 
 
 async def list_variants(request: Request) -> list[VariantCard]:
-    """Return the variants that a caller sees; none while their store does not answer."""
+    """Return the variants that a caller sees; [] while their store does not answer."""
     store = (await get_stores(request)).variants
     with suppress(APIError):
         listing: StoreListing[VariantCard] = await request.app.state.store_threads.run(
@@ -82,7 +82,7 @@ VariantsDep = Annotated[list[VariantCard], Depends(list_variants)]
 
 
 async def expand_model(request: Request, body: B, *, ignores: bool = False) -> tuple[B, str | None]:
-    """Return the request that a body stands for, and the variant's name where it names one.
+    """Return a body with its variant, if any, expanded, and the variant's name.
 
     Errors: those of `find_variant` and `expand`.
     """

@@ -1,4 +1,4 @@
-"""Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
+"""Encode answers: as JSON, as MessagePack with raw arrays, or as safetensors."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ SAFETENSORS = "application/vnd.safetensors"
 
 
 def encode_json(document: Any) -> bytes:
-    """Encode a document as JSON; numbers that are not finite become null."""
+    """Encode a document as JSON, with non-finite numbers as null."""
     return orjson.dumps(document, default=_to_list, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _to_list(value: Any) -> Any:
-    if isinstance(value, np.ndarray):  # orjson takes contiguous arrays only
+    if isinstance(value, np.ndarray):  # orjson supports contiguous arrays only
         return np.ascontiguousarray(value)
     if isinstance(value, JsonText):
         return orjson.Fragment(value.text)
@@ -33,14 +33,14 @@ def _to_list(value: Any) -> Any:
 def encode_msgpack(document: Any) -> bytes:
     """Encode a document as MessagePack; an array is a map of `dtype`, `shape` and raw `data`.
 
-    Numbers that are not finite become nil, but stay NaN inside arrays.
+    Non-finite numbers become nil, but stay as they are in arrays.
     """
     packed: bytes = msgpack.packb(_finite(document), default=_to_buffer)
     return packed
 
 
 def _finite(value: Any) -> Any:
-    """Return a document with None in the place of numbers that are not finite."""
+    """Return a document with None for non-finite numbers."""
     match value:
         case FiniteDocuments():
             return value
@@ -55,7 +55,7 @@ def _finite(value: Any) -> Any:
 
 
 PACKED = {np.dtype(name): name for name in ("<f4", "<f2", "<i4")}
-"""Arrays whose buffers are packed as they are; others become one of them."""
+"""Dtypes packed unchanged; other arrays are converted to one of them."""
 
 
 def _to_buffer(value: Any) -> Any:
@@ -69,13 +69,13 @@ def _to_buffer(value: Any) -> Any:
 
 
 TENSOR_DTYPES = {"f": "<f4", "i": "<i4"}
-"""Kind of a number -> what a file has it as; half precision stays."""
+"""Kind of a dtype -> dtype in a file; half precision stays."""
 
 
 def encode_tensors(tensors: Mapping[str, Sequence[np.ndarray]], about: Mapping[str, Any]) -> bytes:
-    """Encode arrays as a safetensors file, each from parts that follow along its first axis.
+    """Encode tensors as a safetensors file, each given in parts along its first axis.
 
-    `about` are documents of its metadata.
+    `about`: documents for the metadata.
     """
     joined = {}
     for name, parts in tensors.items():
@@ -86,9 +86,9 @@ def encode_tensors(tensors: Mapping[str, Sequence[np.ndarray]], about: Mapping[s
 
 
 def choose_encoding(accept: str, *, has_file: bool = False) -> str:
-    """Choose the media type of an answer, by what Accept names.
+    """Choose the media type of an answer from the Accept header.
 
-    A safetensors file where the answer has one, or else MessagePack, or else JSON.
+    In order of preference: safetensors if the answer has a file, MessagePack, JSON.
     """
     if has_file and SAFETENSORS in accept:
         return SAFETENSORS

@@ -1,9 +1,9 @@
-"""The gate of every request: it gets an id and room in memory, or is refused at once.
+"""The entry of every request: it gets an id and a memory reservation, or is refused.
 
-A page of another site can have a browser send requests to a server on the same machine, and, once
-it has its own name point to that machine, read the answers. A request for a name that is not this
-server's comes from such a page; so does one that computes or changes something and has the page's
-origin.
+A page of another site can make a browser send requests to a server on the same machine, and read
+the answers if the page's host name is made to resolve to that machine (DNS rebinding). So requests
+with a foreign Host are refused, as are requests that compute or change something with a foreign
+Origin.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from logsteer_server.settings import Settings
 
 MAX_REQUEST_ID = 128
 SENT_AT_ONCE = 2**18
-"""Bytes of an answer that are handed on together: the next ones once the caller has read most."""
+"""Bytes of an answer sent at once; the next ones follow when the caller has read most of them."""
 ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/startupz", "/metrics"})
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""What these answer is nothing that a page of another origin could read."""
+"""Methods without effects; a page of another origin cannot read their answers."""
 ANY = "*"
 
 
 class AllowedHosts:
     """The names and origins of a server.
 
-    An address is always allowed: what a browser requests from an address has no name that could be
-    made to point elsewhere. Where a key is needed, or on a Unix domain socket, pages have no
-    access, and every name is allowed unless `allowed_hosts` lists names.
+    IP addresses are always allowed: DNS cannot redirect them. If a key is needed, or on a Unix
+    domain socket, pages have no access, and all names are allowed unless `allowed_hosts` lists
+    some.
     """
 
     def __init__(self, settings: Settings, *, needs_key: bool) -> None:
@@ -49,7 +49,7 @@ class AllowedHosts:
         self._origins = {origin.lower().rstrip("/") for origin in settings.allowed_origins}
 
     def check(self, method: str, headers: Headers) -> APIError | None:
-        """Return why a request is refused, if it is."""
+        """Return the error for a refused request, or None."""
         host = headers.get("host", "").strip().lower()
         # `[::1]:8000` is ::1, `name:8000` is name.
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -82,7 +82,7 @@ def _is_address(name: str) -> bool:
 class Drain:
     """The progress of the server's shutdown, and the number of running requests.
 
-    begun   readiness is withdrawn; new requests get a 503 and lose their connection
+    begun   `/readyz` fails; new requests get a 503, and their connections are closed
     ended   the engines' handles answer all waiting callers; uvicorn cancels all others
     """
 
@@ -96,8 +96,8 @@ class RequestGate:
     """ASGI middleware for a request's id, its host and origin, the server's shutdown, and its
     memory.
 
-    The id is the caller's own if it sent one. Once the shutdown has begun, new requests are
-    refused. `memory` of a request's state is released once the answer has been read; so answers are
+    The id is the caller's own if it sent one. During shutdown, new requests are refused. A
+    request's `memory` reservation is released when the caller has read the answer, so answers are
     sent in pieces.
     """
 
@@ -110,7 +110,7 @@ class RequestGate:
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as the application does, or with a problem."""
+        """Pass the request to the application, or answer with a problem."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -46,11 +46,11 @@ OPENAI_ERROR: dict[str, Any] = {
 """The schema of `describe_openai_error`."""
 RETRY_SPREAD = 0.4
 MAX_DETAIL = 4000
-"""Characters of a problem's detail: some repeat what a request has sent, which may be megabytes."""
+"""Most characters of a problem's detail: some quote the request, which may have megabytes."""
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have the application answer every error of a route as a problem, and document it so."""
+    """Add handlers that answer every error of a route as a problem, and document problems."""
     app.openapi = partial(_describe_api, app.openapi)  # type: ignore[method-assign]
     app.add_exception_handler(APIError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
@@ -67,7 +67,7 @@ def write_problem(error: APIError, request_id: str) -> dict[str, Any]:
 
 
 def _describe_api(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the OpenAPI document with the media type, and the shape, that errors have."""
+    """Return the OpenAPI document with the media type and schema of errors."""
     document = describe()
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -112,9 +112,9 @@ def answer_problem(request: Request, error: APIError) -> Response:
 
 
 def spread(seconds: float, request_id: str) -> float:
-    """Return a time that is longer by up to RETRY_SPREAD of it, fixed by the request's id.
+    """Return a time longer by up to RETRY_SPREAD of it, depending on the request's id.
 
-    Callers that were refused together would else all come back together.
+    Otherwise callers refused at the same time would all retry at the same time.
     """
     return seconds * (1 + RETRY_SPREAD * zlib.crc32(request_id.encode()) / 2**32)
 
@@ -125,7 +125,7 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """Say every reason why the request does not fit its schema, in one line."""
+    """Answer with all reasons why the request does not fit its schema, in one line."""
     assert isinstance(error, RequestValidationError)
     route = request.scope.get("route")
     fields = [
@@ -169,7 +169,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def _name_path(request: Request) -> str:
-    """Say that there is no such path, and which one is meant."""
+    """Return the detail for an unknown path, with the path probably meant."""
     path = request.url.path
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     close = difflib.get_close_matches(path[:MAX_NAME], known, 1)
@@ -178,7 +178,7 @@ def _name_path(request: Request) -> str:
 
 
 def _find_methods(request: Request) -> str:
-    """Return the methods that a path takes."""
+    """Return the methods that a path supports."""
     matching = [
         route
         for route in request.app.routes
@@ -188,7 +188,7 @@ def _find_methods(request: Request) -> str:
 
 
 async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
-    """End the request: nobody reads this; it ends the request without a stack trace in the log."""
+    """End a request whose caller has disconnected, without a stack trace in the log."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

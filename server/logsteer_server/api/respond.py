@@ -1,4 +1,4 @@
-"""From a task to an HTTP response: within the deadline, as a document or as events."""
+"""Run a task within its deadline, and answer with its document or its events."""
 
 import asyncio
 import logging
@@ -32,16 +32,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 4 * 2**20
-"""Bytes of a stream's events that wait for their reader, and of a text that waits for its work:
-seconds of any model's tokens, and little enough for all possible streams."""
+"""Most bytes buffered of a stream's events or of a request's text: seconds of any model's tokens,
+and little enough for all possible streams."""
 LONG_ANSWER = 2**20
-"""Expected bytes of an answer from which on a thread writes it."""
+"""Expected bytes from which an answer is written in a thread."""
 
 
 def encode_event(event: Event, *, openai: bool) -> bytes:
-    """Encode a server-sent event: named, or as a chunk of OpenAI's shape, which has no name.
+    """Encode a server-sent event: named, or as an unnamed chunk in OpenAI's shape.
 
-    In that shape only chunks are sent.
+    In OpenAI's shape, events other than chunks are left out.
     """
     if openai and event.name != "chunk":
         return b""
@@ -50,7 +50,7 @@ def encode_event(event: Event, *, openai: bool) -> bytes:
 
 
 def encode_error(error: APIError, answer_id: str, *, openai: bool) -> bytes:
-    """Encode an error as the event that it is in a stream."""
+    """Encode an error as an event of a stream."""
     if openai:
         return encode_event(Event("chunk", describe_openai_error(error)), openai=True)
     return encode_event(Event("error", write_problem(error, answer_id)), openai=False)
@@ -65,10 +65,10 @@ async def respond(
 ) -> Response:
     """Run a task and answer with its document, or with a stream of its events.
 
-    A stream answers once its first batch is planned and admitted, so that what is refused until
-    then has its own status. With `openai` events have OpenAI's shape. `body`: where the task reads
-    the request's body while it plans; there is then no deadline, and a caller who hangs up is
-    noticed as far ahead as the buffer reaches.
+    A stream starts once its first batch is planned and admitted, so that earlier refusals have
+    their own status. With `openai`, events have OpenAI's shape. `body`: the buffer from which the
+    task reads the request's body while it plans; then there is no deadline, and a disconnect is
+    detected only as far ahead as the buffer reaches.
     """
     settings: Settings = request.app.state.settings
     media_type = choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
@@ -102,16 +102,16 @@ async def respond(
 
 
 def _lay_out(task: Task, document: dict[str, Any]) -> bytes:
-    """Write a run's document as a file of tensors."""
+    """Encode a run's document as a file of tensors."""
     file = task.lay_out(document)
     return encode_tensors(file.tensors, file.about)
 
 
 class ByteBuffer:
-    """Pieces that were written and not read yet, at most `max_bytes` or one.
+    """A buffer of bytes between a writer and a reader: at most `max_bytes`, or one piece.
 
-    So work ends, and releases its room, before a slow reader has read its output; and a text is
-    read before slow work needs it.
+    With it, work ends, and releases its reservations, before a slow reader has read its output; and
+    a text is received before slow work needs it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -123,7 +123,7 @@ class ByteBuffer:
         self._has_room = asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
-        """Add a piece, once there is room for it."""
+        """Wait for room, then add a piece."""
         while self._size and self._size + len(piece) > self._max_bytes:
             self._has_room.clear()
             await self._has_room.wait()
@@ -132,12 +132,12 @@ class ByteBuffer:
         self._has_news.set()
 
     def end(self) -> None:
-        """Say that no piece follows."""
+        """Mark the end of the pieces."""
         self._ended = True
         self._has_news.set()
 
     async def read(self) -> AsyncGenerator[bytes, None]:
-        """Yield what was written, all that is there at a time, until the end."""
+        """Yield all buffered bytes at a time, until the end."""
         while self._written or not self._ended:
             await self._has_news.wait()
             self._has_news.clear()
@@ -150,8 +150,8 @@ class ByteBuffer:
 class EventStream(StreamingResponse):
     """A run's events as server-sent events, protected from buffering and caching by proxies.
 
-    While its reader is slow the run continues, up to the size of the buffer; it ends with the
-    response, however that ends.
+    The run continues while its reader is slow, up to the size of the buffer. It ends with the
+    response, for whatever reason.
     """
 
     media_type = "text/event-stream"
@@ -215,10 +215,10 @@ async def run_within(
     work: Coroutine[Any, Any, T],
     beside: Coroutine[Any, Any, None] | None = None,
 ) -> T:
-    """Return what `work` returns; cancel it when time runs out or the caller hangs up.
+    """Return the result of `work`; cancel it at the deadline, or if the caller disconnects.
 
-    The header X-Request-Timeout shortens the time. `beside` runs along with the work, and returns
-    when the caller has hung up; None: nothing does but that.
+    The header X-Request-Timeout shortens the deadline. `beside` runs concurrently, and returns when
+    the caller disconnects; None: only wait for the disconnect.
 
     Errors: APIError `deadline_exceeded`; ClientDisconnect; those of `beside`.
     """
@@ -247,7 +247,7 @@ async def run_within(
 
 
 async def _read_ahead(request: Request, body: ByteBuffer) -> None:
-    """Read a body, as far as its buffer has room; return when the caller has hung up after it."""
+    """Read a body while its buffer has room; return when the caller disconnects after it."""
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -258,7 +258,7 @@ async def _read_ahead(request: Request, body: ByteBuffer) -> None:
 
 
 def _read_timeout(given: str) -> float:
-    """Return the seconds that the caller will wait. Errors: APIError `invalid_request`."""
+    """Parse the caller's timeout in seconds. Errors: APIError `invalid_request`."""
     try:
         seconds = float(given)
     except ValueError:

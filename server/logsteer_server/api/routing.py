@@ -1,5 +1,5 @@
-"""Routes: whether the caller may use an endpoint is checked before the request is read; then its
-JSON body, within its bound, is checked against its schema from the bytes.
+"""Routes: check that the caller may use an endpoint before its request is read; then read the JSON
+body, up to its limit, and validate the bytes against the schema.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.observation.requests import find_record
 
 BODY_MEMORY = 8
-"""Bytes that a parsed body takes for each of its own; measured: 4 for ids, 7 for short strings."""
+"""Memory of a parsed body as a multiple of its bytes; measured: 4 for ids, 7 for short strings."""
 LARGE_BODY = 2**20
-"""Bytes of a body from which on it has to wait for its turn."""
+"""Bytes from which a body waits for its turn to be parsed."""
 LARGE_BODY_PAUSE = 3
 """Pause after parsing a large body, as a multiple of the time that it took."""
 MAX_BRACKETS = 2**18
-"""Opening brackets of a body, its texts' own included: an empty list is 2 bytes, and 56 parsed. All
-items and targets that a request may have come to fewer."""
+"""Most opening brackets of a body, including those in texts: an empty list has 2 bytes, and takes
+56 parsed. A request with the most items and targets has fewer."""
 MAX_FAULTS = 1024
-"""What is wrong with a body, as far as it is described: of a list the first fault is the only one,
-but an object may have unknown fields by the hundred thousand."""
+"""Most faults described of a body: a list reports only its first fault, but an object may have
+hundreds of thousands of unknown fields."""
 
 SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
     (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
@@ -43,11 +43,11 @@ SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
 
 
 TESTER = "selftest_caller"
-"""In a request's state, the caller of a self-test whose request this is: it was let in as that."""
+"""Attribute of a request's state with the caller of a self-test, already authenticated."""
 
 
 class LimitedRequest(Request):
-    """A request whose body is read up to the limit, and parsed as its route's schema."""
+    """A request whose body is read up to a limit, and parsed with its route's schema."""
 
     memory_per_byte = BODY_MEMORY
 
@@ -70,7 +70,7 @@ class LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Return the body as an instance of its route's schema, which FastAPI takes as it is.
+        """Return the body as an instance of its route's schema, which FastAPI accepts unchanged.
 
         Errors: as `parse_body`.
         """
@@ -85,9 +85,9 @@ class LimitedRequest(Request):
 
 
 class BodyTurns:
-    """Turns at parsing large bodies, which keeps the event loop busy.
+    """Turns for parsing large bodies, which blocks the event loop.
 
-    One body at a time, and a multiple of the time that it took is left to all else.
+    One body is parsed at a time; a pause of LARGE_BODY_PAUSE times its duration follows.
     """
 
     def __init__(self) -> None:
@@ -100,16 +100,16 @@ class BodyTurns:
         self._began = time.monotonic()
 
     async def __aexit__(self, *_: object) -> None:
-        """Have the next turn begin after a pause."""
+        """Start the next turn after a pause."""
         pause = LARGE_BODY_PAUSE * (time.monotonic() - self._began)
         asyncio.get_running_loop().call_later(pause, self._turn.release)
 
 
 def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
-    """Parse a body as a schema.
+    """Parse and validate a body by a schema.
 
     Errors: RequestValidationError, also for invalid JSON; APIError `payload_too_large` for more
-    brackets, or more faults, than are checked.
+    brackets or faults than allowed.
     """
     count = body.count(b"{") + body.count(b"[")
     if count > MAX_BRACKETS:
@@ -120,7 +120,7 @@ def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
         raise api_error("payload_too_large", detail)
     if not body:
         raise _refuse({"type": "missing", "msg": "Field required"})
-    if b"NaN" in body or b"Infinity" in body:  # which pydantic takes for numbers
+    if b"NaN" in body or b"Infinity" in body:  # which pydantic accepts as numbers
         try:
             orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -143,7 +143,7 @@ def _refuse(*faults: Mapping[str, Any]) -> RequestValidationError:
 
 
 class StoredNameConvertor(Convertor[str]):
-    """A name in a path, or `shared/NAME`: no other slash is allowed."""
+    """A name in a path: NAME or `shared/NAME`, without other slashes."""
 
     regex = "shared/[^/]+|(?!shared/)[^/]+"
 
@@ -160,10 +160,10 @@ register_url_convertor("stored", StoredNameConvertor())
 
 
 class KeyedRoute(APIRoute):
-    """A route that admits a caller, and counts its request, before it reads the request.
+    """A route that authenticates the caller, and counts the request, before reading it.
 
-    `request.state.caller` is the caller. The endpoint must be in `ENDPOINTS`, with its scope. Its
-    JSON body, if any, is read by a `LimitedRequest`.
+    `request.state.caller` is the caller. The endpoint must be in `ENDPOINTS`, with its scope. A
+    `LimitedRequest` reads its JSON body, if any.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +211,7 @@ class KeyedRoute(APIRoute):
             caller.allowance.end()
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request whose caller may send it, as FastAPI does."""
+        """Answer an authorized request, as FastAPI does."""
         await super().handle(scope, receive, send)
 
 

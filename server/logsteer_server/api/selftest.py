@@ -1,7 +1,7 @@
-"""The self-test of a resident model: the client's, which sends its requests to this application.
+"""The self-test of a resident model: the client's self-test, run against this application.
 
-They are answered as any other caller's, along the same path, without a network. They have the
-routing and token limits of the caller who requested the self-test, and every scope.
+Its requests take the same path as any caller's, without a network. They have the routing and token
+limits of the caller who requested the self-test, and all scopes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ EVENTS = {kind: name for name, kind in ENDPOINTS["selftest"].events.items()}
 
 
 def open_client(app: ASGIApp, caller: Requester) -> AsyncClient:
-    """Return a client of an application in this process, let in as the tester of models."""
+    """Return a client of an application in this process, authenticated for self-tests."""
     tester = replace(caller, scopes=frozenset(SCOPES), passes_gate=True)
 
     async def send_on(scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,9 +53,9 @@ async def stream_selftest(
 
 
 async def prove(app: ASGIApp, model: ResidentModel) -> None:
-    """Test a model whose engine is ready, and let it answer if it passes.
+    """Test a model whose engine is ready, and open its gate if it passes.
 
-    It is tested again where its engine was restarted meanwhile.
+    If its engine restarts meanwhile, test it again.
     """
     while True:
         try:
@@ -69,7 +69,7 @@ async def prove(app: ASGIApp, model: ResidentModel) -> None:
             await asyncio.sleep(error.retry_after or 1)
             await model.handle.ready.wait()
             continue
-        except Exception as error:  # a fault of the server: nobody waits for this task
+        except Exception as error:  # a fault of the server; no caller awaits this task
             log.exception("the self-test of model %s broke", model.id)
             _block(model, f"its self-test broke: {type(error).__name__}: {error}")
             return

@@ -1,15 +1,15 @@
-"""Score jobs of one call and their outputs, packed into a few arrays: no object per job.
+"""Score jobs of one call and their outputs, packed into a few arrays instead of an object per job.
 
 Jobs that differ only in their tokens are concatenated, and so are their outputs:
 
     tokens         5 6 7 | 5 6 | 9 3 8       three jobs
     token_starts   0       3     5       8
 
-Both are sequences, so code that works on single jobs gets them by index.
+Both are sequences, so that code for single jobs can index them.
 
-A model that was changed for a job (steered, with other parameters) may exceed the range of its
-dtype. Its result is then NaN, which says nothing: the job fails. An unchanged model may do so, too,
-over a text that it cannot represent; its scores stay NaN, and become null with a flag.
+A model changed for a job (steered, or with other parameters) may exceed the range of its dtype. The
+result is then NaN, and the job fails. An unchanged model may exceed it, too, on some texts; its
+scores stay NaN, and become null with a flag.
 """
 
 from abc import abstractmethod
@@ -36,12 +36,12 @@ from logsteer_server.contract.plan import Readings, SteeringTrace
 T = TypeVar("T")
 
 Starts = npt.NDArray[np.int64]
-"""[N + 1]: where each of N entries begins, and after the last one the end."""
+"""[N + 1]: the start of each of N entries, then the end of the last."""
 Indices = npt.NDArray[np.int64]
 
 
 def find_starts(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Starts:
-    """Return where concatenated entries of these lengths begin."""
+    """Return the starts of concatenated entries with these lengths."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -69,7 +69,7 @@ class _Entries(Sequence[T]):
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: int | slice) -> T | Self:
-        """Return the entry of that index, whose arrays are views, or those of a slice."""
+        """Return the entry at an index, whose arrays are views, or the entries of a slice."""
         if isinstance(index, slice):
             return self.select(np.arange(len(self))[index])
         if not -len(self) <= index < len(self):
@@ -92,8 +92,8 @@ class _Entries(Sequence[T]):
 class ScoreJobs(_Entries[ScoreJob]):
     """N score jobs that differ only in their tokens and targets.
 
-    `shares_row` [N] is each job's own; the tokens, targets, alternatives and `shares_row` of `like`
-    are unused. `alternatives` [targets, K] are those of all targets.
+    `like` has all other fields; its tokens, targets, alternatives and `shares_row` are unused.
+    `shares_row`: [N]. `alternatives`: [targets of all jobs, K].
     """
 
     like: ScoreJob
@@ -106,7 +106,7 @@ class ScoreJobs(_Entries[ScoreJob]):
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob]) -> "ScoreJobs":
-        """Pack jobs, one at least, that differ from the first only in tokens and targets."""
+        """Pack jobs, at least one, that differ from the first only in tokens and targets."""
         others = [job.alternatives for job in jobs if job.alternatives is not None]
         return cls(
             jobs[0],
@@ -230,19 +230,19 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
 
 
 def change_all(jobs: Sequence[Job], change: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return jobs with the same change for all, which leaves their tokens as they are."""
+    """Apply the same change, which must not depend on tokens or alter them, to all jobs."""
     if isinstance(jobs, ScoreJobs):
         return replace(jobs, like=change(jobs.like))
     return [change(job) for job in jobs]
 
 
 def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
-    """Return jobs to read what `change_all` changes from: one, where it is the same for all."""
+    """Return jobs that have all values of the fields that `change_all` changes: one if packed."""
     return [jobs.like] if isinstance(jobs, ScoreJobs) else jobs
 
 
 def name_contents(jobs: Sequence[Job]) -> bool:
-    """Return whether any job names a stored file, of an override or an adapter."""
+    """Return whether any job has a stored file: an override or an adapter."""
     if isinstance(jobs, ScoreJobs):
         return bool(jobs.like.override or jobs.like.adapter)
     return any(job.override or job.adapter for job in jobs)
@@ -281,8 +281,7 @@ def sum_expected(jobs: Sequence[Job]) -> int:
 class ScoreOutputs(_Entries[ScoreOutput]):
     """Outputs of N score jobs with the same columns.
 
-    `columns` have the rows of all jobs, concatenated. `traces` and `readings` are None where no
-    output has any.
+    `columns`: the rows of all jobs, concatenated. `traces`, `readings`: None if no output has any.
     """
 
     columns: dict[str, npt.NDArray[Any]]
@@ -293,7 +292,7 @@ class ScoreOutputs(_Entries[ScoreOutput]):
 
     @classmethod
     def of(cls, outputs: Sequence[ScoreOutput]) -> "ScoreOutputs":
-        """Return outputs, one at least, of the same columns."""
+        """Pack outputs, at least one, with the same columns."""
         if isinstance(outputs, ScoreOutputs):
             return outputs
         first = outputs[0]
@@ -311,9 +310,9 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         )
 
     @classmethod
-    def join(cls, given: Sequence[Sequence[ScoreOutput]]) -> "ScoreOutputs":
-        """Return the outputs of all parts, one at least, which have the same columns."""
-        parts = list(map(cls.of, given))
+    def join(cls, batches: Sequence[Sequence[ScoreOutput]]) -> "ScoreOutputs":
+        """Concatenate batches of outputs, at least one, with the same columns."""
+        parts = list(map(cls.of, batches))
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -354,22 +353,22 @@ class ScoreOutputs(_Entries[ScoreOutput]):
 
 def add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.NDArray[Any]:
     """Return the sum of the values in each [begin, end); every end is past its begin."""
-    ended = np.append(values, values.dtype.type(0))  # an end is a place in it, the last one, too
-    sums: npt.NDArray[Any] = np.add.reduceat(ended, np.stack([begins, ends], -1).ravel())[::2]
+    padded = np.append(values, values.dtype.type(0))  # so that the last end is a valid index
+    sums: npt.NDArray[Any] = np.add.reduceat(padded, np.stack([begins, ends], -1).ravel())[::2]
     return sums
 
 
 def _join_optional(
     parts: Sequence[tuple[int, Sequence[T | None] | None]],
 ) -> list[T | None] | None:
-    """Concatenate the entries of all parts, so many each; None where no part has any."""
+    """Concatenate the entries of all (count, entries); None if no part has entries."""
     if all(entries is None for _, entries in parts):
         return None
     return [entry for count, entries in parts for entry in entries or [None] * count]
 
 
 def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
-    """Pack results of one call's jobs into arrays if all have the same columns."""
+    """Pack results of one call into arrays if all have the same columns."""
     shapes = {_describe_shape(result) for result in results}
     if len(shapes) > 1 or None in shapes:
         return results
@@ -377,8 +376,8 @@ def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
 
 
 def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
-    """Return the columns of an output and the numbers of a row; None for an output without any, or
-    with activations.
+    """Return the columns of an output with their shapes per row; None for a result without columns,
+    or with activations.
     """
     if not isinstance(result, ScoreOutput) or result.activations is not None:
         return None
@@ -386,8 +385,8 @@ def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
 
 
 class ResultPart(NamedTuple):
-    """Results of some jobs of a call: the jobs' numbers, the result of each, and when the engine
-    dequeued them (monotonic seconds, of a clock that all processes share).
+    """Results of some jobs of a call: the jobs' numbers, their results, and the time at which the
+    engine dequeued them (monotonic seconds, the same clock in all processes).
     """
 
     numbers: Sequence[int]
@@ -396,8 +395,8 @@ class ResultPart(NamedTuple):
 
 
 class OutputPart(NamedTuple):
-    """Outputs of some jobs of a call, the jobs' indices in it, and when the engine dequeued them;
-    None if it did not compute them.
+    """Outputs of some jobs of a call: the jobs' indices, their outputs, and the time at which the
+    engine dequeued them; None if it did not compute them.
     """
 
     indices: Sequence[int]
@@ -416,7 +415,7 @@ class WorkCounts:
     cached_results: int = 0
 
     def add(self, other: "WorkCounts") -> None:
-        """Add further work."""
+        """Add other counts."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -441,7 +440,7 @@ def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:
 
 
 def find_steered(jobs: Sequence[Job], part: OutputPart) -> Sequence[Output]:
-    """Return the last outputs of those jobs that have a plan."""
+    """Return the last outputs of the jobs with a plan."""
     if isinstance(jobs, ScoreJobs) and jobs.like.plan is None:
         return ()
     pairs = zip(part.indices, part.outputs, strict=True)
@@ -468,9 +467,9 @@ NON_FINITE = "non_finite"
 
 
 def is_finite(output: Output) -> bool:
-    """Return whether no number of an output is NaN, and no rank 0, which stands for it.
+    """Return whether no number of an output is NaN, and no rank is 0, which stands for NaN.
 
-    Infinite ones say something: that q leaves a token out, or the model itself does.
+    Infinity is allowed: q, or the model itself, may give a token probability 0.
     """
     found = output.activations
     if found is not None and not np.isfinite(found.activations_LTD).all():
@@ -484,7 +483,7 @@ def is_finite(output: Output) -> bool:
 
 
 def find_finite(outputs: ScoreOutputs) -> list[bool]:
-    """Return for each output whether it is finite, as `is_finite` says."""
+    """Return `is_finite` of each output."""
     finite_R = _find_finite_rows(outputs.columns)
     found: list[bool] = np.logical_and.reduceat(finite_R, outputs.row_starts[:-1]).tolist()
     return found
@@ -493,7 +492,7 @@ def find_finite(outputs: ScoreOutputs) -> list[bool]:
 def _find_finite_rows(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
     """Return which rows [R] have no NaN in any column, and no rank 0.
 
-    All that is listed of a row is NaN, or none of it.
+    Listed tokens of a row are either all NaN or all numbers, so that the first decides.
     """
     finite_R: npt.NDArray[np.bool_] = np.logical_and.reduce(
         [
@@ -505,7 +504,7 @@ def _find_finite_rows(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np
 
 
 def find_failure(job: Job, output: Output) -> JobFailure | None:
-    """Return why a changed model's output must be withheld; None where it is finite."""
+    """Return the failure of a changed model's output that is not finite; None if it is."""
     traced = output.trace is None or output.trace.is_finite
     if not job.is_changed or (is_finite(output) and traced):
         return None
@@ -513,7 +512,7 @@ def find_failure(job: Job, output: Output) -> JobFailure | None:
 
 
 def describe_non_finite(job: Job, found: str) -> JobFailure:
-    """Return the failure of a job with such a result, with what to do about it."""
+    """Return the failure of a job with a non-finite result, with what to do."""
     if job.plan is not None and job.plan.sites:
         hint = "steer with a smaller scale or narrower bounds"
     elif job.override is not None:

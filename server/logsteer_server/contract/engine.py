@@ -1,7 +1,7 @@
-"""The engine contract: its specification, the facts that it reports, its methods.
+"""The engine contract: an engine's specification, the facts that it reports, its methods.
 
-An engine lives in a process of its own. Its process gives it jobs, calls `step` as long as it has
-work, and sends the results of `step` back in batches.
+An engine runs in its own process, which passes it jobs, calls `step` while there is work, and sends
+the results of `step` back in batches.
 """
 
 from bisect import bisect_left
@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol
 from logsteer_server.contract.jobs import Feature, GenerateJob, Job, JobFailure, JobResult
 
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-"""Activations of a layer by TransformerLens' names, in the order of a forward pass, that engines of
-any kind may have; each is as wide as the model. Parallel blocks have no resid_mid."""
+"""TransformerLens' names of a layer's activations that all engines may support, in the order of a
+forward pass; each is as wide as the model. Parallel blocks have no resid_mid."""
 
 Int8Products = Literal["integer", "float32_blocks"]
-"""How products of 8-bit integers are summed: by the CPU's instructions for it, found exact at load;
-or in float32 over blocks so short that it is exact, because those saturate."""
+"""How products of 8-bit integers are summed: with the CPU's integer instructions, tested exact at
+load; or, if these saturate, in float32 over blocks short enough to be exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EngineSpec:
     pipeline_parallel: int = 1
     replicas: int = 1
     replica: int = 0
-    """Which of the replicas it is for."""
+    """The index of the replica."""
     quantization: str | None = None
     max_model_len: int | None = None
     memory: float | str | None = None
@@ -53,7 +53,7 @@ class EngineSpec:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes hold the model's parts."""
+        """The number of processes that share the model."""
         return self.tensor_parallel * self.pipeline_parallel
 
     def split(self) -> "list[EngineSpec]":
@@ -64,11 +64,11 @@ class EngineSpec:
         if self.replicas == 1:
             return [self]
         return [
-            replace(self, replica=number, devices=self._pick_devices(number))
+            replace(self, replica=number, devices=self._devices_of(number))
             for number in range(self.replicas)
         ]
 
-    def _pick_devices(self, number: int) -> str | tuple[int, ...]:
+    def _devices_of(self, number: int) -> str | tuple[int, ...]:
         if isinstance(self.devices, str):
             return self.devices
         ranks = self.tensor_parallel * self.pipeline_parallel
@@ -77,17 +77,16 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """How much work an engine accepts ahead of its answers."""
+    """How much work an engine accepts before it has answered earlier work."""
 
     ahead_tokens: int = 65_536
-    """Tokens of jobs that have not begun: enough that a step never lacks work, and no more, since
+    """Most tokens of jobs that have not begun: enough that steps are full, and no more, because
     later jobs wait for them."""
     cache_tokens: int | None = None
-    """Tokens whose keys and values it holds. Generation is then admitted by what it holds now, as
-    `Engine.take_load` says; None: by the largest size that it may reach, which counts among
-    `ahead_tokens`."""
+    """Size of the key-value cache in tokens. Generation is then admitted by current use, from
+    `Engine.take_load`; None: by the largest size of each generation, counted in `ahead_tokens`."""
     sequences: int | None = None
-    """Jobs that generate at the same time, at most."""
+    """Most jobs that generate at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +111,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """An engine's status, for monitoring; None where the engine has no such thing.
+    """An engine's status, for monitoring; None for values that the engine does not have.
 
-    Sequences are jobs that the engine has: `running` in its batch, `waiting` for a place in it.
-    Blocks are those of the key-value cache that running sequences hold; a sequence that has to give
-    its own back, to be computed again, is preempted, and counts each time. Slots hold different
-    steering plans and adapters; a slot is used while a job needs it.
+    `running`, `waiting`: jobs in the engine's batch, and waiting for it. `cache_blocks`: blocks of
+    the key-value cache; used ones are held by running sequences. `preemptions`: how often a
+    sequence had to give up its blocks and be computed again. Slots hold different steering plans
+    and adapters; a slot is used while a job needs it.
     """
 
     running: int = 0
@@ -145,9 +144,9 @@ TIME_BOUNDS_S = (
 
 @dataclass(slots=True)
 class StepCounts:
-    """Durations of an engine's steps so far: a histogram of TIME_BOUNDS_S, and all seconds.
+    """Durations of an engine's steps so far: a histogram with bounds TIME_BOUNDS_S, and the total.
 
-    The last count is of steps beyond the last bound. Plain numbers, sent with each heartbeat.
+    The last count is of steps beyond the last bound. Each heartbeat sends it.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS_S) + 1))
@@ -181,7 +180,7 @@ class EngineInfo:
     num_layers: int
     hidden_size: int
     hooks: tuple[str, ...]
-    """Activations of a layer that can be steered and captured; empty where none can."""
+    """Activations of a layer that can be steered and captured."""
     hook_widths: Mapping[str, int] = field(default_factory=dict)
     """Numbers per token of hooks whose width is not `hidden_size`."""
     missing_hooks: Mapping[str, str] = field(default_factory=dict)
@@ -189,23 +188,23 @@ class EngineInfo:
     max_probes: int | None = None
     """Probes that one job may have; None: any number."""
     capture_rows: int | None = None
-    """Activations that one capture may come to, all layers together; None: any number."""
+    """Most activations of one capture, over all layers; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it lacks: what to do instead, as an error's detail."""
     dequantised_from: str | None = None
-    """Of a GGUF file: the type of most of its weights, such as Q4_1."""
+    """The commonest data type of a GGUF file, such as Q4_1."""
     rounding: float | None = None
-    """Of a model in half precision: the most that a token's log-probability was off float32's on
-    the text of the start's check, in nats; None where that was not measured."""
+    """For a model in half precision: the largest error of a log-probability against float32, in
+    nats, measured at the start (`engines.rounding`); None if it was not measured."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
-    """What else its numbers depend on: versions of libraries, and the device."""
+    """What else determines its numbers: versions of libraries, and the device."""
     device: str = "cpu"
     """The name of its device."""
     room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
-    """None where the model has no INT8 layers, and on GPUs."""
+    """None without INT8 layers, and on GPUs."""
 
     def explain_hook(self, hook: str) -> str:
         """Return why it lacks this activation, and which ones it has, as an error's detail."""
@@ -263,7 +262,7 @@ class Engine(Protocol):
         ...
 
     def take_load(self) -> EngineLoad | None:
-        """Return the change of load in the last step; None where it is not worth a message."""
+        """Return the load of generation after the last step; None if it changed too little."""
         ...
 
     def read(self) -> EngineReading:

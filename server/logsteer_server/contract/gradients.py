@@ -11,8 +11,10 @@ from logsteer_server.contract.plan import Direction, Positions
 
 @dataclass(frozen=True, slots=True)
 class InputPoint:
-    """A point on the line between a baseline and the input: each token's embedding e is replaced by
-    e' + alpha (e - e'), where e' is the embedding of the token `baseline`, and 0 without one.
+    """A point on the line from a baseline to the input, for integrated gradients.
+
+    Each token's embedding e is replaced by e' + alpha (e - e'), where e' is the embedding of the
+    token `baseline`, or 0 without one.
     """
 
     alpha: float
@@ -23,11 +25,11 @@ class InputPoint:
 class GradientJob(Job):
     """One sequence, laid out as in `ScoreJob`; its summed target log-probability is differentiated.
 
-    With respect to the activations at `sites`, (layer, hook) each, after the tokens at `positions`;
-    or, with `along`, along that direction of the parameters. Both apply `plan`, `override` and
-    `adapter`; an activation is the output of its site, steering included. Activations of more than
-    `max_width` numbers are refused. Or, with `input_point`, with respect to the input embeddings
-    there.
+    It is differentiated with respect to the activations at `sites`, (layer, hook) each, of the
+    tokens at `positions`; or with `along`, along that direction of the parameters; or with
+    `input_point`, with respect to the input embeddings at that point. `plan`, `override` and
+    `adapter` apply; an activation is the output of its site after steering. Activations of more
+    than `max_width` numbers are refused.
     """
 
     targets: Ids
@@ -57,9 +59,9 @@ class GradientJob(Job):
 class GradientOutput(Output):
     """Log-probabilities [R] of the targets, and their derivatives.
 
-    `gradients` [T', D] in the order of the job's sites, T' the tokens at its positions;
-    `directional` [R] where the job has a direction: of each target's log-probability.
-    `attributions` [T] where it has an input point: each embedding's gradient times e - e'.
+    `gradients`: [T', D] for each of the job's sites, with T' tokens at its positions.
+    `directional` [R]: with a direction, the derivative of each target's log-probability.
+    `attributions` [T]: with an input point, each embedding's gradient times e - e'.
     """
 
     logprobs: Scores

@@ -1,4 +1,4 @@
-"""Jobs and their outputs: what the HTTP process requests of an engine, and what comes back.
+"""Jobs and their outputs: the requests of the HTTP process to an engine, and the answers.
 
 A job states its own length, the engine features it needs and its fingerprint, so that queues,
 caches and counters treat all kinds alike. Axis letters: T tokens, R scored rows, V vocabulary, L
@@ -27,7 +27,7 @@ from logsteer_server.contract.plan import (
 
 Ids = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
-"""Float32; float64 where a job asked for it."""
+"""Float32; float64 for jobs with `double`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Adjustments:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether it depends on which tokens came before."""
+        """Whether the changes depend on earlier tokens."""
         return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
 
 
@@ -70,8 +70,8 @@ NEUTRAL = Policy()
 ReplyForm = tuple[Literal["json", "regex"], str]
 """A JSON Schema or a regular expression, and its text."""
 EXPECTED_TOKENS = 1024
-"""What a generation is expected to come to, at most: where a request gives no bound of its own, its
-job may use the whole context, and hardly any does."""
+"""Most tokens that a generation is expected to have: a job without a limit of its own may use the
+whole context, but hardly any does."""
 NO_PLACES = np.zeros(0, dtype=np.int64)
 NO_TOKENS: Ids = np.zeros(0, dtype=np.int32)
 FINGERPRINT_HEAD = struct.Struct("<IIIII?")
@@ -132,7 +132,7 @@ class Job:
 
     @property
     def num_read(self) -> int:
-        """Tokens that the model reads, at most: the last one generated is not among them."""
+        """Most tokens that the model reads, which exclude the last generated one."""
         return len(self.tokens)
 
     @property
@@ -152,14 +152,14 @@ class Job:
 
     @property
     def places(self) -> Places:
-        """Positions of the tokens that may come to be captured."""
+        """Positions of the tokens that may be captured."""
         if self.capture is None:
             return NO_PLACES
         return self.capture.find_places(self.num_read, self.prompt_len, len(self.tokens))
 
     @property
     def num_captured(self) -> int:
-        """Activations of tokens that have to be held for it at once, all layers together."""
+        """Activations to be held at once for the capture, over all layers."""
         return len(self.places) * len(self.capture.layers) if self.capture else 0
 
     @property
@@ -192,22 +192,23 @@ class Job:
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of all that the output depends on; None for an output that is used once."""
+        """SHA-256 of everything that determines the output; None if it is not cached."""
         return None
 
 
 def find_features(job: Job) -> tuple[Feature, ...]:
-    """Return the features that a job needs for what it changes and captures of the model."""
+    """Return the features that a job's interventions and captures need."""
     names: tuple[Feature, ...] = ("steering", "override", "adapter")
-    asked = job.plan or job.capture, job.override, job.adapter
-    return tuple(n for n, value in zip(names, asked, strict=True) if value is not None)
+    values = job.plan or job.capture, job.override, job.adapter
+    return tuple(n for n, value in zip(names, values, strict=True) if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
-    so are `readings`, if the plan keeps any. `activations` are of its capture: the last output has
-    them.
+    """The output of a job.
+
+    `cached_tokens`: number of tokens from the prefix cache. `trace`, `readings`: of its plan, if it
+    steers or keeps any. `activations`: of its capture, in the last output.
     """
 
     failed: ClassVar[Literal[False]] = False
@@ -219,7 +220,7 @@ class Output:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows this output of its job."""
+        """Whether this is the last output of its job."""
         return True
 
     @property
@@ -238,7 +239,7 @@ class JobFailure:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows: always true."""
+        """Whether this is the last result of its job: always true."""
         return True
 
 
@@ -317,8 +318,8 @@ class ScoreJob(Job):
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of all that the scores depend on and of the cache namespace; None with a file, a
-        capture, or readings that are kept. Lengths are hashed before what they measure.
+        """SHA-256 of everything that determines the scores, and of the cache namespace; None with a
+        file, a capture, or kept readings. Lengths are hashed before the contents.
         """
         options = self.write_options()
         if options is None:
@@ -330,7 +331,9 @@ class ScoreJob(Job):
         )
 
     def write_options(self) -> bytes | None:
-        """Return all that scores depend on except tokens and plan; None without a fingerprint."""
+        """Return everything that determines scores except tokens and plan; None without a
+        fingerprint.
+        """
         keeps = self.plan is not None and self.plan.kept != "none"
         if (
             keeps
@@ -417,12 +420,12 @@ class GenerateJob(Job):
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before which nothing ends the continuation."""
+        """Least number of tokens of the continuation."""
         return self.policy.adjustments.min_tokens if self.policy.adjustments else 0
 
     @property
     def num_read(self) -> int:
-        """Tokens that the model reads, at most: the last one generated is not among them."""
+        """Most tokens that the model reads, which exclude the last generated one."""
         return len(self.tokens) + self.max_tokens - 1
 
     @property
@@ -441,10 +444,10 @@ class GenerateOutput(Output):
     """A piece of a job's continuation: N new tokens and their text.
 
     `logprobs` [N] are of the model, at temperature 1 and without any cut; `columns` are [N] each,
-    alternatives [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That
-    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from, so
-    those of the prompt's last token, or of all its tokens where the plan keeps them, come with the
-    first piece, and the last token generated has none.
+    alternatives [N, top]. `finish_reason`: None before the last piece, then `stop` or `length`. The
+    last piece has the trace of a steered job. Readings are of the rows from which the tokens were
+    drawn: the first piece has those of the prompt's last token, or of the whole prompt if the plan
+    keeps them; the last generated token has no reading.
     """
 
     token_ids: Ids
@@ -468,7 +471,7 @@ class GenerateOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class CheckOverrideJob(Job):
-    """The shape of each tensor of a direction, to compare with the model's parameters."""
+    """Check that a direction fits the model: `shapes` of its tensors, by name."""
 
     tokens: Ids = field(default_factory=lambda: NO_TOKENS, init=False)
     shapes: Mapping[str, tuple[int, ...]]
@@ -481,7 +484,7 @@ class CheckOverrideJob(Job):
 
 @dataclass(frozen=True, slots=True)
 class CheckOverrideOutput(Output):
-    """The direction fits: it moves `moved` of the model's `total` numbers."""
+    """The direction fits: it changes `moved` of the model's `total` parameters."""
 
     moved: int
     total: int
@@ -489,23 +492,23 @@ class CheckOverrideOutput(Output):
 
 @dataclass(frozen=True, slots=True)
 class CheckAdapterJob(Job):
-    """An adapter to load, to check that it fits the model."""
+    """Check that an adapter fits the model, by loading it."""
 
     tokens: Ids = field(default_factory=lambda: NO_TOKENS, init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckAdapterOutput(Output):
-    """The adapter fits: it changes so many of the model's weights."""
+    """The adapter fits: it changes `updated` of the model's weights."""
 
     updated: int
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob(Job):
-    """A sequence of tokens that is read only for its activations.
+    """A sequence of tokens to read only for its activations.
 
-    For steering and positions the prompt is the first `num_prompt` tokens, or the whole sequence.
+    For steering and positions, the prompt is the first `num_prompt` tokens, or the whole sequence.
     """
 
     num_prompt: int | None = None
@@ -535,11 +538,11 @@ class CaptureOutput(Output):
 
     @property
     def activations_LD(self) -> Scores:
-        """The first of each layer: the only one, unless the job reads each token."""
+        """The first activation of each layer: the only one, unless the job captures each token."""
         return self.activations_LTD[:, 0]
 
     @property
     def sinks(self) -> dict[int, list[int]]:
-        """By layer, the tokens that a mean leaves out."""
+        """By layer, the tokens left out of a mean."""
         assert self.activations is not None
         return self.activations.sinks

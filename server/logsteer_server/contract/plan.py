@@ -1,6 +1,6 @@
-"""What an engine changes for one job: in activations (steering plans), in the model's parameters.
+"""The changes of a model for one job: of activations (steering plans), of parameters.
 
-A steering plan says nothing about names, files or units, which `logsteer_server.interventions` has
+A steering plan contains no names, files or units, which `logsteer_server.interventions` has
 resolved. The arithmetic is in `logsteer_server.numerics.residual_ops`.
 
 Axis letters: T tokens, D width of an activation, G probes.
@@ -33,8 +33,8 @@ class Direction:
 class Override:
     """For one job, the model's parameters are theta + eta v.
 
-    With `cast` the whole model is computed in that precision for the job, so that a change below
-    the last place of its own dtype acts.
+    With `cast` the job computes the whole model in that precision, so that changes too small for
+    the model's own dtype take effect.
     """
 
     direction: Direction
@@ -43,7 +43,7 @@ class Override:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Its effect, wherever its file is: equal ones give equal results."""
+        """An identifier of its effect, whatever its file's path: equal ones give equal results."""
         return (self.direction.sha256, self.eta, *((self.cast,) if self.cast else ()))
 
 
@@ -51,7 +51,7 @@ class Override:
 class Adapter:
     """A LoRA adapter: the safetensors file with this SHA-256.
 
-    Its metadata has the configuration that PEFT writes beside weights, as JSON, under CONFIG_KEY.
+    Its metadata contains PEFT's adapter_config.json under CONFIG_KEY.
     """
 
     path: str
@@ -91,10 +91,10 @@ class Positions:
     """Which input tokens of a sequence are steered, with P the length of its prompt.
 
     `kind`: all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1);
-    last (the `number` tokens up to P), every (P, P + number, P + 2 number, ...); slices: tokens in
-    one of `slices`, each [start, end); window: of one of them, counted from P. Of all these, tokens
-    at each of `within` and none of `without`. What depends on a prompt's tokens, `find` returns as
-    slices; `resolve` calls it.
+    last (the `number` tokens before P), every (P, P + number, P + 2 number, ...); slices: tokens in
+    any of `slices`, each [start, end); window: one slice, counted from P. Of these, only tokens
+    that are in all of `within` and in none of `without`. For positions that depend on the prompt's
+    tokens, `find` returns the slices; `resolve` calls it.
     """
 
     kind: str = "all"
@@ -105,7 +105,7 @@ class Positions:
     find: Callable[[npt.NDArray[np.int32]], tuple[tuple[int, int], ...]] | None = None
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
-        """Return [first, end) around all steered tokens; end None: to the end of the sequence."""
+        """Return a range [first, end) with all steered tokens; end None: the sequence's end."""
         if self.kind == "slices":
             starts, ends = [s for s, _ in self.slices], [e for _, e in self.slices]
             return min(starts, default=0), max(ends, default=0)
@@ -124,7 +124,7 @@ class Positions:
 
     @property
     def is_range(self) -> bool:
-        """Whether all tokens within the bounds are steered."""
+        """Whether all tokens in `bounds` are steered."""
         joint = self.within or self.without
         return not joint and len(self.slices) < 2 and self.kind != "every"
 
@@ -157,18 +157,18 @@ class Positions:
 
     @property
     def knows_prompt(self) -> bool:
-        """Whether the prompt's length matters."""
+        """Whether the positions depend on the prompt's length."""
         joint = (*self.within, *self.without)
         return self.kind not in ("all", "slices") or any(one.knows_prompt for one in joint)
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that it must be resolved before use."""
+        """Whether the positions depend on a prompt's tokens, and must be resolved before use."""
         joint = (*self.within, *self.without)
         return self.find is not None or any(one.knows_tokens for one in joint)
 
     def resolve(self, prompt: npt.NDArray[np.int32]) -> "Positions":
-        """Return the positions in a sequence with this prompt, which are the same tokens."""
+        """Return the positions for a sequence with this prompt, without `find`."""
         if not self.knows_tokens:
             return self
         return replace(
@@ -187,8 +187,8 @@ class ResidualOp:
         c' = clip(base + per_norm |x| + per_component c, low, high)
         x' = keep (x - c u) + c' u
 
-    or, where `degrees` is not 0, x turned toward u by that angle with its norm kept. With
-    `condition`, the number of one of the plan's, x stays as it is where that does not hold.
+    or, if `degrees` is not 0, x rotated toward u by that angle, with its norm kept. `condition`:
+    index of the plan's condition without which x is unchanged.
     """
 
     direction: Vector
@@ -203,7 +203,7 @@ class ResidualOp:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All but the direction, in the order of the fields; -1 stands for no condition."""
+        """All fields except the direction, in order; -1 for no condition."""
         return (
             self.base, self.per_norm, self.per_component, self.low, self.high, self.keep,
             self.degrees, -1 if self.condition is None else self.condition,
@@ -212,7 +212,7 @@ class ResidualOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """What happens at one activation: first `offset` is added to it, then each of `ops` acts."""
+    """The changes of one activation: first add `offset`, then apply each of `ops`."""
 
     layer: int
     hook: str
@@ -221,7 +221,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The site's name in receipts: its layer, and its hook where that is not resid_post."""
+        """The site's name in receipts: its layer, and its hook unless that is resid_post."""
         return str(self.layer) if self.hook == "resid_post" else f"{self.layer}.{self.hook}"
 
 
@@ -234,23 +234,24 @@ class Probe:
     direction: Vector
 
     def feed(self, hasher: "hashlib._Hash") -> None:
-        """Hash all of it."""
+        """Feed all fields to a hash."""
         name = self.hook.encode()
         hasher.update(struct.pack("<III", self.layer, len(name), self.direction.nbytes))
         hasher.update(name + self.direction.tobytes())
 
 
 MAX_CONDITIONS = 31
-"""Of a plan: engines keep the decisions as bits of one 32-bit integer."""
+"""Most conditions of a plan: engines store the decisions as bits of one 32-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Where a token's activations are changed: where above < reading < below.
+    """A condition on a reading: above < reading < below.
 
-    The reading is that of the plan's probe number `probe` before its activation is changed: c, or c
-    / |x| where `relative`. Of `token`: the token's own. Of `prompt`: that of the prompt's last
-    token, for that one and all later ones; tokens before it are not changed.
+    The reading is of the plan's probe with index `probe`, before steering: c, or c / |x| if
+    `relative`. With `of` token, each token's own reading decides for it. With `of` prompt, the
+    reading of the prompt's last token decides for that token and all later ones; the condition does
+    not hold for earlier tokens.
     """
 
     probe: int
@@ -261,21 +262,21 @@ class Condition:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All of it, in the order of the fields; 1 for true, and for the prompt's reading."""
+        """All fields in order; 1 for true, and for `of` prompt."""
         return (self.probe, self.above, self.below, self.relative, self.of == "prompt")
 
 
 Kept = Literal["none", "scored", "all"]
-"""Tokens whose readings a job returns: none; from the token that predicts the first scored or
-generated one; all."""
+"""Tokens whose readings a job returns: none; those from the token before the first scored or
+generated one on; all."""
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringPlan:
-    """The changes and readings of one job: the changes of a steering object, each site another
-    activation; probes, including the ones of the operations' conditions.
+    """The steering and readings of one job.
 
-    `more` are plans with the same probes and conditions for other tokens: the positions of these
+    `sites`: the changes, each of a different activation. `probes`: including those of conditions.
+    `more`: plans with the same probes and conditions for other tokens; the positions of all these
     plans are disjoint. Two plans with the same `digest` have the same effect on a sequence.
     """
 
@@ -288,7 +289,7 @@ class SteeringPlan:
 
     @property
     def parts(self) -> tuple["SteeringPlan", ...]:
-        """The plans that it consists of, each for tokens of its own."""
+        """The plan without `more`, and the plans in `more`."""
         return (replace(self, more=()), *self.more) if self.more else (self,)
 
     @property
@@ -297,7 +298,7 @@ class SteeringPlan:
         return self.sites + tuple(site for part in self.more for site in part.sites)
 
     def find_positions(self, condition: int) -> tuple[Positions, ...]:
-        """Return where in a sequence operations wait for a condition."""
+        """Return the positions of the operations that depend on a condition."""
         if not self.more:
             return (self.positions,)
         return tuple(
@@ -307,7 +308,7 @@ class SteeringPlan:
         )
 
     def resolve(self, prompt: npt.NDArray[np.int32]) -> "SteeringPlan":
-        """Return the plan for a sequence with this prompt, as `Positions.resolve`."""
+        """Return the plan with its positions resolved for this prompt."""
         return replace(
             self,
             positions=self.positions.resolve(prompt),
@@ -316,7 +317,7 @@ class SteeringPlan:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether it depends on a prompt's tokens, so that it must be resolved before use."""
+        """Whether positions depend on a prompt's tokens, and must be resolved before use."""
         return any(part.positions.knows_tokens for part in self.parts)
 
     def first_changed(self, prompt_len: int) -> int:
@@ -324,12 +325,12 @@ class SteeringPlan:
         return min(part.positions.bounds(prompt_len)[0] for part in self.parts)
 
     def first_kept(self, prompt_len: int) -> int | None:
-        """Return the position of the first token whose readings are kept; None where none is."""
+        """Return the position of the first token whose readings are kept, or None."""
         return {"none": None, "scored": prompt_len - 1, "all": 0}[self.kept]
 
     @cached_property
     def content_digest(self) -> bytes:
-        """SHA-256 of the changes and readings, wherever in a sequence they apply."""
+        """SHA-256 of the changes and readings, without positions."""
         hasher = hashlib.sha256(self.sites_digest)
         for probe in self.probes:
             probe.feed(hasher)
@@ -338,7 +339,7 @@ class SteeringPlan:
 
     @cached_property
     def sites_digest(self) -> bytes:
-        """SHA-256 of the changes, wherever in a sequence they apply."""
+        """SHA-256 of the changes, without positions."""
         hasher = hashlib.sha256()
         for site in self.sites:
             name = site.hook.encode()
@@ -354,22 +355,23 @@ class SteeringPlan:
         return hasher.digest()
 
     def digest(self, prompt_len: int) -> bytes:
-        """SHA-256 of the effect on a sequence with this prompt length."""
-        asks_prompt = any(condition.of == "prompt" for condition in self.conditions)
-        prompt = prompt_len if self.positions.knows_prompt or asks_prompt else 0
+        """Return SHA-256 of the effect on a sequence with this prompt length."""
+        has_prompt_condition = any(condition.of == "prompt" for condition in self.conditions)
+        prompt = prompt_len if self.positions.knows_prompt or has_prompt_condition else 0
         others = b"".join(part.digest(prompt_len) for part in self.more)
-        where = repr((self.positions, prompt)).encode()
-        return hashlib.sha256(self.sites_digest + where + others).digest()
+        positions = repr((self.positions, prompt)).encode()
+        return hashlib.sha256(self.sites_digest + positions + others).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringTrace:
-    """What an engine measured while it steered one job.
+    """The measurements of one steered job.
 
-    `tokens`: input tokens read under steering, by part of the plan, those of a steered prefix cache
-    included. `sites`: by `Site.name`, the tokens whose activation changed there and their mean
-    |change| / |activation|, as `numerics.sinks.average_changes`. `passed`: by condition, the tokens
-    at the positions of what waits for it where it held, without those from the prefix cache.
+    `tokens`: number of steered input tokens, by part of the plan, including those from the prefix
+    cache. `sites`: by `Site.name`, the number of tokens whose activation changed, and their mean
+    |change| / |activation|, as `numerics.sinks.average_changes`. `passed`: by condition, the number
+    of tokens at which it held, among the positions of operations that depend on it; without those
+    from the prefix cache.
     """
 
     tokens: tuple[int, ...]
@@ -378,15 +380,15 @@ class SteeringTrace:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every activation and its change could be measured."""
+        """Whether every measured activation and change is finite."""
         return all(isfinite(mean) for _, mean in self.sites.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readings:
-    """What a plan's G probes read of the T tokens from position `first` on: float32 [T, G, 4].
+    """The readings of a plan's G probes for the T tokens from position `first` on.
 
-    Of each, c and |x|, of the activation as it came and as it was passed on.
+    `values_TGR`, float32 [T, G, 4]: c and |x| before steering, then c and |x| after it.
     """
 
     first: int

@@ -1,1 +1,1 @@
-"""Names in a request (steering, override, adapter) as what a job carries; receipts."""
+"""Resolve a request's interventions for its jobs; write receipts."""

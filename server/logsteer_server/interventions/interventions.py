@@ -1,6 +1,6 @@
-"""Interventions of a request: steering, probes, an override, an adapter, as its jobs carry them.
+"""Resolve a request's interventions (steering, probes, override, adapter, capture) for its jobs.
 
-And the receipt that proves that steering was applied.
+The receipt in the answer reports that steering was applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,9 +55,9 @@ from logsteer_server.text.tokenizer import TextCodec
 
 
 def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
-    """Make sure that steering reaches a token of some job.
+    """Check that steering reaches a token of some job.
 
-    Errors: APIError `invalid_request` where no token of any job would be steered.
+    Errors: APIError `invalid_request` if no token of any job would be steered.
     """
     if not jobs:
         detail = "steering reaches no token: the model reads none for this request; leave it out."
@@ -97,7 +97,7 @@ class Receipt:
     def add(self, output: Output) -> None:
         """Add the (last) output of a job."""
         self._had_output = True
-        # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
+        # Otherwise no steered token comes from the prefix cache: hits end before the first row.
         if self._may_have_cached:
             self._had_cached = self._had_cached or bool(output.cached_tokens)
         if output.trace is None:
@@ -113,12 +113,12 @@ class Receipt:
     def write(self) -> dict[str, Any]:
         """Return the fields of `SteeringReceipt`.
 
-        Errors: APIError `internal` where vectors were to be added and no activation changed.
+        Errors: APIError `internal` if vectors were to be added and no activation changed.
         """
         sites = self._steering.plan.all_sites
         adds = any(site.offset is not None and site.offset.any() for site in sites)
         changed = any(tokens for tokens, _ in self._sites.values())
-        # A continuation may end before it has a token at positions that it might have come to.
+        # A continuation may end before it reaches the steered positions.
         reached = self._had_output and (any(self._steered) or not self._may_end_before)
         if adds and reached and not changed and not self._had_cached:
             detail = "The engine did not apply the steering; report this model and engine as a bug."
@@ -144,14 +144,14 @@ class Receipt:
 J = TypeVar("J", bound=Job)
 
 INTERVENTIONS = ("steering", "override", "adapter", "probes", "capture")
-"""Fields of a request that change a model, or read inside it."""
+"""Fields of a request that change a model, or read its activations."""
 OPEN_NAMESPACES = 256
-"""Those used lately stay open, and remember the cards that they have read."""
+"""Callers' stores kept open, with the cards that they have read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Where the names in a request are looked up, and whether its caller may use them."""
+    """The stores in which a request's names are looked up; `may_steer`: the caller's scope."""
 
     vectors: VectorStore
     overrides: Namespace[OverrideCard]
@@ -172,10 +172,10 @@ class Stores:
 
 
 class NamespaceRegistry:
-    """Gives each caller the stores that it sees. It is used from one event loop.
+    """Open the stores that each caller sees. Use it from one event loop.
 
-    vectors, overrides, adapters, saes, variants    everybody's; with keys: `shared/NAME`
-    keys/<name>/vectors, …                          those of the key of that name
+    vectors, overrides, adapters, saes, variants    shared; with keys named `shared/NAME`
+    keys/<name>/vectors, …                          the key's own
     """
 
     def __init__(self, settings: Settings, objects: Objects, files: ContentFiles) -> None:
@@ -212,7 +212,7 @@ class NamespaceRegistry:
         return stores
 
     def find_captures(self, caller: Requester) -> CaptureStore:
-        """Return the data sets of activations that a caller sees: its own."""
+        """Return the store of a caller's own data sets of activations."""
         if caller.namespace is None:
             return CaptureStore(self._objects)
         quota = caller.allowance.limits.stored_bytes
@@ -222,7 +222,7 @@ class NamespaceRegistry:
 
 @dataclass(frozen=True)
 class Interventions:
-    """The changes and readings that a request has a model make for it; by default none."""
+    """The changes and readings of a model that a request asks for."""
 
     steering: ResolvedSteering | None = None
     override: ResolvedOverride | None = None
@@ -258,7 +258,7 @@ class Interventions:
 
     @cached_property
     def plan(self) -> SteeringPlan | None:
-        """The plan of the jobs: the request's probes, then its conditions', and the steering."""
+        """The plan of the jobs: the steering, with the request's probes before its conditions'."""
         plan = None if self.steering is None else self.steering.plan
         if not self.probes:
             return plan
@@ -276,27 +276,27 @@ class Interventions:
     def show_readings(
         self, readings: Readings | None, first: int, *, is_steered: bool = True
     ) -> dict[str, Any]:
-        """Return what an answer shows of readings: as `probes.show_readings`."""
+        """Return an answer's fields for readings, as `probes.show_readings`."""
         is_steered = is_steered and self.steering is not None
         return show_readings(self.probes, readings, first, is_steered)
 
     def show_activations(self, found: CapturedActivations | None) -> dict[str, Any]:
-        """Return what an answer shows of an output's activations."""
+        """Return an answer's fields for an output's activations."""
         return show_activations(self.capture, found) if self.capture and found else {}
 
     def count_captured(self, jobs: Iterable[Job]) -> int:
-        """Count the numbers of activations that an answer may show of jobs."""
+        """Return the most numbers of activations in an answer for these jobs."""
         return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
-        """Count the numbers that an answer shows of tokens, and of the tokens before them."""
+        """Return the count of readings in an answer, for its tokens and those of the context."""
         shown = tokens * len(self.probes)
         shown += context_tokens * sum(probe.context for probe in self.probes)
         return shown * (1 if self.steering is None else 2)
 
     @property
     def unsteered(self) -> "Interventions":
-        """The same without steering."""
+        """These interventions without steering."""
         return replace(self, steering=None)
 
     def shares_head(self, other: "Interventions") -> bool:
@@ -305,16 +305,16 @@ class Interventions:
         return all(change is None for change in changes)
 
     def check_reach(self, jobs: Sequence[Job]) -> None:
-        """Make sure that steering reaches a token of some job.
+        """Check that steering, if any, reaches a token of some job.
 
-        Errors: APIError `invalid_request` where it reaches none.
+        Errors: APIError `invalid_request`.
         """
         if self.steering is not None:
             check_reach(self.steering, jobs)
 
     def apply(self, jobs: Sequence[J]) -> Sequence[J]:
-        """Return the jobs on the changed model: positions after a text are looked for in each job's
-        prompt. Errors: as `check_reach`.
+        """Return the jobs with these interventions; positions that depend on a prompt's tokens are
+        resolved for each job. Errors: as `check_reach`.
         """
         if self is UNCHANGED:
             return jobs
@@ -333,7 +333,7 @@ class Interventions:
         return bool(captured or (self.plan and self.plan.knows_tokens))
 
     def change(self, job: J) -> J:
-        """Return the job on the changed model."""
+        """Return the job with these interventions."""
         plan, capture = self.plan, self.capture.capture if self.capture else job.capture
         if self._knows_tokens:
             prompt = job.tokens[: job.prompt_len]
@@ -349,7 +349,7 @@ class Interventions:
 
 
 UNCHANGED = Interventions()
-"""The model as it is."""
+"""No interventions."""
 
 
 class AppliedReport:

@@ -1,4 +1,4 @@
-"""Probes of a request as what engines read, and readings as what an answer shows.
+"""Resolve a request's probes for engines, and convert readings for the answer.
 
 Axis letters: T tokens, G probes, R numbers of a reading, D width of an activation.
 """
@@ -26,14 +26,14 @@ from logsteer_server.stores.layer_vectors import RESID_POST, Readout
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 READ_BY = {"probability": "logistic", "activation": "relu"}
-"""Kinds of reading that take a vector with a readout, and the readout's kind."""
+"""Kind of reading that needs a vector with a readout -> the readout's kind."""
 
 Numbers = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedProbe:
-    """A direction at one layer, how it is read, and its description in an answer."""
+    """A direction at one layer, the kind of its reading, and its description in an answer."""
 
     probe: Probe
     read: ProbeRead
@@ -43,7 +43,7 @@ class ResolvedProbe:
     context: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of `ProbeReadings` that say what was read."""
+        """Return the fields of `ProbeReadings` that describe the probe."""
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -145,10 +145,10 @@ def _find_readout(read: ProbeRead, stored: StoredVectors, layer: int, param: str
 def resolve_condition(
     given: SteeringCondition, number: int, source: VectorStore, info: EngineInfo
 ) -> tuple[Probe, Condition]:
-    """Return a condition, and the probe that it reads, which will be the plan's `number`th.
+    """Return a condition and its probe, which will have index `number` in the plan.
 
-    Errors: as `resolve_probes`; `invalid_request` for a probe of several layers, and a threshold
-    that no reading is beyond.
+    Errors: as `resolve_probes`; `invalid_request` for a probe at several layers, and for a
+    threshold that no reading can exceed.
     """
     found = list(_resolve(given.probe, source, info, "steering.vectors"))
     if len(found) != 1:
@@ -162,7 +162,7 @@ def resolve_condition(
 
 
 def _find_bounds(given: SteeringCondition, resolved: ResolvedProbe) -> tuple[float, float]:
-    """Return the bounds of c, or of c / |x|, that a condition's thresholds come to."""
+    """Convert a condition's thresholds to bounds of c, or of c / |x|."""
     above = -math.inf if given.above is None else given.above
     below = math.inf if given.below is None else given.below
     readout = resolved.readout
@@ -177,7 +177,7 @@ def _find_bounds(given: SteeringCondition, resolved: ResolvedProbe) -> tuple[flo
     else:
         if below <= 0 or (above < 0 and given.below is None):
             raise _out_of_reach("an activation is 0 or more")
-        # What does not come above the threshold is an activation of 0.
+        # Below the readout's threshold, the activation is 0.
         above = max(above, readout.threshold) if above >= 0 else -math.inf
         below = max(below, readout.threshold)
     if not readout.slope:

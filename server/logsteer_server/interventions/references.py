@@ -33,7 +33,7 @@ def check_feature(feature: Feature, info: EngineInfo, param: str | None) -> None
 
 @dataclass(frozen=True, slots=True)
 class ResolvedOverride:
-    """An override, and what an answer says of it: the fields of `UsedOverride`."""
+    """An override, and its fields of `UsedOverride` in the answer."""
 
     override: Override
     used: dict[str, Any]
@@ -66,7 +66,7 @@ def _resolve(given: ParameterOverride, store: Namespace[OverrideCard]) -> Resolv
 
 @dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
-    """An adapter, and what an answer says of it: the fields of `UsedAdapter`."""
+    """An adapter, and its fields of `UsedAdapter` in the answer."""
 
     adapter: Adapter
     used: dict[str, Any]
@@ -90,8 +90,8 @@ def resolve_adapter(
 def fetch(given: VectorReference, source: VectorStore) -> StoredVectors:
     """Return the vectors that a request refers to.
 
-    A feature of an autoencoder is what it writes, and for a probe what it reads. Errors: APIError
-    `unknown_vector`, `invalid_vector`, `unknown_sae`, `invalid_sae`.
+    For a feature of an autoencoder these are its decoder row, or for a probe its encoder column.
+    Errors: APIError `unknown_vector`, `invalid_vector`, `unknown_sae`, `invalid_sae`.
     """
     if given.sae is not None and given.feature is not None:
         return source.find_feature(given.sae, given.feature, reads=isinstance(given, ProbedVector))
@@ -119,8 +119,8 @@ def _read_numbers(given: Sequence[float] | str) -> Vector:
 def place_vectors(
     given: VectorReference, stored: StoredVectors, info: EngineInfo, param: str
 ) -> Iterator[tuple[int, tuple[int, str], Vector]]:
-    """Yield, for each layer that a request uses a vector at: the vector's own layer, which is the
-    only one it has where it is used at others; the model's layer and hook; the numbers.
+    """Yield, for each of the model's layers at which a request uses a vector: the vector's own
+    layer, the model's layer and hook, and the numbers.
 
     Errors: APIError `invalid_vector`, `unsupported_by_engine`; `param` names the field.
     """
@@ -143,7 +143,7 @@ def place_vectors(
 def _choose_layers(
     given: VectorReference, stored: StoredVectors, info: EngineInfo, param: str
 ) -> dict[int, int]:
-    """Return, for each layer of the model requested, the vector's own."""
+    """Return requested layer of the model -> layer of the vector."""
     own = list(stored.vectors.layers)
     if given.from_layer is not None:
         if given.from_layer not in own:
@@ -164,9 +164,7 @@ def _choose_layers(
 
 
 def find_fitting(cards: Iterable[VectorCard], info: EngineInfo) -> list[VectorCard]:
-    """Return the cards of vectors that a model can be steered by, marked where it is not the one
-    that they were trained on.
-    """
+    """Return the cards of vectors that fit a model; `other_weights`: trained on another model."""
     found = []
     for card in cards:
         width = info.hook_widths.get(card.hook, info.hidden_size)
@@ -179,7 +177,7 @@ def find_fitting(cards: Iterable[VectorCard], info: EngineInfo) -> list[VectorCa
 
 
 def _has_other_name(hook: str, layer: int, info: EngineInfo) -> bool:
-    """Return whether an engine has an activation under its name in the previous layer."""
+    """Return whether an engine has an activation as resid_post of the previous layer."""
     return hook == "resid_pre" and layer > 0 and RESID_POST in info.hooks
 
 

@@ -1,7 +1,7 @@
-"""A steering object as the plan that engines carry out.
+"""Resolve a steering object to a plan for engines.
 
-Vectors with positions of their own overlap. A plan has a part for each combination of them, so that
-a token belongs to one part at most:
+Vectors may have different positions, which overlap. The plan has a part for each combination of
+positions, so that a token belongs to at most one part:
 
     "happy" at all, "loud" at completion        prompt    completion
     parts       {all}                           ▇▇▇▇▇▇
@@ -45,25 +45,25 @@ Decode = Callable[[Sequence[int]], str]
 Slices = tuple[tuple[int, int], ...]
 
 MAX_POSITIONS = 4
-"""Different positions of the vectors of a request: their combinations are 15 at most."""
+"""Most different positions of a request's vectors, which have at most 15 combinations."""
 MAX_PARTS = 2 ** (MAX_POSITIONS - 1)
-"""Those combinations that a vector acts in."""
+"""Combinations that contain a given vector's positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindIds:
-    """Finds a prompt's tokens of these ids."""
+    """Find the tokens with these ids in a prompt."""
 
     ids: tuple[int, ...]
 
     def __call__(self, prompt: npt.NDArray[np.int32]) -> Slices:
-        """Return the places of the tokens, as slices."""
+        """Return the positions of the tokens, as slices."""
         return tuple((n, n + 1) for n in np.flatnonzero(np.isin(prompt, self.ids)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class FindAfter:
-    """Finds the tokens of a prompt after the first occurrence of a text."""
+    """Find the tokens of a prompt after the first occurrence of a text."""
 
     text: str
     decode: Decode = field(compare=False)
@@ -86,7 +86,7 @@ class FindAfter:
 def place_positions(
     given: PositionName | SlicePositions | PositionRule, decode: Decode | None = None
 ) -> Positions:
-    """Return the positions that a request names; `decode` is needed for those of a text."""
+    """Return the positions that a request names; those after a text need `decode`."""
     if isinstance(given, str):
         return Positions(given)
     if given.slices is not None:
@@ -108,10 +108,7 @@ def place_positions(
 
 @dataclass(frozen=True, slots=True)
 class PlacedVectors:
-    """The positions of each vector, and those of the parts that they come to.
-
-    `parts_of` has the numbers of the parts that each vector acts in.
-    """
+    """The positions of a plan's parts; `parts_of`: for each vector, the indices of its parts."""
 
     parts: list[Positions]
     parts_of: list[tuple[int, ...]]
@@ -120,7 +117,7 @@ class PlacedVectors:
 
 
 def place_vectors_positions(steering: Steering, decode: Decode | None) -> PlacedVectors:
-    """Return where the vectors act. Errors: APIError for too many different positions."""
+    """Return the parts of a plan and their positions. Errors: APIError for too many positions."""
     given = [use.positions or steering.positions for use in steering.vectors]
     placed = [place_positions(one, decode) for one in given]
     distinct = list(dict.fromkeys(placed))
@@ -143,32 +140,32 @@ def place_vectors_positions(steering: Steering, decode: Decode | None) -> Placed
 
 
 def _join(distinct: Sequence[Positions], active: tuple[int, ...]) -> Positions:
-    """Return the tokens at all of the active positions and at none of the others."""
+    """Return the positions in all active ones and in none of the others."""
     first, *within = (distinct[number] for number in active)
     without = tuple(one for number, one in enumerate(distinct) if number not in active)
     return replace(first, within=tuple(within), without=without)
 
 
 PARAM = "steering.vectors"
-"""The field that errors name."""
+"""The field named in errors."""
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
-"""The largest number of each dtype that holds less than float32."""
+"""The largest number of each dtype with a smaller range than float32."""
 
 SMALLEST = {"float16": 6e-8}
-"""The smallest number of these dtypes; else TINY."""
+"""The smallest positive number of a dtype; TINY for others."""
 TINY = 1e-30
-"""Smaller numbers are nothing beside any activation, and their share of one may be 0."""
+"""Smaller numbers do not change any activation, and their ratio to one may round to 0."""
 
 MAX_NORM = FLOAT32_MAX**0.5
-"""The largest norm, and factor: engines and models square activations in float32."""
+"""The largest norm and factor, because engines and models square activations in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsedSteering:
-    """A vector as a receipt names it, and the number of its condition, if it has one.
+    """A vector for the receipt, with the index of its condition, if any.
 
-    `parts`: the numbers of the plan's parts that it acts in.
+    `parts`: the indices of the plan's parts in which it acts.
     """
 
     name: str | None
@@ -181,7 +178,7 @@ class UsedSteering:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSteering:
-    """A plan, and the vectors that it is made of."""
+    """A plan, and the vectors that it uses."""
 
     plan: SteeringPlan
     vectors: list[UsedSteering]
@@ -192,11 +189,10 @@ class ResolvedSteering:
 def resolve_steering(
     steering: Steering, source: VectorStore, info: EngineInfo, decode: Decode | None = None
 ) -> ResolvedSteering:
-    """Resolve a steering object for a model; `decode` returns the text of tokens, which positions
-    after a text need.
+    """Resolve a steering object for a model; positions after a text need `decode`.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`; `invalid_request`
-    for a condition that cannot be met.
+    for a condition that cannot hold.
     """
     check_feature("steering", info, "steering")
     placed = place_vectors_positions(steering, decode)
@@ -241,12 +237,12 @@ def resolve_steering(
 
 
 def _check_order(probe: Probe, layer: int, hook: str) -> None:
-    """Check that the activation of a condition is available when a layer is steered.
+    """Check that a condition's activation comes before the steered layer.
 
-    The engine knows the order of the activations of one layer.
+    The engine checks the order of activations in one layer.
     """
-    reads_behind = probe.hook == RESID_POST and hook == "resid_pre" and probe.layer == layer
-    if probe.layer > layer or reads_behind:
+    reads_after = probe.hook == RESID_POST and hook == "resid_pre" and probe.layer == layer
+    if probe.layer > layer or reads_after:
         detail = (
             f"A vector at layer {layer}, {hook}, cannot wait for a condition that is read at layer "
             f"{probe.layer}, {probe.hook}, after it: read it there or before."
@@ -255,7 +251,7 @@ def _check_order(probe: Probe, layer: int, hook: str) -> None:
 
 
 class _SiteDraft:
-    """The operations of a steering object's vectors at one place, in their order."""
+    """The operations of a steering object's vectors at one site, in order."""
 
     def __init__(self) -> None:
         self._offset: np.ndarray | None = None
@@ -269,7 +265,7 @@ class _SiteDraft:
         layer: int,
         condition: int | None,
     ) -> None:
-        """Append one vector. Plain additions at the beginning are merged and cost nothing each."""
+        """Append one vector; merge unconditional additions at the beginning into one offset."""
         norm = float(np.linalg.norm(vector_D.astype(np.float64)))
         is_plain = use.op in ("add", "replace") and use.unit == "raw" and condition is None
         if not norm and not is_plain:
@@ -277,7 +273,7 @@ class _SiteDraft:
         joins = use.op == "add" and use.unit != "residual_norm" and condition is None
         if joins and not self._ops:
             factor = scale / norm if use.unit == "unit" else scale
-            added_D = factor * vector_D.astype(np.float64)  # which no request's numbers leave
+            added_D = factor * vector_D.astype(np.float64)  # float64: no request can overflow it
             self._offset = added_D if self._offset is None else self._offset + added_D
             return
         if use.op == "rotate" and abs(scale) > 180:

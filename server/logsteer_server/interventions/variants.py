@@ -1,4 +1,4 @@
-"""The requests that a request to a variant of a model stands for."""
+"""Expand requests to a variant of a model."""
 
 from typing import Any, TypeVar
 
@@ -15,14 +15,14 @@ from logsteer_server.stores.variants import FIELDS, VariantStore, list_names
 B = TypeVar("B", bound=BaseModel)
 
 STORED_NAME = TypeAdapter(VectorName)
-"""A valid name of a variant: nothing else is looked up in the store."""
+"""A valid name of a variant; other names are not looked up in the store."""
 
 
 def find_variant(name: str, store: VariantStore) -> VariantFields | None:
-    """Look up a name that is not a resident model's; None for an unknown one.
+    """Look up a variant by name; None for an unknown one.
 
-    `MODEL+mood:1@12` is a model steered by that vector, without being stored; several follow one
-    another, each after a `+`. Blocks. Errors: APIError `invalid_request`; those of `Store.look_up`.
+    `MODEL+mood:1@12` is a model steered with that vector, an unstored variant; each vector follows
+    a `+`. Blocks. Errors: APIError `invalid_request`; those of `Store.look_up`.
     """
     base, plus, rest = name.partition("+")
     if plus:
@@ -45,7 +45,7 @@ def find_variant(name: str, store: VariantStore) -> VariantFields | None:
 
 
 def check_unused(noun: str, name: str, stores: Stores) -> None:
-    """Check that no variant that a caller sees names a content. Blocks.
+    """Check that no variant visible to a caller uses a content. Blocks.
 
     Errors: APIError `in_use`.
     """
@@ -56,10 +56,10 @@ def check_unused(noun: str, name: str, stores: Stores) -> None:
 
 
 def expand(body: B, name: str, variant: VariantFields, *, ignores: bool) -> B:
-    """Return the request that a request to a variant stands for.
+    """Return the request to the variant's model with the variant's interventions and options.
 
-    `ignores`: what the variant changes does not matter to it. Errors: APIError `invalid_request`
-    where both change the model, or the endpoint takes no such change.
+    `ignores`: the endpoint does not depend on the variant's changes. Errors: APIError
+    `invalid_request` if both change the model, or the endpoint does not support such a change.
     """
     changes = {one: getattr(variant, one) for one in INTERVENED if getattr(variant, one)}
     own = {one: value for one in INTERVENED if (value := getattr(body, one, None)) is not None}

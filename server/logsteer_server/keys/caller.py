@@ -140,24 +140,24 @@ class Allowance:
         self.limits = limits or KeyLimits()
         self._key = key
         self._counts = counts
-        self._at_work = 0
+        self._num_running = 0
 
     async def begin(self) -> None:
         """Count a request as running, until `end`. Errors: APIError `rate_limited` at the limit."""
         limit = self.limits.concurrency
-        if limit is not None and self._at_work >= limit:
+        if limit is not None and self._num_running >= limit:
             await asyncio.sleep(GRACE_S)
-            if self._at_work >= limit:
+            if self._num_running >= limit:
                 detail = (
-                    f"{self._at_work} requests of this key are running, its limit is {limit}: "
+                    f"{self._num_running} requests of this key are running, its limit is {limit}: "
                     "send fewer at once."
                 )
                 raise api_error("rate_limited", detail, retry_after=BUSY_RETRY_S)
-        self._at_work += 1
+        self._num_running += 1
 
     def end(self) -> None:
         """Count a request as done."""
-        self._at_work -= 1
+        self._num_running -= 1
 
     @property
     def counts_tokens(self) -> bool:

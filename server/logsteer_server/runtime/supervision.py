@@ -1,4 +1,4 @@
-"""Whether an engine's process lives: five phases, what leads from one to the next, and when.
+"""Supervision of an engine's process: its phases, the transitions between them, and restarts.
 
     starting    its model loads
     ready       it answers
@@ -151,9 +151,9 @@ class RestartBudget:
 
 
 class Replica:
-    """One engine of a model, over all of its processes: its phase.
+    """One replica of a model's engine, over all of its processes.
 
-    `is_lasting` says that starting it again would not help.
+    `is_lasting`: its failure is permanent, so that a restart would not help.
     """
 
     def __init__(self, number: int, spec: EngineSpec, limits: SupervisionLimits) -> None:

@@ -1,1 +1,1 @@
-"""Names that point to contents, durable and bounded; file formats."""
+"""The stores: names that point to contents, and the contents' file formats."""

@@ -1,8 +1,8 @@
-"""Contents as whole files of this machine, which jobs name by path, and downloads are sent from.
+"""Contents as whole files on this machine, for jobs, which name them by path, and for downloads.
 
-A directory's own file serves as it is, once it was read against its SHA-256. What is in a bucket is
-fetched once in a process, into `uploads`: as an upload that stays open until its room is needed. It
-is locked for so long, so what a killed process has left is removed as other uploads are.
+A directory's file is used in place, after its SHA-256 was checked. A content of a bucket is fetched
+once per process into `uploads`, as an upload that stays open until its room is needed. It stays
+locked, so that the files of a killed process are removed like other uploads.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from logsteer_server.stores.upload import Upload, digest_file, refuse_damage, re
 log = logging.getLogger(__name__)
 
 CHECKED_FILES = 4096
-"""Files of which a process remembers that it has read them against their SHA-256."""
+"""Files whose SHA-256 check a process remembers."""
 MAX_FETCHED = 256
-"""Each takes a descriptor."""
+"""Fetched files; each takes a descriptor."""
 STRIPES = 64
-"""Contents that may be fetched at once; contents of the same stripe wait for one another."""
+"""Locks for fetching: contents of the same stripe wait for each other."""
 RETRY_AFTER_S = 5.0
 
 Content = Adapter | Direction
@@ -41,12 +41,12 @@ KIND_OF: Mapping[type[Content], Kind[Any]] = {Adapter: ADAPTERS, Direction: OVER
 
 
 class DamagedContentError(Exception):
-    """A content that is not what its SHA-256 says."""
+    """A content that does not have its SHA-256."""
 
 
 @dataclass(slots=True)
 class _FetchedFile:
-    """A content of a bucket, as an upload that stays open, and how many use it now."""
+    """A content of a bucket, as an open upload, with the number of its current users."""
 
     upload: Upload
     size: int
@@ -54,9 +54,9 @@ class _FetchedFile:
 
 
 class ContentFiles:
-    """Whole files of the contents of some objects; threads may share them.
+    """Provide contents as whole files; threads may share it.
 
-    Of a bucket's, at most `max_bytes` are kept, including files being fetched.
+    It keeps at most `max_bytes` of a bucket's contents, including files being fetched.
     """
 
     def __init__(self, objects: Objects, max_bytes: int) -> None:
@@ -64,13 +64,13 @@ class ContentFiles:
         self._max_bytes = max_bytes
         self._checked: LRUCache[str, tuple[int, int, int]] = LRUCache(CHECKED_FILES)
         self._fetched: OrderedDict[str, _FetchedFile] = OrderedDict()
-        """The longest unused first."""
+        """By SHA-256, least recently used first."""
         self._lock = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
 
     @contextmanager
     def open(self, sha256: str, source: str) -> Iterator[Path]:
-        """Give the file of a content, which stays for so long. Errors: as `hold`."""
+        """Hold the file of a content while the block runs. Errors: as `hold`."""
         path = self.hold(sha256, source)
         try:
             yield path
@@ -78,12 +78,12 @@ class ContentFiles:
             self.release(sha256)
 
     def hold(self, sha256: str, source: str) -> Path:
-        """Return the file of a content, which stays until it is released as often as it was held.
+        """Return the file of a content, which stays until each `hold` is released.
 
-        `source` is as in `StoredContent`. Errors: FileNotFoundError where the store does not have
-        it; DamagedContentError; APIError `overloaded` where a bucket does not answer or there is no
-        room beside what is in use, `payload_too_large` where there never is, `internal` where the
-        disk fails.
+        `source`: as in `StoredContent`. Errors: FileNotFoundError if the store does not have it;
+        DamagedContentError; APIError `overloaded` if a bucket does not answer, or files in use
+        leave no room, `payload_too_large` if it is larger than all room, `internal` if the disk
+        fails.
         """
         if Path(source).is_absolute():
             self._check(Path(source), sha256)
@@ -96,20 +96,20 @@ class ContentFiles:
             return self._fetch(sha256, source)
 
     def release(self, sha256: str) -> None:
-        """Release a content that was held."""
+        """Release one `hold` of a content."""
         with self._lock:
             if (file := self._fetched.get(sha256)) is not None:
                 file.users -= 1
                 self._fetched.move_to_end(sha256)
 
     def close(self) -> None:
-        """Remove what was fetched."""
+        """Remove the fetched files."""
         with self._lock:
             while self._fetched:
                 self._fetched.popitem()[1].upload.discard()
 
     def _check(self, path: Path, sha256: str) -> None:
-        """Read a directory's file against its SHA-256, once while it stays as it is.
+        """Check the SHA-256 of a directory's file, again only after the file changes.
 
         Errors: FileNotFoundError, DamagedContentError, APIError `internal`.
         """
@@ -126,7 +126,7 @@ class ContentFiles:
                 self._checked[sha256] = identity
 
     def _fetch(self, sha256: str, place: str) -> Path:
-        """Fetch a content of a bucket; return its file, which is held."""
+        """Fetch a content of a bucket; return its file, held once."""
         size = self._objects.measure(place)
         with self._lock:
             self._make_room(size)
@@ -144,7 +144,7 @@ class ContentFiles:
         return file.upload.path
 
     def _make_room(self, size: int) -> None:
-        """Remove what nobody uses until `size` more bytes fit. Errors: APIError."""
+        """Remove unused files until `size` more bytes fit. Errors: APIError."""
         if size > self._max_bytes:
             detail = (
                 f"The content has {size} bytes, and {self._max_bytes} are kept of the shared "
@@ -166,9 +166,9 @@ class ContentFiles:
 
 
 class JobContents:
-    """Provides the contents that jobs name, as whole files of this machine, while the jobs run.
+    """Provide the contents that jobs name as files on this machine, while the jobs run.
 
-    It is used from one event loop.
+    Use it from one event loop.
     """
 
     def __init__(self, files: ContentFiles, threads: StoreThreads) -> None:
@@ -177,35 +177,35 @@ class JobContents:
 
     @asynccontextmanager
     async def open(self, jobs: Sequence[Job]) -> AsyncIterator[Sequence[Job]]:
-        """Give the jobs with files of this machine, which stay for so long.
+        """Yield the jobs with the paths of local files, held while the block runs.
 
-        Errors: APIError `unknown_adapter`, `unknown_override` where one was deleted meanwhile,
-        `internal` where it is damaged, and those of `ContentFiles.hold`.
+        Errors: APIError `unknown_adapter`, `unknown_override` if one was deleted meanwhile,
+        `internal` if it is damaged, and those of `ContentFiles.hold`.
         """
-        wanted = list(dict.fromkeys(file for job in read_all(jobs) for file in job.delta.files))
-        if not wanted:
+        contents = list(dict.fromkeys(file for job in read_all(jobs) for file in job.delta.files))
+        if not contents:
             yield jobs
             return
         paths: dict[Content, str] = {}
         try:
-            for content in wanted:
+            for content in contents:
                 paths[content] = str(await self._hold(content))
             if all(content.path == path for content, path in paths.items()):
                 yield jobs
             else:
-                yield change_all(jobs, lambda job: _move(job, paths))
+                yield change_all(jobs, lambda job: _set_paths(job, paths))
         finally:
             for content in paths:
                 self._files.release(content.sha256)
 
     async def _hold(self, content: Content) -> Path:
-        """Return a content's file. A caller that leaves early holds nothing."""
+        """Hold a content's file and return it. A cancelled caller holds nothing."""
         kind = KIND_OF[type(content)]
         work = self._threads.run(self._files.hold, content.sha256, content.path)
         holding = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(holding)
-        except asyncio.CancelledError:  # it may be fetched all the same
+        except asyncio.CancelledError:  # the thread may still finish the fetch
             holding.add_done_callback(
                 lambda done: None if done.exception() else self._files.release(content.sha256)
             )
@@ -217,8 +217,8 @@ class JobContents:
             raise refuse_damage(f"content {content.sha256}", kind.noun) from error
 
 
-def _move(job: Job, paths: Mapping[Content, str]) -> Job:
-    """Return a job with the paths of its contents."""
+def _set_paths(job: Job, paths: Mapping[Content, str]) -> Job:
+    """Return a job with these paths of its contents."""
     adapter, override = job.adapter, job.override
     if adapter is not None:
         adapter = replace(adapter, path=paths[adapter])

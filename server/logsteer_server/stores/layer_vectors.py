@@ -1,4 +1,4 @@
-"""Steering vectors as a value: for each of some layers the numbers of one activation.
+"""Steering vectors as a value: one vector for each of some layers.
 
 Axis letters: D width of an activation.
 """
@@ -25,7 +25,7 @@ Vector = npt.NDArray[np.float32]
 Array = npt.NDArray[np.floating]
 
 FLOAT_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""The types of safetensors that are read -> numpy's, which has none for bfloat16."""
+"""Supported dtype of safetensors -> numpy's; numpy has no bfloat16."""
 
 RESID_POST = "resid_post"
 MAX_LAYERS = 4096
@@ -39,17 +39,17 @@ _BY_NUMBER = re.compile(
 
 
 READOUTS = "logsteer.readouts"
-"""The entry of a file's metadata that has the readouts: JSON, by layer."""
+"""The metadata entry of a file with the readouts, JSON by layer."""
 ReadoutKind = Literal["logistic", "relu"]
 
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What the projection c = x . v / |v| of an activation x on one layer's vector v means.
+    """The meaning of the projection c = x . v / |v| of an activation x on one layer's vector v.
 
     With z = slope c + bias, `logistic` is the probability 1 / (1 + exp(-z)), and `relu` the
-    activation of a feature: z where z > `threshold`, else 0 (JumpReLU of sparse autoencoders,
-    arXiv 2407.14435; 0 is ReLU). Errors: APIError `invalid_vector`.
+    activation of a feature: z if z > `threshold`, else 0 (JumpReLU of sparse autoencoders, arXiv
+    2407.14435; threshold 0 is ReLU). Errors: APIError `invalid_vector`.
     """
 
     kind: ReadoutKind
@@ -78,11 +78,11 @@ class Readout:
 
 @dataclass(frozen=True, eq=False)
 class LayerVectors:
-    """Checked vectors by layer, ascending; equal where hook, numbers and readouts are equal.
+    """Checked vectors by layer, ascending; equal if hook, numbers and readouts are equal.
 
-    Layer L with hook `resid_post` is the residual stream that leaves block L, 0-based. The arrays
-    are read-only copies of what was given. `readouts` says by layer what a projection means, where
-    that is known. Errors: APIError `invalid_vector`.
+    Layer L with hook `resid_post` is the residual stream after block L, 0-based. The arrays are
+    read-only copies. `readouts`: by layer, the meaning of a projection, if known. Errors: APIError
+    `invalid_vector`.
     """
 
     layers: Mapping[int, Vector]
@@ -126,7 +126,7 @@ class LayerVectors:
 
     @property
     def width(self) -> int:
-        """Numbers of each layer."""
+        """Numbers of each layer's vector."""
         return len(next(iter(self.layers.values())))
 
     @property
@@ -143,11 +143,10 @@ class LayerVectors:
 
     @cached_property
     def content(self) -> bytes:
-        """The vectors as a safetensors file: one float32 tensor a layer.
+        """The vectors as a safetensors file: one float32 tensor per layer.
 
-        Its metadata has the readouts, and is not there without any. The file depends on hook,
-        numbers and readouts alone. A test pins its bytes, because they are what the content address
-        is made of.
+        Its metadata has the readouts, if any. The file depends only on hook, numbers and readouts.
+        A test pins its bytes, because the content address is their hash.
         """
         metadata = {READOUTS: render_readouts(self.readouts)} if self.readouts else None
         tensors = {name_tensor(layer, self.hook): v for layer, v in self.layers.items()}
@@ -170,8 +169,8 @@ def name_tensor(layer: int, hook: str) -> str:
 
 
 def parse_tensor_name(name: str) -> tuple[int, str] | None:
-    """Return layer and hook of a name that `name_tensor` gives, or that is a layer's number alone
-    or behind `layer.` and its like; None for any other.
+    """Return layer and hook of a name from `name_tensor`, or of a layer's number alone or after
+    `layer.` and similar prefixes; None for any other name.
     """
     if found := _BY_NUMBER.fullmatch(name):
         return int(found[1]), RESID_POST
@@ -188,12 +187,12 @@ def parse_tensor_name(name: str) -> tuple[int, str] | None:
 
 
 def render_readouts(readouts: Mapping[int, Readout]) -> str:
-    """Return readouts as the JSON that files have, in one form for equal readouts."""
+    """Return readouts as JSON for files; equal readouts give equal text."""
     return json.dumps({str(layer): asdict(one) for layer, one in readouts.items()}, sort_keys=True)
 
 
 def parse_readouts(text: str) -> dict[int, Readout]:
-    """Return what `render_readouts` wrote. Errors: APIError `invalid_vector`."""
+    """Parse the JSON of `render_readouts`. Errors: APIError `invalid_vector`."""
     try:
         return {int(layer): Readout(**one) for layer, one in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -204,9 +203,9 @@ def parse_readouts(text: str) -> dict[int, Readout]:
 
 
 def view_tensor(numbers: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Return a tensor of a safetensors file, given the bytes of all its numbers.
+    """Return a tensor of a safetensors file as a view, given the bytes of all its numbers.
 
-    bfloat16 is given as 16-bit integers. Errors: ValueError.
+    bfloat16 becomes 16-bit integers. Errors: ValueError.
     """
     if (dtype := entry["dtype"]) not in FLOAT_TYPES:
         raise ValueError(f"it has type {dtype}; {', '.join(FLOAT_TYPES)} are read")
@@ -215,7 +214,7 @@ def view_tensor(numbers: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt
 
 
 def widen(numbers: npt.NDArray[Any], dtype: str) -> Array:
-    """Return what `view_tensor` gives as floating-point numbers: bfloat16 as float32."""
+    """Convert a result of `view_tensor` to floating point: bfloat16 to float32."""
     # bfloat16 is the upper half of a float32.
     return (numbers.astype("<u4") << 16).view("<f4") if dtype == "BF16" else numbers
 
@@ -223,7 +222,7 @@ def widen(numbers: npt.NDArray[Any], dtype: str) -> Array:
 def parse_safetensors(data: bytes) -> LayerVectors:
     """Return the vectors of a safetensors file. Errors: APIError `invalid_vector`."""
     try:
-        deserialize(data)  # type: ignore[no-untyped-call]  # compares all sizes with what is there
+        deserialize(data)  # type: ignore[no-untyped-call]  # checks all sizes against the data
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start])
         metadata = header.pop("__metadata__", None) or {}
@@ -238,7 +237,7 @@ def parse_safetensors(data: bytes) -> LayerVectors:
 
 
 def place_tensors(tensors: Mapping[str, Array], readouts: str) -> LayerVectors:
-    """Return named tensors as vectors by layer, with their readouts as files have them.
+    """Return named tensors as vectors by layer; `readouts`: the JSON of `render_readouts`.
 
     Errors: APIError `invalid_vector`.
     """
@@ -268,7 +267,7 @@ def place_tensors(tensors: Mapping[str, Array], readouts: str) -> LayerVectors:
 
 
 def parse_content(content: bytes) -> LayerVectors:
-    """Return the vectors of `LayerVectors.content`. Errors: ValueError where they are damaged."""
+    """Parse `LayerVectors.content`. Errors: ValueError if it is damaged."""
     try:
         return parse_safetensors(content)
     except APIError as error:
@@ -276,10 +275,9 @@ def parse_content(content: bytes) -> LayerVectors:
 
 
 def read_layer(content: Path, layer: int, hook: str) -> Vector:
-    """Return one layer of the file of `LayerVectors.content`. Errors: ValueError for any other
-    file.
+    """Read one layer of a file of `LayerVectors.content`, without the rest.
 
-    The rest of the file is not read.
+    Errors: ValueError for any other file.
     """
     try:
         with safe_open(content, "numpy") as file:
@@ -290,7 +288,9 @@ def read_layer(content: Path, layer: int, hook: str) -> Vector:
 
 
 def _check_numbers(layer: int, numbers: npt.NDArray[np.floating]) -> Vector:
-    """Return the numbers as read-only float32; -0.0 becomes 0.0, so that equals look alike."""
+    """Return the numbers as read-only float32, with -0.0 as 0.0, so that equal vectors have equal
+    bytes.
+    """
     if numbers.ndim != 1:
         shape = list(numbers.shape)
         raise invalid_vector(f"layer {layer} has shape {shape}; give one number per dimension.")

@@ -1,4 +1,4 @@
-"""The contents of a kind that one caller sees: its own, and everybody's under `shared/`."""
+"""The contents of a kind that one caller sees: its own, and shared ones under `shared/`."""
 
 from typing import Generic, cast
 
@@ -9,15 +9,15 @@ from logsteer_server.stores.upload import Upload
 SHARED = "shared"
 PREFIX = f"{SHARED}/"
 KEYS_DIRECTORY = "keys"
-"""What the places of each key's stores begin with."""
+"""First part of the places of all keys' stores."""
 
 
 class Namespace(Generic[C]):
-    """Names as one caller writes them: `happy` in its own store, `shared/happy` in the common one.
+    """Resolve a caller's names: `happy` in its own store, `shared/happy` in the shared one.
 
     Without keys both are one store, and `shared/happy` is `happy`. Methods and errors are those of
-    `Store`. Methods that write also raise APIError `forbidden` for a shared name where `may_share`
-    is false.
+    `Store`. Methods that write also raise APIError `forbidden` for a shared name if `may_share` is
+    false.
     """
 
     def __init__(self, own: Store[C], shared: Store[C] | None = None, *, may_share: bool = True):
@@ -27,11 +27,11 @@ class Namespace(Generic[C]):
 
     @property
     def max_bytes(self) -> int:
-        """What the caller's own contents may come to."""
+        """Limit of the caller's own contents, in bytes."""
         return self._own.max_bytes
 
     def _locate(self, name: str) -> tuple[Store[C], str]:
-        """Return the store of a name, and what it is called there."""
+        """Return the store of a name, and its name there."""
         if name.startswith(PREFIX):
             return self._shared, name.removeprefix(PREFIX)
         return self._own, name
@@ -41,7 +41,7 @@ class Namespace(Generic[C]):
         return self._locate(name)
 
     def check_writing(self, name: str) -> None:
-        """Make sure that this caller may write under a name. Errors: APIError."""
+        """Check that this caller may write under a name. Errors: APIError."""
         if name.startswith(PREFIX) and not self._may_share:
             kind = self._own.kind
             detail = (
@@ -59,13 +59,13 @@ class Namespace(Generic[C]):
         return store.receive(bare, announced)
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool) -> C | None:
-        """Return the card that the same request has made; see `Store.find_repeat`."""
+        """Return the card that an equal request stored; see `Store.find_repeat`."""
         store, bare = self._locate_writable(name)
         card = store.find_repeat(bare, request, overwrite=overwrite)
         return None if card is None else self._show(store, card)
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
-        """Point the card's name to an upload that was received for it; see `Store.put`."""
+        """Point the card's name to its received upload; see `Store.put`."""
         store, bare = self._locate_writable(card.name)
         stored = store.put(upload, _rename(card, bare), request, overwrite=overwrite)
         return self._show(store, stored)
@@ -77,13 +77,11 @@ class Namespace(Generic[C]):
         return self._show(store, card), StoredContent(name, found.sha256, found.source)
 
     def _show(self, store: Store[C], card: C) -> C:
-        """Return a card of a store under the name that this caller has for it."""
+        """Return a store's card with the name that this caller uses."""
         return card if store is self._own else _rename(card, PREFIX + card.name)
 
     def find_content(self, sha256: str) -> tuple[C, StoredContent]:
-        """Return the content with a SHA-256, of the caller's own or of the shared ones, and the
-        card of a name that has it.
-        """
+        """Return the own or shared content with a SHA-256, and the card of a name that has it."""
         try:
             return self._own.find_content(sha256)
         except APIError as error:
@@ -92,7 +90,7 @@ class Namespace(Generic[C]):
         return self._shared.find_content(sha256)
 
     def list_all(self) -> StoreListing[C]:
-        """Return every card, own ones first; bytes are those of own contents."""
+        """Return every card, own ones first; `num_bytes` counts own contents."""
         own = self._own.list_all()
         if self._shared is self._own:
             return own
@@ -104,19 +102,19 @@ class Namespace(Generic[C]):
         )
 
     def delete(self, name: str) -> str | None:
-        """Remove a name; return its SHA-256, None where the card was damaged."""
+        """Remove a name; return its SHA-256, or None if the card was damaged."""
         store, bare = self._locate_writable(name)
         return store.delete(bare)
 
     def read(self, found: StoredContent) -> bytes:
-        """Return the bytes of a content that was found here; see `Store.read`."""
+        """Return the bytes of a content; see `Store.read`."""
         return self._own.read(found)
 
     def report_damage(self, found: StoredContent) -> APIError:
-        """Return the error for a content that is not as it was written; see `Store`."""
+        """Return the error for a damaged content; see `Store`."""
         return self._own.report_damage(found)
 
 
 def _rename(card: C, name: str) -> C:
-    """Return the card of another name."""
+    """Return the card with another name."""
     return cast(C, card.model_copy(update={"name": name}))

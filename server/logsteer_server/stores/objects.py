@@ -1,8 +1,8 @@
-"""Objects below one place, by obstore: a directory of this machine, or a bucket of S3, GCS, Azure.
+"""Object storage with obstore: a directory of this machine, or a bucket of S3, GCS or Azure.
 
-Objects are read and written whole. What is written to a directory is on its disk before it has its
-name, and the name is on the disk before the write returns: obstore's own writes to a directory are
-not synced, so those are made here. What is written to a bucket is the bucket's to keep.
+Objects are read and written whole. In a directory, an object is synced to disk before it gets its
+name, and its name before the write returns: obstore does not sync, so this module writes these
+files itself. A bucket keeps what it has confirmed.
 """
 
 import logging
@@ -39,22 +39,22 @@ from logsteer_server.stores.upload import (
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=10)
-"""For an answer of a bucket, its retries included, and for a connection: a request waits for it."""
+"""Timeout of a bucket's answer, retries included, and of a connection; a request waits for it."""
 MAX_RETRIES = 3
 REST_S = 2.0
-"""After a call that failed in vain, others fail at once for so long: threads that plan requests
-would else all wait for a bucket that does not answer."""
+"""Seconds for which calls fail at once after a failure, so that not all planning threads wait for a
+bucket that does not answer."""
 PIECE = 4 * 2**20
-"""Bytes of an object that are passed on at once."""
+"""Bytes of an object downloaded at once."""
 MULTIPART_BYTES = 16 * 2**20
-"""From this size on, a file is sent in parts, and so without being held in memory."""
+"""Size from which a file is sent in parts, without being held in memory."""
 REFUSALS = (PermissionDeniedError, UnauthenticatedError, NotSupportedError)
-"""What a bucket says that trying again does not mend."""
+"""A bucket's errors for which a retry does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """An object that a listing has; `version` differs where its bytes do."""
+    """An object in a listing; a different `version` means different bytes."""
 
     place: str
     size: int
@@ -62,16 +62,16 @@ class ObjectEntry:
 
     @property
     def name(self) -> str:
-        """What follows the last slash of its place."""
+        """The part of its place after the last slash."""
         return self.place.rpartition("/")[2]
 
 
 class Objects:
-    """The objects of `store_url`, or of a directory `root` where `url` is None.
+    """The objects of a bucket `url`, or without one of a directory `root`.
 
     Uploads are written to `<root>/uploads` first. Threads and processes may share it. Errors of all
-    methods: FileNotFoundError; APIError `overloaded` where a bucket does not answer, `internal`
-    where it refuses or a disk fails, with status 507 where that is full. Errors here:
+    methods: FileNotFoundError; APIError `overloaded` if a bucket does not answer, `internal` if it
+    refuses or a disk fails, with status 507 if the disk is full. Errors of the constructor:
     ConfigurationError.
     """
 
@@ -80,7 +80,7 @@ class Objects:
         self.url = url
         self.uploads = self.root / "uploads"
         self.trouble: str | None = None
-        """Why the last call to a bucket failed; None where it did not."""
+        """Why the last call to a bucket failed, or None."""
         self._rests_until = 0.0
         self._bucket = None if url is None else _open_bucket(url, dict(options or {}))
 
@@ -118,10 +118,10 @@ class Objects:
                 log.info("removed %s, which a server that was killed had left", path)
 
     def list(self, prefix: str) -> list[ObjectEntry]:
-        """Return the objects below a prefix, by their places."""
+        """Return the objects below a prefix, sorted by place."""
         if self.is_local and not self.root.exists():
             return []
-        with self._ask():
+        with self._call():
             found = [entry for batch in obstore.list(self._store, prefix) for entry in batch]
         return sorted(
             (ObjectEntry(e["path"], e["size"], str(e["e_tag"])) for e in found),
@@ -130,37 +130,37 @@ class Objects:
 
     def measure(self, place: str) -> int:
         """Return an object's size."""
-        with self._ask():
+        with self._call():
             return int(obstore.head(self._store, place)["size"])
 
     def read(self, place: str) -> bytes:
         """Return an object's bytes."""
         if self.is_local and not self.root.exists():
             raise FileNotFoundError(place)
-        with self._ask():
+        with self._call():
             return bytes(obstore.get(self._store, place).bytes())
 
     def download(self, place: str, write: Callable[[bytes], object]) -> None:
-        """Pass an object's bytes on, piece by piece."""
-        with self._ask():
+        """Pass an object's bytes to `write`, piece by piece."""
+        with self._call():
             pieces = iter(obstore.get(self._store, place).stream(min_chunk_size=PIECE))
         while True:
-            with self._ask():
+            with self._call():
                 piece = next(pieces, None)
             if piece is None:
                 return
             write(bytes(piece))
 
     def write_file(self, upload: Upload, place: str, *, create: bool) -> bool:
-        """Give a finished upload its place; return False where `create` finds an object there.
+        """Store a finished upload at a place; with `create`, return False if an object exists.
 
-        Without `create` it takes the place of what is there.
+        Without `create` it replaces an existing object.
         """
         if self.is_local:
             return self._link(upload.path, self.root / place, create=create)
-        large = upload.size >= MULTIPART_BYTES  # a put in parts cannot ask for what is there
+        large = upload.size >= MULTIPART_BYTES  # a multipart put cannot check for an object
         try:
-            with self._ask():
+            with self._call():
                 if large:
                     obstore.put(self._store, place, upload.path)
                 else:
@@ -173,7 +173,7 @@ class Objects:
         return True
 
     def _link(self, source: Path, target: Path, *, create: bool) -> bool:
-        """Give a synced file its place in the directory, and bring that to the disk."""
+        """Link or rename a synced file to its place in the directory, and sync that."""
         with report_faults(target):
             make_directory(target.parent)
             try:
@@ -187,7 +187,7 @@ class Objects:
         return True
 
     def write(self, data: bytes, place: str, *, create: bool) -> bool:
-        """Write a small object whole; see `write_file`."""
+        """Store a small object; see `write_file`."""
         draft = self.open_upload()
         try:
             draft.write(data)
@@ -197,9 +197,9 @@ class Objects:
             draft.discard()
 
     def remove(self, place: str) -> None:
-        """Remove an object; no room on the disk is needed. A bucket may not tell what is gone."""
+        """Remove an object; works on a full disk. A bucket may not report a missing object."""
         if not self.is_local:
-            with self._ask():
+            with self._call():
                 obstore.delete(self._store, place)
             return
         path = self.root / place
@@ -208,13 +208,13 @@ class Objects:
             sync_directory(path.parent)
 
     def probe(self) -> None:
-        """Find out whether the bucket answers: `trouble` says."""
+        """Call the bucket, which updates `trouble`."""
         with suppress(FileNotFoundError, APIError):
             self.measure("probe")
 
     @contextmanager
-    def _ask(self) -> Iterator[None]:
-        """Turn what obstore raises into the errors of this class."""
+    def _call(self) -> Iterator[None]:
+        """Convert obstore's errors in the block to those of this class."""
         if time.monotonic() < self._rests_until:
             raise self._refuse()
         try:
@@ -265,7 +265,7 @@ def _open_bucket(url: str, options: dict[str, str]) -> ObjectStore:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory for its owner alone, and bring it to the disk. Errors: OSError."""
+    """Create a directory for its owner only, and sync it. Errors: OSError."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(OWNER_ONLY_DIRECTORY, exist_ok=True)
@@ -273,7 +273,7 @@ def make_directory(directory: Path) -> None:
 
 
 def check_store_directory(settings: Settings) -> None:
-    """Make sure that the stores can be used, without making them. Errors: ConfigurationError."""
+    """Check that the stores can be created and written. Errors: ConfigurationError."""
     objects = Objects.open(settings)
     for directory in (objects.uploads, objects.root / "vectors"):
         there = next(path for path in (directory, *directory.parents) if path.exists())

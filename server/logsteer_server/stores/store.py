@@ -1,22 +1,22 @@
 """A store of uploaded contents: a name points to a content, whose address is its SHA-256.
 
-    vectors/names/<name>.json                        a record: a card, and the place of its content
+    vectors/names/<name>.json                        a record: a card, and its content's name
     vectors/contents/<sha256>-<time>.safetensors     a content, written once
-    keys/<key>/vectors/…                             the same of a key's namespace
+    keys/<key>/vectors/…                             the same in a key's namespace
 
-A record is one small object, written whole: a name has its old content or its new one, whatever
-happens, and where two servers write it at once the last one has it. The content is there before.
+A record is one small object, written whole, after its content: a name always has its old content or
+its new one, and if two servers write it at the same time, the last one wins.
 
-Contents without a name are swept. No lock is needed, because an old content never gains a name:
-`<time>` is the begin of the period of `grace_s` in which it was written (seconds since 1970), names
-are given to contents of the current period alone, and what is swept is two periods old. For a grace
+Contents without a name are swept. This needs no lock, because an old content never gets a name:
+`<time>` is the start of the period of `grace_s` in which it was written (seconds since 1970), only
+contents of the current period get names, and only contents two periods old are swept. For a grace
 of an hour, with a put at 12:59 and one of the same bytes at 13:01:
 
     contents/ab12…-12:00     put at 12:59, named until about 13:59 at the latest
     contents/ab12…-13:00     put at 13:01
     at 14:00                 ab12…-12:00 goes, if no name points to it
 
-So clocks of servers may differ, and an upload may take, less than `grace_s`.
+So the servers' clocks may differ by less than `grace_s`, and an upload must take less than that.
 """
 
 import json
@@ -43,14 +43,14 @@ from logsteer_server.stores.upload import Upload, refuse_damage, refuse_size
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 10_000
-"""Names of a kind in one namespace: listing them reads as many small objects once, and an answer
+"""Most names of a kind in one namespace: a listing reads as many small objects once, and an answer
 with their cards has about 5 MB."""
 SHOWN_NAMES = 20
-"""Names that an error lists."""
+"""Most names that an error lists."""
 READERS = 16
-"""Records that are read at once where a listing has new ones."""
+"""Threads that read the new records of a listing."""
 SLACK = 2
-"""Times `max_bytes` that all contents of a store may take, including contents to be swept."""
+"""Limit of all contents of a store, with contents to be swept, as a multiple of `max_bytes`."""
 RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
@@ -60,7 +60,7 @@ C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard | Varia
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[C]):
-    """What a store holds: its noun, the class of its cards, the error for a name without one."""
+    """A kind of content: its noun, the class of its cards, the error code of an unknown name."""
 
     noun: str
     card: type[C]
@@ -84,9 +84,9 @@ KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES, VARIANTS)
 
 @dataclass(frozen=True, slots=True)
 class StoredContent:
-    """A content, and the name that it was found under: None where found by SHA-256.
+    """A content, and the name that it was looked up by; None for a lookup by SHA-256.
 
-    `source` is its file's absolute path, or its place below `store_url`.
+    `source`: its file's absolute path, or its place below `store_url`.
     """
 
     name: str | None
@@ -96,7 +96,7 @@ class StoredContent:
 
 @dataclass(frozen=True, slots=True)
 class StoreListing(Generic[C]):
-    """What a store holds: cards by name, the names that are damaged, the bytes of all contents."""
+    """A listing of a store: its cards, damaged names, and the bytes of all named contents."""
 
     cards: list[C]
     damaged: list[str]
@@ -104,11 +104,11 @@ class StoreListing(Generic[C]):
 
 
 class NameRecord(BaseModel, Generic[C]):
-    """What a name points to, and the digest of the request that made it so."""
+    """The content that a name points to, and the digest of the request that stored it."""
 
     card: C
     content: str
-    """The content's name below the store."""
+    """The content's name in the store."""
     request: str
 
 
@@ -120,11 +120,11 @@ class StoreIndex(Generic[C]):
     sizes: dict[str, int]
 
     def is_whole(self, record: NameRecord[C] | None) -> bool:
-        """Return whether a record's content is there, and of the size that its card says."""
+        """Return whether a record's content exists and has the size in its card."""
         return record is not None and self.sizes.get(record.content) == record.card.bytes
 
     def measure(self, without: str | None = None) -> int:
-        """Return the bytes of the contents that names point to, of one name aside."""
+        """Return the bytes of all named contents, without those of one name."""
         named = {
             record.content
             for name, record in self.records.items()
@@ -134,23 +134,23 @@ class StoreIndex(Generic[C]):
 
 
 def digest_request(kind: str, **parts: Any) -> str:
-    """Return the digest of a request that stores something: of all that determines the result."""
+    """Return the digest of everything that determines the result of a storing request."""
     return new_sha256(json.dumps([kind, parts], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
 class Store(Generic[C]):
-    """Contents of a kind below a prefix, of at most `max_bytes`; threads may share it.
+    """Contents of a kind below a prefix, at most `max_bytes`; threads may share it.
 
-    Methods block: call them in a thread. Errors of all of them: APIError `unknown` of the kind,
-    `internal` for what is damaged, and those of `Objects`.
+    Methods block: call them in a thread. Errors of all methods: APIError `unknown` of the kind,
+    `internal` for damaged contents, and those of `Objects`.
     """
 
     kind: Kind[C]
     objects: Objects
     max_bytes: int
     prefix: str = ""
-    """What its places begin with: nothing, or `keys/<key>/`."""
+    """Prefix of its places: empty, or `keys/<key>/`."""
     grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
@@ -186,10 +186,10 @@ class Store(Generic[C]):
         return self.objects.open_upload(check)
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool = False) -> C | None:
-        """Return the card that the same request has made, if any.
+        """Return the name's card if an equal request stored it.
 
-        None if the name is free or damaged, or to be overwritten. Errors: APIError `exists` if
-        another request made the current one.
+        None if the name is free or damaged, or is to be overwritten. Errors: APIError `exists` if
+        a different request stored it.
         """
         try:
             record = None if overwrite else self._read_record(name)
@@ -213,9 +213,9 @@ class Store(Generic[C]):
         raise api_error("exists", detail, param="name")
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
-        """Point the card's name to a finished upload; return the name's card afterwards.
+        """Point the card's name to a finished upload; return the name's card.
 
-        Without `overwrite` that is the card of an equal request that was quicker. Errors: APIError
+        Without `overwrite` it may be the card of an equal request that was faster. Errors: APIError
         `payload_too_large` if the store is full; as `find_repeat`.
         """
         index = self._read_index()
@@ -228,7 +228,7 @@ class Store(Generic[C]):
         is_known = card.name in index.records
         begin = int(time.time() // self.grace_s * self.grace_s)
         content = f"{card.sha256}-{begin}.safetensors"
-        # What is there of the right size is not written again, unless it may be damaged.
+        # A content of the right size is not written again, unless it may be damaged.
         create = not overwrite and not is_known
         keep = create and index.sizes.get(content) in (None, card.bytes)
         self.objects.write_file(upload, self._locate_content(content), create=keep)
@@ -249,7 +249,7 @@ class Store(Generic[C]):
         return record.card, self._show(name, record)
 
     def find_content(self, sha256: str) -> tuple[C, StoredContent]:
-        """Return the content with a SHA-256, where a name has it, and that name's card."""
+        """Return the named content with a SHA-256, and its name's card."""
         for record in self._read_records().values():
             if record is not None and record.card.sha256 == sha256:
                 return record.card, self._show(None, record)
@@ -261,7 +261,7 @@ class Store(Generic[C]):
         return StoredContent(name, record.card.sha256, source)
 
     def read(self, found: StoredContent) -> bytes:
-        """Return a content's bytes. Errors: APIError `internal` where they are damaged."""
+        """Return a content's bytes. Errors: APIError `internal` if they are damaged."""
         place = found.source
         if self.objects.is_local:
             place = str(Path(place).relative_to(self.objects.root))
@@ -274,7 +274,7 @@ class Store(Generic[C]):
         return content
 
     def list_all(self) -> StoreListing[C]:
-        """Return every name's card, and which names are damaged."""
+        """Return all cards, and the damaged names."""
         index = self._read_index()
         cards = [
             record.card for record in index.records.values() if record and index.is_whole(record)
@@ -283,27 +283,27 @@ class Store(Generic[C]):
         return StoreListing(cards, damaged, index.measure())
 
     def delete(self, name: str) -> str | None:
-        """Remove a name; return its SHA-256, None where it was damaged.
+        """Remove a name; return its SHA-256, or None if it was damaged.
 
-        Its content goes with it where no other name has it and it is not new, else when it is
-        swept. No room on the disk is needed.
+        Its content is removed at once if it is old and has no other name, otherwise by a later
+        sweep. Works on a full disk.
         """
         try:
             record = self._read_record(name)
             self.objects.remove(self._locate(name))
         except FileNotFoundError as error:
             raise self._refuse_name(name) from error
-        with suppress(APIError):  # the name is gone, whatever becomes of the rest
+        with suppress(APIError):  # the name is removed, even if the sweep fails
             self.sweep()
         return record.card.sha256 if record else None
 
     def sweep(self) -> list[str]:
-        """Remove the contents that are old and have no name; return their places.
+        """Remove the old contents without a name; return their places.
 
-        While a record is damaged, what has no name may be its content: all stay.
+        Remove nothing while a record is damaged: any content may be the record's.
         """
         oldest = time.time() // self.grace_s * self.grace_s - self.grace_s
-        # Contents are listed before names: see the module's first lines.
+        # List contents before names: see the module's docstring.
         old = [entry for entry in self._list_contents() if _read_time(entry) < int(oldest)]
         if not old:
             return []
@@ -321,7 +321,7 @@ class Store(Generic[C]):
         return [entry.place for entry in unnamed]
 
     def report_damage(self, found: StoredContent) -> APIError:
-        """Return the error for a content that is not as this store has written it."""
+        """Return the error for a damaged content."""
         what = f"{self.kind.noun} {found.name!r}" if found.name else found.sha256
         return self._report(f"content of {what}", found.source)
 
@@ -330,7 +330,7 @@ class Store(Generic[C]):
         return refuse_damage(what, self.kind.noun)
 
     def _find_record(self, name: str) -> NameRecord[C]:
-        """Return the record of a name as it is now."""
+        """Return the current record of a name."""
         try:
             record = self._read_record(name)
         except FileNotFoundError as error:
@@ -366,7 +366,7 @@ class Store(Generic[C]):
         return StoreIndex(records, {entry.name: entry.size for entry in self._list_contents()})
 
     def _read_records(self) -> dict[str, NameRecord[C] | None]:
-        """Return all records by name; records that a listing shows unchanged are not read again."""
+        """Return all records by name; read only records that changed since the last call."""
         known = self._parsed
         entries = {entry.name.removesuffix(".json"): entry for entry in self._list_names()}
         new = {name: entry for name, entry in entries.items() if entry not in known}
@@ -410,12 +410,12 @@ def open_all(
 
 
 def _read_time(entry: ObjectEntry) -> int:
-    """Return the begin of the period in which a content was written."""
+    """Return the start of the period in which a content was written."""
     found = _CONTENT.fullmatch(entry.name)
     assert found is not None, "only contents are asked for"
     return int(found["time"])
 
 
 def stamp() -> str:
-    """Return the time as cards give it: RFC 3339, UTC."""
+    """Return the current time in the format of cards: RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

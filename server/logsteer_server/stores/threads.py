@@ -1,4 +1,4 @@
-"""Threads for the stores' blocking calls, and turns for the slow ones."""
+"""Threads for the stores' blocking calls, and fair turns for slow ones."""
 
 import asyncio
 import threading
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 RETRY_AFTER_S = 2.0
 THREADS = 8
-"""A disk or a bucket that hangs holds at most these; slow calls hold `HEAVY` of them."""
+"""Threads, all of which a hanging disk or bucket may block; slow calls use `HEAVY` of them."""
 MAX_CALLS = 256
-"""Calls that run and wait at once: some seconds of work where a call takes 0.1 s."""
+"""Most running and waiting calls: some seconds of work if a call takes 0.1 s."""
 HEAVY = 2
-"""Files that are read, converted or combined at once: each takes up to 0.5 GiB."""
+"""Files read, converted or combined at once: each takes up to 0.5 GiB."""
 
 
 class StoreThreads:
-    """`threads` threads, and at most `max_calls` calls that run in them or wait for one."""
+    """Run at most `max_calls` blocking calls in `threads` threads; the others wait."""
 
     def __init__(self, threads: int = THREADS, max_calls: int = MAX_CALLS) -> None:
         self._pool = ThreadPoolExecutor(threads, "stores")
@@ -33,8 +33,8 @@ class StoreThreads:
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run blocking work in a thread; return its result.
 
-        It runs to its end when its caller is cancelled, if it has begun. Errors: its own; APIError
-        `overloaded` if too many calls wait.
+        Work that has begun runs to its end, even if its caller is cancelled. Errors: its own;
+        APIError `overloaded` if too many calls wait.
         """
         if not self._room.acquire(blocking=False):
             detail = "The stores are busy: their disk or bucket is slow. Try again."
@@ -49,11 +49,10 @@ class StoreThreads:
 
 
 class FairTurns:
-    """At most `at_once` hold a turn; of waiting tenants, each one's first request is next in its
-    turn.
+    """A semaphore of `at_once` turns that is fair between tenants: they alternate.
 
-    With one turn at once, a tenant `a` that asks three times and then `b` once: a b a a. It is used
-    from one event loop.
+    With one turn at once, after three requests of tenant `a` and then one of `b`, the order is
+    a b a a. Use it from one event loop.
     """
 
     def __init__(self, at_once: int = HEAVY) -> None:
@@ -63,7 +62,7 @@ class FairTurns:
     @asynccontextmanager
     async def take(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a turn, and hold it while the block runs."""
-        # A tenant's first one waits among those of all others, and its next ones behind it.
+        # Only the first request of each tenant waits for a turn; the tenant's others wait for it.
         async with self._firsts.setdefault(tenant, asyncio.Lock()):
             await self._turns.acquire()
         try:

@@ -1,4 +1,4 @@
-"""A server's background work for its stores: sweep, measure, check that a bucket answers."""
+"""A server's background work for its stores: sweep, measure, probe the bucket."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 PROBE_EVERY_S = 5.0
 READ_EVERY_S = 60.0
 LIST_EVERY_S = 600.0
-"""A bucket is listed for its bytes, which costs calls."""
+"""Period of measuring a bucket, which takes a listing and so costs calls."""
 SHARED_BYTES = 2**40
-"""What everybody's store of a kind may hold: who writes there owns the machine or has the scope
-admin, so the disk is the bound."""
+"""Limit of the shared store of a kind, larger than disks: its writers own the machine or have the
+scope admin."""
 
 
 def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
-    """Yield the stores that have anything, of everybody and of each key."""
+    """Yield the shared stores, and those of each key that has stored something."""
     prefixes = set()
     for entry in objects.list(""):
         parts = entry.place.split("/")
@@ -40,20 +40,18 @@ def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
 
 
 class StoreUpkeep:
-    """Sweeps the stores about every half `store_grace_s`; keeps their sizes up to date, and whether
-    a bucket answers.
-    """
+    """Sweep the stores about every half `store_grace_s`, measure them, and probe the bucket."""
 
     def __init__(self, settings: Settings, objects: Objects, threads: StoreThreads) -> None:
         self._settings = settings
         self._objects = objects
         self._threads = threads
         self.reading = DiskReading()
-        """The sizes when the disk last answered."""
+        """The latest sizes."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start; call it from the event loop."""
+        """Start the tasks; call it from the event loop."""
         grace_s = self._settings.store_grace_s
         work: list[tuple[Callable[[], object], float]] = [
             (partial(sweep, self._objects, grace_s), grace_s / 2),
@@ -64,7 +62,7 @@ class StoreUpkeep:
         self._tasks = [asyncio.create_task(self._repeat(*each)) for each in work]
 
     def close(self) -> None:
-        """Stop."""
+        """Cancel the tasks."""
         for task in self._tasks:
             task.cancel()
 
@@ -74,7 +72,7 @@ class StoreUpkeep:
                 await self._threads.run(work)
             except APIError as error:
                 log.warning("the stores do not answer: %s", error.detail)
-            # Servers that were started together do not sweep together.
+            # So servers that were started together do not sweep together.
             await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311
 
     def _read(self) -> None:
@@ -82,7 +80,7 @@ class StoreUpkeep:
 
 
 def sweep(objects: Objects, grace_s: float) -> list[str]:
-    """Remove what killed servers left, and old contents without a name; return their places.
+    """Remove killed servers' uploads, and old contents without a name; return the contents' places.
 
     Errors: those of `Objects`.
     """
@@ -94,7 +92,7 @@ def sweep(objects: Objects, grace_s: float) -> list[str]:
 
 
 def read_disk(objects: Objects) -> DiskReading:
-    """Return what the stores hold, and what is free. Blocks.
+    """Measure the stores and the disk. Blocks.
 
     Errors: those of `Objects`.
     """

@@ -1,5 +1,6 @@
-"""The store of variants: names that stand for a resident model and what its requests are computed
-under. Those of the server's file are everybody's.
+"""The store of variants: names for a resident model together with interventions and options.
+
+All callers see the variants in the server's configuration.
 """
 
 import json
@@ -16,7 +17,7 @@ FIELDS = set(VariantFields.model_fields)
 
 
 def write_variant(variant: VariantFields) -> bytes:
-    """Return all that a variant stands for, as its content."""
+    """Return a variant's fields as its content, JSON."""
     fields = variant.model_dump(mode="json", include=FIELDS, exclude_unset=True)
     return json.dumps(fields, sort_keys=True).encode()
 
@@ -54,10 +55,10 @@ class VariantStore(Namespace[VariantCard]):
         return replace(listing, cards=[*self._configured.values(), *listing.cards])
 
     def store(self, name: str, variant: VariantFields, *, overwrite: bool) -> VariantCard:
-        """Point a name to a variant; return the card that the name has then: see `Store.put`.
+        """Point a name to a variant; return the name's card, as `Store.put`.
 
         Errors: APIError `exists` for a configured name, `invalid_request` for a shared variant that
-        names what is not shared.
+        names an unshared content.
         """
         if name in self._configured:
             raise api_error("exists", f"The variant {name!r} is one of the server's file.")
@@ -76,7 +77,7 @@ class VariantStore(Namespace[VariantCard]):
 
 
 def list_names(variant: VariantFields | VariantCard) -> list[tuple[str, str]]:
-    """Return the kind and name of all stored contents that a variant names."""
+    """Return the kinds and names of the stored contents that a variant uses."""
     fields = variant.model_dump(mode="json")
     found = [("adapter", fields["adapter"])] if fields["adapter"] else []
     found += [("override", fields["override"]["name"])] if fields["override"] else []

@@ -1,5 +1,5 @@
-"""The stores of steering vectors, which are passed in and out parsed, and of sparse autoencoders,
-of which only the requested parts are read.
+"""The stores of steering vectors, which are parsed and cached, and of sparse autoencoders, of which
+only the needed parts are read.
 """
 
 import threading
@@ -17,18 +17,18 @@ from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent, stamp
 
 PARSED_BYTES = 64 * 2**20
-"""Of contents that were read lately; they are checked once, not at each request."""
+"""Size of the cache of parsed contents, which are checked once and not at each request."""
 ENTRY_BYTES, LAYER_BYTES, READOUT_BYTES = 1024, 192, 320
-"""What a content takes there beyond its numbers: in all, for each layer, and for each readout.
-Measured with tracemalloc at 590, 150 and 240, and 300 for its place."""
+"""Memory of a cached content beyond its numbers: per content, per layer, and per readout. Measured
+with tracemalloc at 590, 150 and 240, and 300 for its entry in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVectors:
-    """Vectors, and the name that they were found under: None where found by SHA-256.
+    """Vectors, and the name that they were looked up by; None for a lookup by SHA-256.
 
-    `recommendation` is what the training of that name recommends, where it does; `weights_digest`
-    that of the model it was trained on, where it was; of a combination, that of all its parts.
+    `recommendation`: from the vector's training, if any. `weights_digest`: of the model it was
+    trained on, if it was trained; of a combination, that of all its parts.
     """
 
     name: str | None
@@ -39,7 +39,7 @@ class StoredVectors:
 
 
 class ParsedVectors:
-    """Contents that were read lately, by SHA-256; threads, and stores, may share it."""
+    """A cache of parsed vectors by SHA-256; threads and stores may share it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -53,14 +53,14 @@ def _measure(vectors: LayerVectors) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SaeStore:
-    """Autoencoders by name. Its methods block, and raise what those of `Store` raise."""
+    """Autoencoders by name. Methods block; errors are those of `Store`."""
 
     names: Namespace[SaeCard]
     files: ContentFiles
 
     @contextmanager
     def open(self, found: StoredContent) -> Iterator[SaeFile]:
-        """Give the autoencoder of a content, whose file stays for so long."""
+        """Open the autoencoder of a content while the block runs."""
         try:
             with self.files.open(found.sha256, found.source) as path:
                 yield open_sae(path)
@@ -68,10 +68,9 @@ class SaeStore:
             raise self.names.report_damage(found) from error
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
-        """Return a feature's vectors, as `SaeFile.read_vectors` does, named NAME/FEATURE.
+        """Return a feature's vectors from `SaeFile.read_vectors`, named NAME/FEATURE.
 
-        Errors: APIError `unknown_sae`, `invalid_sae`; `invalid_request` for a feature that is not
-        there.
+        Errors: APIError `unknown_sae`, `invalid_sae`; `invalid_request` for an unknown feature.
         """
         _, found = self.names.look_up(name)
         with self.open(found) as file:
@@ -81,9 +80,8 @@ class SaeStore:
 
 
 class VectorStore:
-    """Vectors in a store, those used lately in memory; threads may share it.
-
-    Its methods block, and raise what those of `Store` raise.
+    """Vectors by name, with a cache; threads may share it. Methods block; errors are those of
+    `Store`.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class VectorStore:
         *,
         overwrite: bool = True,
     ) -> VectorCard:
-        """Point a name to vectors; return the card that the name has then: see `Store.put`."""
+        """Point a name to vectors; return the name's card, as `Store.put`."""
         upload = self.files.receive(name, len(vectors.content))
         try:
             upload.write(vectors.content)

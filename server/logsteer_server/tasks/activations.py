@@ -25,19 +25,19 @@ from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec, check_ids
 
 WHOLE = ChatForm(is_whole=True)
-"""Conversations as they are read, and not answered."""
+"""Rendering of conversations that are read, not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSite:
-    """Which activations are read: `hook` of some layers (None: all), as in `Capture`."""
+    """The activations to read: `hook` of some layers (None: all), as in `Capture`."""
 
     hook: str
     layers: Sequence[int] | None
     read: CaptureRead
     positions: Positions = field(default_factory=Positions)
     bos_id: int | None = None
-    """Of the tokenizer: a mean over all tokens leaves it out at a text's beginning."""
+    """The tokenizer's BOS, which a mean over all tokens leaves out at a text's beginning."""
 
     def find_places(self, tokens: Ids) -> Positions:
         """Return the positions of the tokens that are read."""
@@ -47,7 +47,7 @@ class CaptureSite:
         return self.positions
 
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
-        """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
+        """Return the layers in order. Errors: APIError if the model lacks the hook or a layer."""
         return find_layers(self.hook, self.layers, info)
 
     def find_width(self, info: EngineInfo) -> int:
@@ -62,7 +62,7 @@ def read_items(
     vocab_size: int,
     form: ChatForm = WHOLE,
 ) -> Iterator[list[int]]:
-    """Yield the tokens of a request's items, BOS included; ids are taken as they are.
+    """Yield the tokens of a request's items, with BOS; ids are used unchanged.
 
     A conversation has the BOS of its template. Errors: APIError `invalid_request`.
     """
@@ -80,7 +80,7 @@ def read_items(
 
 @dataclass(frozen=True, slots=True)
 class PlannedCapture:
-    """A job, and how many tokens were dropped at the left of its sequence."""
+    """A job, and the number of tokens dropped at the left of its sequence."""
 
     job: CaptureJob
     truncated: int
@@ -94,10 +94,10 @@ def plan_captures(
     cover: Cover,
     on_overflow: OverflowPolicy = "error",
 ) -> list[PlannedCapture]:
-    """Plan one job a sequence, in their order; errors name its place in the request.
+    """Plan one job per sequence, in order; errors name the item in the request.
 
     Errors: APIError `unsupported_by_engine`, `invalid_request`, `context_too_long`, and
-    `payload_too_large` for one whose activations the engine has no room for.
+    `payload_too_large` if the engine has no room for a sequence's activations.
     """
     layers = site.find_layers(info)
     planned: list[PlannedCapture] = []
@@ -127,29 +127,29 @@ def plan_captures(
 
 
 def count_numbers(jobs: Sequence[CaptureJob], width: int) -> int:
-    """Return the numbers of all the jobs' activations, each so wide."""
+    """Return the count of numbers in all jobs' activations of this width."""
     return width * sum(job.num_rows * len(job.capture.layers) for job in jobs)
 
 
 Array = npt.NDArray[Any]
 
 ENCODED_AT_ONCE = 8192
-"""Tokens whose features are found before other requests may use the thread."""
+"""Tokens encoded before other requests may use the thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenSae:
-    """The autoencoder of a request: its card under the name that was asked for, its content."""
+    """The autoencoder of a request: its card under the requested name, its content."""
 
     card: SaeCard
     content: StoredContent
 
     def find_site(self, site: CaptureSite) -> CaptureSite:
-        """Return where it encodes the activations that a request names."""
+        """Return the site whose activations it encodes, for a request's site."""
         return replace(site, hook=self.card.hook, layers=[self.card.layer])
 
     def check_width(self, width: int) -> None:
-        """Make sure that the model's activations are so wide. Errors: APIError `invalid_sae`."""
+        """Check the width of the model's activations. Errors: APIError `invalid_sae`."""
         if width != self.card.width:
             detail = (
                 f"The sparse autoencoder {self.card.name!r} encodes activations of "
@@ -159,7 +159,7 @@ class ChosenSae:
             raise api_error("invalid_sae", detail, param="sae")
 
     def count(self, top: int) -> int:
-        """Return the features of a token that are given."""
+        """Return the number of features returned for each token."""
         return min(top, self.card.features, self.card.k or top)
 
 
@@ -180,7 +180,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         check_count("items", len(self._body.items), settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Capture all activations in one batch, and find their features where these are wanted."""
+        """Capture all activations in one batch, and encode their features if requested."""
         body, info = self._body, self.info
         planner.cover_text(max(map(_count_chars, body.items)))
         where, bos_id = place_positions(body.positions), self.codec.bos_id
@@ -249,7 +249,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         return found | {"hook": card.hook, "sae": used | {"labels": self._labels}}
 
     def lay_out(self, document: dict[str, Any]) -> TensorLayout:
-        """Return the answer as the tensors of a file, as `ActivationsAnswer` says."""
+        """Return the answer as the tensors of a file, described in `ActivationsAnswer`."""
         results = document["results"]
         hook, is_mean = document["hook"], self._body.read == "mean"
         rows = [capture.job.num_rows for capture in self._planned]
@@ -296,7 +296,7 @@ def _cut_outputs(outputs: Sequence[CaptureOutput]) -> Iterator[list[CaptureOutpu
 
 
 def _count_ids(jobs: Sequence[CaptureJob]) -> int:
-    """Return the numbers of the answer that say which tokens were read, and where."""
+    """Return the count of the answer's numbers for token ids and positions."""
     return sum(len(job.tokens) + len(job.places) for job in jobs)
 
 

@@ -1,7 +1,7 @@
 """Two models on the same rows: the divergence of their next-token distributions.
 
 The reference scores first and writes its log-probabilities to a file; the other model reads them
-while it scores the same rows. Files exist as long as they are needed.
+while it scores the same rows. Then the files are removed.
 """
 
 import logging
@@ -27,19 +27,19 @@ from logsteer_server.tasks.run import Batch, Event, discard
 log = logging.getLogger(__name__)
 
 REFERENCE_COLUMNS = ("kl", "top1_agrees")
-"""Columns that a job with a reference's file has, unless it names others."""
+"""Default columns of a job with a reference's file."""
 COMPARED_AT_ONCE = 4
-"""Requests with a reference whose files have room at the same time, if each uses its limit."""
+"""Requests with a reference whose files fit at the same time, if each uses its limit."""
 
 
 @asynccontextmanager
 async def export_files(
     jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner
 ) -> AsyncGenerator[list[str], None]:
-    """Give each job a file with room for the log-probabilities of its rows, float32 [R, V].
+    """Create a file for each job's log-probabilities, float32 [R, V], while the block runs.
 
-    The files are in the system's directory for temporary files while the block runs, with all space
-    reserved. Errors: APIError `overloaded` where the disk has no room.
+    The files are in the system's temporary directory, with all space allocated. Errors: APIError
+    `overloaded` if the disk has no room.
     """
     with ScratchDirectory() as scratch:
         yield await planner.capacity.call_long(_reserve_files, scratch, jobs, vocab_size)
@@ -49,9 +49,9 @@ async def export_files(
 async def reserve_references(
     jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner, scratch: Admission
 ) -> AsyncGenerator[list[str], None]:
-    """Create files as `export_files`, within the server's room for them.
+    """Create files as `export_files`, within the server's limit for them.
 
-    Errors: APIError `payload_too_large` for more than all requests may use, `overloaded`.
+    Errors: APIError `payload_too_large` if they exceed the limit of all requests, `overloaded`.
     """
     with scratch.enter() as room:
         room.cover(count_bytes(jobs, vocab_size))
@@ -76,7 +76,7 @@ def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -
 
 
 def count_bytes(jobs: Sequence[ScoreJob], width: int) -> int:
-    """Return the size of the files of jobs, with rows of so many numbers."""
+    """Return the size in bytes of the files of jobs, with `width` numbers a row."""
     return sum(4 * len(job.targets) * width for job in jobs)
 
 
@@ -86,14 +86,14 @@ def read_rows(files: Sequence[str], vocab_size: int) -> list[npt.NDArray[np.floa
 
 
 def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
-    """Return the jobs that write the unsteered model's log-probabilities to the files."""
+    """Return the jobs without plan, writing their log-probabilities to the files."""
     return [replace(job, export=file, plan=None) for job, file in zip(jobs, files, strict=True)]
 
 
 def compare_jobs(
     jobs: Sequence[ScoreJob], files: Sequence[str], columns: tuple[str, ...] = REFERENCE_COLUMNS
 ) -> list[ScoreJob]:
-    """Return the jobs that compare their rows with the files, by these columns beside their own."""
+    """Return the jobs with the files as references, and with these additional columns."""
     return [
         replace(job, reference=file, columns=(*job.columns, *columns))
         for job, file in zip(jobs, files, strict=True)
@@ -115,9 +115,9 @@ async def compare_parts(
 ) -> AsyncGenerator[Batch, None]:
     """Yield batches that score jobs with the reference, then compare them, a few at a time.
 
-    A part has as many jobs as their files have room for. Both models reserve room for the largest
-    part before the first batch, and before a stream of events opens. `take_from(n)` returns the
-    callback for outputs of jobs n onward. Errors: APIError `overloaded`.
+    A part has as many jobs as there is room for their files. Both models reserve room for the
+    largest part before the first batch, and before a stream of events opens. `take_from(n)` returns
+    the callback for outputs of jobs from n on. Errors: APIError `overloaded`.
     """
     limit = planner.settings.max_reference_bytes // COMPARED_AT_ONCE
     parts = list(comparison.split(jobs, limit))
@@ -125,7 +125,7 @@ async def compare_parts(
     room = max((sum(job.num_expected for job in part) for part in own), default=0)
     size = max((count_bytes(part, comparison.width) for part in own), default=0)
     with scratch.enter() as reserved:
-        reserved.cover(min(size, scratch.limit))  # a single window may take more
+        reserved.cover(min(size, scratch.limit))  # a single window may need more
         for part, compared in zip(parts, own, strict=True):
             async with export_files(compared, comparison.width, planner) as files:
                 others = references[part.start : part.stop]
@@ -157,7 +157,7 @@ def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str
 
 
 def summarize(values: npt.NDArray[Any]) -> dict[str, float]:
-    """Return the fields of `DivergenceSummary` over some tokens' values, one at least."""
+    """Return the fields of `DivergenceSummary` for the values of tokens, at least one."""
     found = {
         "mean": values.mean(),
         "median": np.median(values),
@@ -170,7 +170,7 @@ def summarize(values: npt.NDArray[Any]) -> dict[str, float]:
 class Comparison:
     """A model's divergence from a reference, collected output by output.
 
-    Errors: APIError `invalid_request` where the two have different vocabularies.
+    Errors: APIError `invalid_request` if the two have different vocabularies.
     """
 
     def __init__(self, model: ResidentModel, reference: ResidentModel) -> None:
@@ -179,18 +179,18 @@ class Comparison:
         check_same_vocabulary(model, reference, "reference")
         self.context_length = min(info.context_length, other_info.context_length)
         self.width = info.vocab_size
-        """Numbers of a row that the two exchange."""
+        """Numbers per row in the files that the two exchange."""
         self.reference = reference
         self._divergences: list[npt.NDArray[np.float32]] = []
         self._agreements: list[npt.NDArray[np.float32]] = []
 
     def add(self, output: ScoreOutput, num_scored: int) -> None:
-        """Add the output of a compared job, which has scored so many tokens."""
+        """Add the output of a compared job with this number of scored tokens."""
         self._divergences.append(output.columns["kl"][:num_scored])
         self._agreements.append(output.columns["top1_agrees"][:num_scored])
 
     def split(self, jobs: Sequence[ScoreJob], max_bytes: int) -> Iterator[range]:
-        """Yield runs of jobs whose log-probabilities fit on disk together (or one job alone).
+        """Yield ranges of jobs whose log-probabilities fit on disk together, at least one job each.
 
         With files of 3, 3 and 6 bytes and at most 6: jobs 0 and 1, then job 2.
         """

@@ -1,8 +1,7 @@
 """`/divergence`: the divergence of two models' next-token distributions, over the whole vocabulary.
 
-The request's own model, as its steering, adapter and override change it, is compared with
-`reference`: any other model of the same vocabulary, or the same one changed otherwise. Both read
-the same tokens.
+It compares the request's model, with its steering, adapter and override, with `reference`: another
+model of the same vocabulary, or the same model with other changes. Both read the same tokens.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -59,7 +58,7 @@ class DivergenceTask(LogprobTask):
 
         compared = [replace(job, beta=self._body.beta) for job in jobs]
         if others.shares_head(self.interventions) and comparison.reference is self.model:
-            # Their rows meet on the device, where the head makes both of hidden states.
+            # The two share the head, so they exchange hidden states, which are smaller.
             comparison.width = self.info.hidden_size
             references = [replace(job, exchange="hidden") for job in references]
             compared = [replace(job, exchange="hidden") for job in compared]
@@ -108,5 +107,5 @@ class DivergenceTask(LogprobTask):
 
 
 def _strip(job: ScoreJob) -> ScoreJob:
-    """Return the job with no readings but the rows that are written."""
+    """Return the job with no outputs except the exported rows."""
     return replace(job, columns=("logprob",), top=0, alternatives=None, tail=False)

@@ -1,6 +1,6 @@
-"""Where to begin with a trained vector, by what it does: gain of preference against harm to text.
+"""Recommend layer and scale for a trained vector from its effect: preference gained, text harmed.
 
-A pair whose texts begin alike is a beginning and two continuations of it:
+A pair whose texts begin with the same tokens is a beginning and two continuations:
 
     "Tom was very happy." / "Tom was very sad."
         beginning "Tom was very", continuations " happy." and " sad."
@@ -9,10 +9,10 @@ The *gain* of a layer and a scale is the mean over pairs of the change, under st
 
     log P(positive continuation | beginning) - log P(negative continuation | beginning)
 
-by the vector of the folds without the pair. The *harm* is the relative growth of perplexity on the
-unsteered model's own continuations of the beginnings, exp(K) - 1 with K = KL(unsteered || steered)
-per token. Beginnings may be as short as one word, so their own tokens are not measured. K is
-estimated from sampled tokens x: with d = log p_steered(x) - log p_unsteered(x), the mean of
+with the vector trained without the pair's fold. The *harm* is the relative growth of perplexity on
+the unsteered model's own continuations of the beginnings, exp(K) - 1 with K = KL(unsteered ||
+steered) per token. Beginnings may be as short as one word, so their own tokens are not measured. K
+is estimated from sampled tokens x: with d = log p_steered(x) - log p_unsteered(x), the mean of
 exp(d) - 1 - d, which is unbiased, never negative, and far less noisy than the mean of -d
 (J. Schulman 2020, "Approximating KL divergence", k3). Both are steered at all positions.
 """
@@ -39,31 +39,31 @@ from logsteer_server.tasks.vector_methods import (
 )
 
 CONTINUATION_TOKENS = 16
-"""Of each continuation, and of each sample: the first tokens carry most of the effect."""
+"""Tokens of each continuation and of each sample; the first ones show most of the effect."""
 TEXT_TOKENS = 64
-"""Of each text of the caller's."""
+"""Tokens of each of the caller's texts."""
 SAMPLES = 8
-"""Continuations that are drawn, of as many beginnings as there are."""
+"""Continuations to sample, spread evenly over the beginnings."""
 STAGE_TOKENS = 16_384
-"""Tokens that a stage of the search reads, at most: it measures the gain on fewer pairs where all
-of them would be more."""
+"""Most tokens that a stage of the search reads; with too many pairs, it measures the gain on some
+of them."""
 COARSE_LAYERS = 10
 COARSE_CHANGES = 0.07, 0.2
-"""Of an activation's length: the scales of the first stage. Harm grows with the square of the scale
-and gain in proportion, as long as the model is not broken, so two scales locate the bound of
+"""Scales of the first stage, as shares of an activation's norm. Until the model breaks, harm grows
+with the square of the scale and gain in proportion to it, so two scales locate the limit of
 harm."""
 STAGE_SETTINGS = 1 + COARSE_LAYERS * len(COARSE_CHANGES)
-"""Of the larger stage, the unsteered model included."""
+"""Settings of the larger stage, including the unsteered model."""
 FINE_LAYERS = 5
 FINE_SHARES = 0.7, 0.95
-"""Of the scale at which harm is expected to reach its bound: the scales of the second stage."""
+"""Scales of the second stage, as shares of the scale at which harm should reach its limit."""
 FURTHEST = 4.0
-"""Times the nearest scale tried, up or down: the range of the search for the bound."""
+"""Largest factor, up or down, between the nearest scale tried and the expected limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """The tokens of a pair whose texts begin alike; `pair` is its number."""
+    """The tokens of a pair with a common beginning; `pair`: its index."""
 
     pair: int
     beginning: list[int]
@@ -74,10 +74,10 @@ class Contrast:
 def find_contrasts(
     pairs: Sequence[ContrastPair], sequences: Sequence[Sequence[int]], bos_id: int | None
 ) -> list[Contrast]:
-    """Return the pairs with a common beginning of at least one token beside BOS.
+    """Return the pairs with a common beginning of at least one token besides BOS.
 
-    `sequences` are the tokens of every pair's positive text, then of its negative one. Two
-    conversations have one where the same turns come before the last.
+    `sequences`: the tokens of each pair's positive text, then of its negative one. Conversations
+    have a common beginning if their turns before the last are the same.
     """
     contrasts = []
     for number, pair in enumerate(pairs):
@@ -126,10 +126,10 @@ class Effect:
 class EffectSearch:
     """Search for the layer and scale of the largest gain whose harm stays within `max_harm`.
 
-    First about ten layers at two scales each; then the layers around the best of them, close to the
-    scale at which harm is expected to reach its bound. The first 30 % of the model are left out:
-    what moves held-out pairs there is the words that they share with the others. Where no pair is
-    held out, so are the last 20 %, which may repeat the very words that they have seen.
+    The first stage tries about ten layers at two scales each; the second, the layers around the
+    best, near the scale at which harm should reach its limit. The first 30 % of the layers are left
+    out: there, held-out pairs are moved by words that they share with the others. If no pair is
+    held out, the last 20 % are left out, too: they may repeat words of the training texts.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EffectSearch:
             layer: norm / (trained.quality[layer].activation_norm or 1.0)
             for layer, norm in norms.items()
         }
-        """By layer tried: |v| / |activation|."""
+        """|v| / |activation|, by layer tried."""
         self._effects: list[Effect] = []
         self._num_pairs = 0
 
@@ -257,9 +257,9 @@ class EffectSearch:
             self._effects.append(replace(setting, gain=gain, harm=float(harm)))
 
     def find_best(self) -> dict[int, Effect]:
-        """Return by layer the largest gain within the bound of harm, if any.
+        """Return, by layer, the effect with the largest gain within the limit of harm, if any.
 
-        The later stage counts, which measures on more pairs.
+        The second stage's result is used if there is one: it measures on more pairs.
         """
         best: dict[int, Effect] = {}
         for one in sorted(self._effects, key=lambda one: (one.stage, one.gain)):
@@ -280,7 +280,7 @@ class EffectSearch:
         }
 
     def recommend(self) -> Recommendation | str:
-        """Return the layer and scale of the largest gain, or why nothing is recommended."""
+        """Return layer and scale with the largest gain, or why there is no recommendation."""
         if not (found := self.find_best()):
             return (
                 f"none of {len(self._effects)} settings of layer and scale raises the preference "
@@ -311,7 +311,7 @@ def _score(tokens: Sequence[int], first: int, plan: SteeringPlan | None) -> Scor
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
-    """Return so many of the values, or all, evenly spaced, the first and the last among them."""
+    """Return `count` of the values, or all, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(at)] for at in np.linspace(0, len(values) - 1, count)]

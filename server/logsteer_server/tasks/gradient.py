@@ -34,8 +34,8 @@ from logsteer_server.tasks.targets import (
 from logsteer_server.text.tokenizer import TextCodec
 
 MAX_NUMBERS = 2**22
-"""Numbers of the gradients of one request, at most: some 50 MB of JSON. A caller who needs more
-sends other layers or targets in another request."""
+"""Most numbers in the gradients of one request: some 50 MB of JSON. For more, send other layers or
+targets in another request."""
 
 
 def plan_gradients(
@@ -45,7 +45,7 @@ def plan_gradients(
     along: Direction | None,
     max_numbers: int,
 ) -> list[GradientJob]:
-    """Plan a job for each target: along a direction, or by the activations at the sites.
+    """Plan a job for each target: along a direction, or for the activations at the sites.
 
     Errors: APIError `payload_too_large` for gradients of more than `max_numbers`, `invalid_request`
     for none.
@@ -58,10 +58,10 @@ def plan_gradients(
 
 @dataclass(frozen=True, slots=True)
 class AttributionPath:
-    """Points of the line from a baseline to the input, the input last, and their weights.
+    """Points on the line from a baseline to the input, which is last, and their weights.
 
-    The weighted sum of each token's gradient times e - e' is its attribution. With a `baseline` the
-    first point, of weight 0, is there.
+    A token's attribution is the weighted sum of its gradients times e - e'. With a `baseline`, the
+    first point is the baseline itself, with weight 0.
     """
 
     points: tuple[InputPoint, ...]
@@ -71,7 +71,7 @@ class AttributionPath:
     def choose(cls, request: GradientRequest) -> "AttributionPath | None":
         """Return the requested path; None without an attribution.
 
-        The integral is by Gauss and Legendre, as captum's default.
+        It uses Gauss-Legendre quadrature, like captum's default.
         """
         if request.attribution is None:
             return None
@@ -124,7 +124,7 @@ def _lay_out(plan: TargetPlan) -> Iterator[tuple[Ids, Ids]]:
 
 
 def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[GradientJob]:
-    """Return the jobs with the largest width of each activation for which all fit."""
+    """Set the jobs' `max_width` to the largest one for which all gradients fit."""
     rows = sum(len(_positions(job)) * len(job.sites) for job in jobs)
     if not rows:
         raise api_error(

@@ -26,9 +26,9 @@ from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_siz
 def plan_labels(
     request: ScoreRequest, codec: TextCodec, info: EngineInfo, cover: Cover
 ) -> list[ScoreJob]:
-    """Plan one job an item, which reads all labels from its last row.
+    """Plan one job per item, which scores all labels in its last row.
 
-    Text is encoded with a BOS where the tokenizer adds one. Errors: APIError `invalid_request`,
+    Text is encoded with a BOS if the tokenizer adds one. Errors: APIError `invalid_request`,
     `context_too_long`.
     """
     last = info.vocab_size - 1
@@ -55,9 +55,9 @@ def plan_labels(
 
 
 def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]]:
-    """Yield the tokens of query and item for each item, few texts at a time.
+    """Yield the tokens of query and item for each item, encoding few texts at a time.
 
-    A long query would otherwise be held as many times as there are items.
+    Otherwise a long query would be in memory once for each item.
     """
     items = [request.items] if isinstance(request.items, str) else request.items
     for part in split_sizes([len(request.query) + len(item) for item in items], ENCODED_AT_ONCE):
@@ -72,13 +72,13 @@ def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]
 
 
 def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]:
-    """Return the labels' probabilities, over the vocabulary or among themselves.
+    """Return the labels' probabilities, over the vocabulary, or with softmax among the labels.
 
-    None for a NaN; with softmax for all, if one is NaN or all are impossible.
+    None for a NaN; with softmax, None for all labels if one is NaN or all are impossible.
     """
     logprobs = output.columns["logprob"].astype(np.float64).tolist()
     total = log_sum_exp(logprobs) if apply_softmax else 0.0
-    if not math.isfinite(total):  # one is not a number, or none is possible at all
+    if not math.isfinite(total):  # a NaN, or all labels are impossible
         return [None] * len(logprobs)
     return [None if math.isnan(v) else math.exp(v - total) for v in logprobs]
 

@@ -1,8 +1,8 @@
 """`/lens`: targets as the residual stream of each layer predicts them (logit lens).
 
-The streams of the rows that predict the targets are captured. Each then takes the place of the last
-layer's output in a job of one token, so that the model's own final norm and head read it, whatever
-its family and however it is split over GPUs.
+It captures the streams of the rows that predict the targets. Each stream then replaces the last
+layer's output in a job of one token, so that the model's own final norm and head decode it, in any
+family and on any number of GPUs.
 
     The  capital  of  France  is   ─►  stream of " is" at layers 0, 1, ... L - 1
                                           │
@@ -41,7 +41,7 @@ from logsteer_server.tasks.targets import (
 )
 
 HELD = 2
-"""Copies of a captured stream: one as captured, and one in its plan."""
+"""Copies of a captured stream in memory: the captured one, and one in its plan."""
 
 
 def capture_rows(job: ScoreJob, layers: tuple[int, ...]) -> CaptureJob:

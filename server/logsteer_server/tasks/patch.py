@@ -1,9 +1,9 @@
-"""`/patch`: activations of one run, put into another one place at a time (activation patching).
+"""`/patch`: activation patching: replace activations of one run with another's, place by place.
 
-Every place is a job of its own with a plan that replaces one token's activations; the engine has
-all of them in one continuous batch. As far as both runs have read the same tokens, a patch changes
-nothing: its number is that of the run without it, and no job is made. Meng et al., Locating and
-Editing Factual Associations in GPT (2022), call it causal tracing.
+Each place is a job with a plan that replaces one token's activations; the engine runs all of them
+in one continuous batch. At tokens before the runs differ, a patch changes nothing: it has the value
+of the unpatched run, without a job. Meng et al., Locating and Editing Factual Associations in GPT
+(2022), call it causal tracing.
 
     clean        The  capital  of  France  is   captured: layers x tokens
                                    │
@@ -47,7 +47,7 @@ from logsteer_server.tasks.targets import (
 class PlannedRun:
     """One of a pair's runs: its context's tokens, the tokens scored after it, and the targets.
 
-    `numbers` are those of the targets' jobs in the plan, in the order of `jobs`.
+    `numbers`: the indices of the targets' jobs in the plan, in the order of `jobs`.
     """
 
     context: Ids
@@ -71,14 +71,14 @@ def _sum_target(target: PlannedTarget, output: ScoreOutput) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPair:
-    """Both runs of a pair, and which tokens of one (`source`) are patched into the other."""
+    """Both runs of a pair, and the tokens of `source` that are patched into the other run."""
 
     runs: dict[str, PlannedRun]
     positions: list[int]
     source: list[int]
 
     def compare(self, file: str) -> "PlannedPair":
-        """Return the pair with jobs that compare the next token's distribution with the file."""
+        """Return the pair with jobs that compare next-token distributions with the file's."""
         runs = {
             name: replace(run, jobs=compare_jobs(run.jobs, [file]))
             for name, run in self.runs.items()
@@ -86,8 +86,8 @@ class PlannedPair:
         return replace(self, runs=runs)
 
     def list_places(self) -> list[tuple[int, int, bool]]:
-        """List each token patched, the token that its activations come from, and whether that
-        changes anything: not while both runs have read the same tokens.
+        """List each patched token, the token that its activations come from, and whether the patch
+        has an effect: not while both runs have read the same tokens.
         """
         clean, corrupted = (run.context.tolist() for run in self.runs.values())
         num_shared = sum(takewhile(bool, map(eq, clean, corrupted)))
@@ -98,7 +98,7 @@ class PlannedPair:
 
 
 def plan_run(plan: TargetPlan, indices: Sequence[int], metric: str, read: ScoreJob) -> PlannedRun:
-    """Plan the jobs of the metric for one item, whose planned targets are at these indices."""
+    """Plan the jobs of the metric for one item, given the indices of its planned targets."""
     targets = [plan.planned[index] for index in indices[: 2 if metric == "difference" else 1]]
     context = plan.context(targets[0])
     if metric == "kl":
@@ -112,9 +112,9 @@ def plan_run(plan: TargetPlan, indices: Sequence[int], metric: str, read: ScoreJ
 def match_positions(
     index: int, pair: PatchPair, lengths: dict[str, int], wanted: Sequence[int] | None, base: str
 ) -> tuple[list[int], list[int]]:
-    """Return the positions to patch in run `base`, and those of the other run that go there.
+    """Return the positions to patch in run `base`, and their source positions in the other run.
 
-    Errors: APIError `invalid_request`, which names what is wrong of pair `index`.
+    Errors: APIError `invalid_request`, which names the fault of pair `index`.
     """
     param = f"pairs[{index}]"
     clean, corrupted = lengths["clean"], lengths["corrupted"]
@@ -143,7 +143,7 @@ def match_positions(
 
 
 def replace_at(hook: str, activations: dict[int, Vector], position: int) -> SteeringPlan:
-    """Return the plan that puts these activations, by layer, in the place of one token's."""
+    """Return the plan that replaces one token's activations, by layer."""
     sites = []
     for layer, vector_D in sorted(activations.items()):
         norm = float(np.linalg.norm(vector_D.astype(np.float64)))
@@ -180,9 +180,9 @@ class PatchTask(BodyTask[PatchRequest]):
         check_count("pairs[].targets", targets, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Capture the one run of each pair, then score both, and the other under every patch.
+        """Capture one run of each pair, then score both runs, and the other one with every patch.
 
-        Errors: APIError `payload_too_large` for more patches, or more captured, than is allowed.
+        Errors: APIError `payload_too_large` for too many patches or captured activations.
         """
         body, info = self._body, self.info
         planner.cover_text(find_longest(_list_items(body.pairs)))
@@ -244,7 +244,7 @@ class PatchTask(BodyTask[PatchRequest]):
         layers: Sequence[int],
         captured: Sequence[CaptureOutput],
     ) -> Iterator[ScoreJob]:
-        """Yield each pair's jobs: both runs as they are, then the base run under every patch."""
+        """Yield each pair's jobs: both runs unpatched, then the base run with every patch."""
         change = self.interventions.change
         for pair, output in zip(pairs, captured, strict=True):
             yield from map(change, (*pair.runs["clean"].jobs, *pair.runs["corrupted"].jobs))
@@ -283,7 +283,7 @@ class PatchTask(BodyTask[PatchRequest]):
             "positions": pair.positions,
             "tokens": [self.codec.piece(int(ids[position])) for position in pair.positions],
             "matrix": matrix,
-            "boundary": max(findings),  # in the alphabet, exact is the first
+            "boundary": max(findings),  # `exact` is the first in the alphabet
             "truncated_tokens": max(run.targets[0].truncated for run in pair.runs.values()),
         }
 

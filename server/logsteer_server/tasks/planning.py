@@ -1,12 +1,12 @@
-"""Planning in threads, with room that grows with the plan.
+"""Planning in threads, with reservations that grow with the plan.
 
-The size of a request is known only once its text is cut into tokens, which may take long. A plan is
-an ordinary function that returns the request's jobs. It runs in a thread: small requests, large
-requests and long texts have threads of their own, so that none waits for another kind. As it
-proceeds, a plan calls `Planner.cover` with its tokens so far. That reserves room for them, and ends
-the plan of a request that was refused or given up.
+The size of a request is known only when its text is encoded, which may take long. A plan is an
+ordinary function that returns the request's jobs. It runs in a thread; small requests, large
+requests and long texts have separate threads, so that no kind waits for another. As it proceeds, a
+plan calls `Planner.cover` with its tokens so far. That reserves room for them, and ends the plan if
+the request was refused or cancelled.
 
-Problems of an item are found while it is planned; they refuse the request or that item.
+Planning detects problems of items; these fail the request or only that item.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from logsteer_server.settings import Settings
 
 
 class ItemProblems:
-    """The problems of a request's items, which are the entries of `field`, or with `is_one` it.
+    """The problems of a request's items: the entries of `field`, or with `is_one` the field itself.
 
-    With `fail` the first one is raised. With `report` each is kept, for the item's result.
+    With `fail` the first problem is raised. With `report` each becomes its item's result.
     """
 
     def __init__(self, field: str, on_error: OnError = "fail", *, is_one: bool = False) -> None:
@@ -55,11 +55,11 @@ class ItemProblems:
             self.add(index, error)
 
     def add(self, index: int, error: APIError, part: str | None = None) -> None:
-        """Record the first problem of an item; `part` is its place in the item, such as
-        `targets[2]`.
+        """Record the first problem of an item; `part`: the faulty field in the item, such as
+        `targets[2]`, or None for the one that the error names.
 
-        None: the place that the error names. Errors: APIError that names the item if it fails the
-        request; the error itself if it names a field of the request, such as `bos`.
+        Errors: APIError that names the item, if it fails the request; the error itself if it names
+        a field of the request, such as `bos`.
         """
         part = part or error.param
         if part is not None and part.partition("[")[0] not in LogprobItem.model_fields:
@@ -71,7 +71,7 @@ class ItemProblems:
         self._found.setdefault(index, api_error(error.code, error.detail, param=param))
 
     def fill(self, results: list[dict[str, Any]], request_id: str) -> list[dict[str, Any]]:
-        """Return the results of all items: of valid ones these, in order, else the problem."""
+        """Return the results of all items: these, in order, for valid items, else the problem."""
         if not self._found:
             return results
         good = iter(results)
@@ -90,7 +90,7 @@ Cover = Callable[[int], None]
 """Reserves room for the tokens planned so far. Errors: as `Reservation.cover`."""
 
 LONG_TEXT = 2**17
-"""Characters of a text from which on its encoding takes long, and much memory."""
+"""Characters from which encoding a text takes long, and much memory."""
 LARGE_REQUEST = 2**17
 """Memory of a request's body, here 16 KiB of JSON, above which its plan has the threads of large
 requests."""
@@ -98,24 +98,24 @@ BYTES_PER_CHAR = 250
 """Memory of a character while its text is encoded: 187 in English, up to 790 where every byte is a
 token. Such texts are encoded one at a time."""
 BYTES_PER_ROW = 64
-"""Of an answer: a token's id, its text and its place."""
+"""Memory of a row in an answer: a token's id, its text and its offset."""
 BYTES_PER_NUMBER = 24
-"""A number as text, and as it came from the engine."""
+"""Memory of a number as text, and as the engine returned it."""
 BYTES_PER_PACKED = 4
-"""A number of an array in a raw buffer."""
+"""Memory of a number in a raw buffer."""
 COPIES = 4
-"""Of such an array while it is written: 4.0 measured as safetensors, 2.6 as MessagePack."""
+"""Copies of a raw buffer while it is written: 4.0 measured as safetensors, 2.6 as MessagePack."""
 BYTES_PER_PROBE = 640
 """Memory of one probe on a sequence beside its numbers: 462 as objects, 163 as JSON."""
 BYTES_PER_LISTED = 56
-"""A listed token's id, text and log-probability."""
+"""Memory of a listed token's id, text and log-probability."""
 
 THREADS = 2
-"""Of each kind: one encodes, outside of the GIL, while the other holds it."""
+"""Threads of each kind: one encodes without the GIL while the other holds it."""
 
 
 class Capacity:
-    """The server's capacity for requests: its bounds, threads that plan, memory.
+    """The server's capacity for requests: limits, planning threads, memory.
 
     The threads end with `close`.
     """
@@ -144,9 +144,9 @@ class Capacity:
 
 
 class Planner:
-    """The tools of one run's plan: the server's settings and threads, and its own reservations.
+    """The resources of one run's plan: the server's settings and threads, and its reservations.
 
-    `tokens` has room for the planned tokens, `memory` for the request's body, texts and the answer.
+    `tokens`: for the planned tokens; `memory`: for the request's body, its texts and the answer.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class Planner:
         return await loop.run_in_executor(threads, partial(work, *args, **kwargs))
 
     def cover_text(self, longest: int) -> None:
-        """Reserve memory for the longest text, of so many characters, while it is encoded.
+        """Reserve memory for encoding the longest text, of `longest` characters.
 
-        A text that is slow to encode is planned in the thread for long texts, and needs much
-        memory. Errors: APIError `payload_too_large`, `overloaded`.
+        A long text is planned in the thread for long texts, and needs much memory. Errors: APIError
+        `payload_too_large`, `overloaded`.
         """
         limit = self.settings.max_text_chars
         if longest > limit:

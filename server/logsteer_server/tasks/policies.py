@@ -14,7 +14,7 @@ def plan_policy(
 ) -> Policy:
     """Return the policy that a request's fields describe.
 
-    Errors: APIError `invalid_request` for a token that the model does not have.
+    Errors: APIError `invalid_request` for an unknown token.
     """
     bias = tuple((int(token), value) for token, value in asked.logit_bias.items())
     allowed = None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids)
@@ -43,7 +43,7 @@ def plan_policy(
 
 
 def refuse_adjustments(policy: Policy) -> None:
-    """Refuse a policy whose rows depend on the tokens before, where rows are read without those.
+    """Refuse a policy with adjustments, for tasks whose rows have no token history.
 
     Errors: APIError `invalid_request`.
     """
@@ -53,8 +53,8 @@ def refuse_adjustments(policy: Policy) -> None:
 
 
 def _list_bad_words(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Return each word's ids, and those with a space in front where that is another first token of
-    as many.
+    """Return each word's ids, and the ids with a leading space if they differ in the first token
+    and are as many.
     """
     found = []
     for word in words:

@@ -1,8 +1,9 @@
-"""JSON Schemas that replies follow: what of them can be forced, and whether a reply does.
+"""Structured outputs: check that a JSON Schema can be forced, and that a reply conforms to it.
 
-A grammar forces the form while tokens are drawn. xgrammar, which makes it, silently leaves out what
-it has no rules for. Such a schema is refused here, by the keyword's name; what is forced was found
-by trying each keyword on texts that break it. A reply that ended by itself is checked again.
+A grammar forces the form while tokens are sampled. xgrammar, which compiles it, silently ignores
+keywords that it does not support. This module refuses such schemas and names the keyword; the
+supported ones were determined by testing each keyword with texts that violate it. A reply that
+ended by itself is validated again.
 """
 
 import itertools
@@ -18,16 +19,17 @@ from typing import Any
 from logsteer.errors import api_error
 
 MAX_SCHEMA = 2**16
-"""Characters of a JSON Schema that is forced."""
+"""Most characters of a JSON Schema."""
 MAX_ATOMS, MAX_ALL_ATOMS = 2**9, 2**13
-"""Characters of a regular expression with its repetitions written out, and of all of them in all
-samples. vLLM reads a schema between two steps, once a sample: `(a|b)*a(a|b){2000}` takes 3 s."""
+"""Most characters of a regular expression with its repetitions expanded, and of all expressions in
+all samples. vLLM compiles a schema between two steps, once a sample: `(a|b)*a(a|b){2000}` takes
+3 s."""
 NESTED = 4
 MAX_LEFT_OUT, MAX_COUNTED = 2**8, 2**6
-"""Properties of an object that may be left out, and those of one that says how many it has. 2,000
-of the former, or 300 of the latter, take minutes to compile, one schema after another."""
+"""Most optional properties of an object, and of an object with minProperties or maxProperties.
+2,000 of the former, or 300 of the latter, take minutes to compile."""
 MAX_CHECKS = 2**18
-"""Keywords that a reply is compared with: about a second. `oneOf` within itself may take years."""
+"""Most keywords checked on a reply: about a second. Nested `oneOf` may take years."""
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d{0,9},?\d{0,9}\}|\(\?<?[=!]|.", re.DOTALL)
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -43,36 +45,36 @@ _FORCED = {
     "boolean": set(),
     "null": set(),
 }  # fmt: skip
-"""Keywords that are forced beside each type."""
+"""Type -> keywords that are forced together with it."""
 _ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""Keywords that are forced if nothing is beside them."""
+"""Keywords that are forced only without other keywords."""
 _UNFORCED = {
     "$dynamicRef", "$recursiveRef", "additionalItems", "contains", "dependencies", "if", "not",
     "dependentRequired", "dependentSchemas", "multipleOf", "uniqueItems",
 }  # fmt: skip
 _KEYWORDS = {"type", *_ALONE, *_UNFORCED}.union(*_FORCED.values()) - {"format"}
-"""Keywords that a text may violate; all others say nothing about it."""
+"""Keywords that constrain a text; all others are annotations."""
 _REST = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _APART = [
     *product(("pattern", "format"), ("minLength", "maxLength")),
     *product(("patternProperties", "propertyNames"), ("properties",)),
     *product(("propertyNames",), ("patternProperties", "unevaluatedProperties")),
 ]
-"""Pairs of which one is left out where both are there."""
+"""Pairs of keywords of which the grammar ignores one."""
 _FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
 }  # fmt: skip
 _ANCHORS = {rf"\{letter}" for letter in "AzZ"}
 _MISREAD = {"(?=", "(?!", "(?<=", "(?<!", '"', *(rf"\{letter}" for letter in '"\\nrtfv')} | _ANCHORS
-"""Parts of a regular expression that the grammar reads as something else: what looks ahead, what
-JSON has to escape, and anchors of Python's that are letters to it."""
+"""Parts of a regular expression that the grammar misinterprets: lookaround, characters that JSON
+escapes, and Python's anchors, which it treats as letters."""
 
 
 def check_forced(schema: str, samples: int, param: str) -> None:
-    """Refuse a JSON Schema of which a part is not forced, or whose grammar would take long to make.
+    """Refuse a JSON Schema with an unforced part, or whose grammar would be slow to compile.
 
-    Errors: APIError `invalid_request`, which names `param` and what it is.
+    Errors: APIError `invalid_request`, which names `param` and the fault.
     """
     try:
         fault = next(_find_faults(schema, samples), None)
@@ -86,9 +88,9 @@ def check_forced(schema: str, samples: int, param: str) -> None:
 
 
 def check_regex(pattern: str, samples: int, param: str) -> None:
-    """Refuse a regular expression that is read as another one, or whose matching would take long.
+    """Refuse a regular expression that the grammar misinterprets, or that is slow to match.
 
-    Errors: APIError `invalid_request`, which names `param` and what it is.
+    Errors: APIError `invalid_request`, which names `param` and the fault.
     """
     fault = next((found for found in _PART.findall(pattern) if found in _ANCHORS), None)
     size = _count_atoms(pattern)
@@ -106,9 +108,10 @@ def check_regex(pattern: str, samples: int, param: str) -> None:
 
 
 def _count_nested(part: Any) -> float:
-    """Return how deeply repetitions without an end lie within one another in a parsed expression.
+    """Return how deeply unbounded repetitions are nested in a parsed expression.
 
-    One of what may be empty is endlessly deep: to match 400 characters with `(a*)*` takes 10 s.
+    A repetition of something that may be empty counts as infinitely deep: to match 400 characters
+    with `(a*)*` takes 10 s.
     """
     deepest = 0.0
     for kind, given in part:
@@ -164,7 +167,7 @@ def _find_faults(schema: str, samples: int) -> Iterator[str]:
 
 
 def _find_unforced(part: dict[str, Any]) -> Iterator[str]:
-    """Yield the parts of a schema that are not forced, without those within it. Errors: as
+    """Yield the parts of one schema that are not forced, without its subschemas. Errors: as
     `_find_faults`.
     """
     given = part.get(
@@ -196,7 +199,7 @@ def _find_unforced(part: dict[str, Any]) -> Iterator[str]:
 
 
 def _look_up(root: Any, reference: str) -> Any:
-    """Return what a reference names, as xgrammar looks for it; None: nothing."""
+    """Resolve a reference as xgrammar does; return None if it does not exist."""
     first, *names = reference.split("/")
     found = root if first == "#" else None
     for name in names:
@@ -205,9 +208,9 @@ def _look_up(root: Any, reference: str) -> Any:
 
 
 def _count_atoms(pattern: str) -> int:
-    """Count the characters and classes of a regular expression, its repetitions written out.
+    """Count the characters and classes of a regular expression with its repetitions expanded.
 
-    One within another counts `NESTED` times: ([a-z]{1,30}){1,30} takes 2 s to compile.
+    Nested repetitions count `NESTED` times: ([a-z]{1,30}){1,30} takes 2 s to compile.
     """
     sizes, weights, last, weight = [0], [1], 0, 1
     for part in _PART.findall(pattern):
@@ -231,9 +234,9 @@ def _count_atoms(pattern: str) -> int:
 
 
 def check_reply(schema: str, text: str) -> None:
-    """Refuse a reply that its JSON Schema does not describe.
+    """Refuse a reply that does not conform to its JSON Schema.
 
-    Patterns are the grammar's alone: Python's may take years. Errors: APIError
+    Patterns are left to the grammar: matching them in Python may take years. Errors: APIError
     `unsupported_by_engine`.
     """
     from jsonschema import Draft202012Validator

@@ -1,6 +1,6 @@
-"""`/sweep`: one steering object at several scales and layers, scored all at once.
+"""`/sweep`: score one steering object at several scales and layers.
 
-Every scale of every set of layers is a plan of its own, and the engine has them in one batch.
+Each scale with each set of layers is a plan; the engine runs all of them in one batch.
 """
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -117,9 +117,9 @@ def plan_sweep(
 
 
 def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steering:
-    """Return the steering object with its scales multiplied, at these layers where given.
+    """Return the steering object with its scales multiplied, and at these layers unless None.
 
-    One that is recommended counts as 1: `scales` are then the vector's own.
+    A recommended scale counts as 1: `scales` are then the vector's own.
     """
     vectors = []
     for vector in steering.vectors:
@@ -149,9 +149,9 @@ class SweepTask(BodyTask[SweepRequest]):
         check_count("scales x layers x targets", points * targets, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Leave the unsteered next-token distributions in files, then score every setting.
+        """Export the unsteered next-token distributions to files, then score every setting.
 
-        Errors: APIError `payload_too_large` where those files would be too large.
+        Errors: APIError `payload_too_large` if the files would be too large.
         """
         body, info = self._body, self.info
         planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
@@ -174,7 +174,7 @@ class SweepTask(BodyTask[SweepRequest]):
         )
 
     def _count_numbers(self) -> int:
-        """Count the numbers of all vectors, at most: each setting has its own."""
+        """Return the most numbers of all settings' vectors; each setting has its own copies."""
         body, info = self._body, self.info
         layers = sum(map(len, body.layers)) if body.layers else info.num_layers
         vectors = body.steering.vectors
@@ -275,7 +275,7 @@ def _sum_texts(plan: SweepPlan, outputs: Sequence[ScoreOutput]) -> list[dict[str
 
 
 def _average_norm(outputs: Sequence[ScoreOutput]) -> float | None:
-    """Return the mean of |change| / |activation| over steered tokens and sites; None for none."""
+    """Return the mean of |change| / |activation| over steered tokens and sites, or None."""
     found = [site for output in outputs if output.trace for site in output.trace.sites.values()]
     tokens = sum(count for count, _ in found)
     return sum(count * mean for count, mean in found) / tokens if tokens else None

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says: forced by a JSON Schema, or found where it makes them."""
+"""Tool calls in replies: forced with a JSON Schema, or parsed from the text."""
 
 import json
 from collections.abc import Iterator
@@ -10,13 +10,14 @@ from logsteer.schemas.openai import ChatCompletionRequest, NamedChoice, Sampling
 from logsteer_server.contract.jobs import ReplyForm
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
-"""What models of the families Qwen and Hermes write before and after a call."""
+"""Marks around a call in the families Qwen and Hermes."""
 
 
 def find_form(request: SamplingRequest) -> ReplyForm | None:
-    """Return the form of the whole reply; None: any reply will do.
+    """Return the form that the whole reply must have; None for any reply.
 
-    Of a named function it is the schema of its arguments, of any one that of a list of calls.
+    With a named function it is the schema of its arguments; with a required call, that of a list of
+    calls.
     """
     wanted, tools = request.response_format, []
     found: dict[str, Any] | None = None
@@ -64,9 +65,9 @@ def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:
 def read_calls(
     text: str, request: ChatCompletionRequest
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return what a whole reply says, and the calls that it makes, in OpenAI's shape.
+    """Return the text and the tool calls of a complete reply, in OpenAI's shape.
 
-    A list of calls that was cut is text.
+    A truncated list of calls is text.
     """
     choice = request.tool_choice
     if not request.tools or choice == "none":
@@ -87,7 +88,7 @@ def read_calls(
 
 
 def find_plain(text: str, request: ChatCompletionRequest) -> int:
-    """Return how many characters of an unfinished reply are certainly not part of a call."""
+    """Return the number of characters of an unfinished reply that are surely not part of a call."""
     if not request.tools or request.tool_choice == "none":
         return len(text)
     if request.tool_choice == "required" or isinstance(request.tool_choice, NamedChoice):

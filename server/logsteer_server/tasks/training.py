@@ -63,30 +63,30 @@ from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec
 
 NEGLIGIBLE = 1e-6
-"""Of a vector's norm: what is left of it below that is rounding."""
+"""A remainder below this share of a vector's norm is rounding error."""
 MAX_SIMILAR = 3
-"""Stored vectors that an answer names for each layer: the nearest."""
+"""Most stored vectors that an answer names for each layer: the nearest."""
 MAX_BYTES = 2**30
-"""Of activations that are held while a vector is trained."""
+"""Most bytes of activations in memory while a vector is trained."""
 COMPARED_VECTORS = 256
-"""Stored vectors that a trained one is compared with: each is read from the store."""
+"""Most stored vectors that a trained one is compared with; each is read from the store."""
 
 
 Side: TypeAlias = str | list[Message]
-"""What stands on one side of a pair."""
+"""One side of a pair."""
 
 
 def list_sides(pairs: Sequence[ContrastPair]) -> list[Side]:
-    """Return the sides of the pairs in order, of each the positive one first."""
+    """Return the sides of the pairs in order, each pair's positive side first."""
     return [side for pair in pairs for side in (pair.positive, pair.negative)]
 
 
 def read_sides(
     sides: Sequence[Side], read: TrainRead, form: ChatForm, bos: BosPolicy, codec: TextCodec
 ) -> Iterator[list[int]]:
-    """Yield the tokens of each side, to be read up to the last one or over all.
+    """Yield the tokens of each side.
 
-    With `answer` they end where the content of the assistant's last turn does. Errors: APIError
+    With `answer` they end at the end of the assistant's last turn's content. Errors: APIError
     `invalid_request`.
     """
     texts = codec.encode_prompts([side for side in sides if isinstance(side, str)], bos)
@@ -107,7 +107,7 @@ def read_sides(
 
 
 def name_side(number: int) -> str:
-    """Return the place of a side in the request."""
+    """Return the path of a side in the request."""
     return f"pairs[{number // 2}].{('positive', 'negative')[number % 2]}"
 
 
@@ -144,11 +144,11 @@ def train_vectors(
     whiten: bool,
     known: Mapping[int, Covariance] = MappingProxyType({}),
 ) -> TrainedVectors:
-    """Make vectors of the activations of `plan_pairs`' jobs; `folds_N` are those of the pairs.
+    """Train vectors from the activations of `plan_pairs`' jobs; `folds_N`: the pairs' folds.
 
-    Layers whose covariance is `known` are whitened by it.
+    Layers with a `known` covariance are whitened with it.
 
-    Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
+    Errors: APIError `invalid_vector` if an activation is not finite, or no layer differs.
     """
     stacked_NLD = np.stack([output.activations_LD for output in outputs])
     if not np.isfinite(stacked_NLD).all():
@@ -181,7 +181,7 @@ def train_vectors(
 
 
 def check_parts(parts: Sequence[LayerVectors | VectorCard]) -> None:
-    """Make sure that vectors can be combined. Errors: APIError `invalid_vector`."""
+    """Check that vectors can be combined. Errors: APIError `invalid_vector`."""
     for what, values in (
         ("hook", sorted({part.hook for part in parts})),
         ("width", sorted({part.width for part in parts})),
@@ -194,10 +194,10 @@ def check_parts(parts: Sequence[LayerVectors | VectorCard]) -> None:
 def combine_layer(
     terms: Iterable[tuple[Vector, float]], orthogonal_to: Sequence[Vector] = ()
 ) -> Vector:
-    """Sum one layer of some vectors by weight, less what the sum shares with `orthogonal_to`: [D].
+    """Sum one layer of some vectors by weight, and make it orthogonal to `orthogonal_to`: [D].
 
-    A layer that some of the vectors lack sums the others. Terms are held one at a time. What is
-    left of rounding alone is 0.
+    Vectors without the layer are skipped. Terms are in memory one at a time. A remainder of
+    rounding errors becomes 0.
     """
     total_D: Double | None = None
     size = 0.0
@@ -213,7 +213,7 @@ def combine_layer(
 
 
 def _project_out(vector_D: Double, others: Sequence[Vector]) -> Double:
-    """Return the vector less its projection onto the space that the others span: [D]."""
+    """Return the vector minus its projection onto the span of the others: [D]."""
     if not others:
         return vector_D
     # Least squares, because the others may depend on each other.
@@ -226,7 +226,7 @@ def _project_out(vector_D: Double, others: Sequence[Vector]) -> Double:
 def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> SimilarVectors:
     """Compare vectors with those stored under other names for the same hook and width.
 
-    No more than COMPARED_VECTORS are read, the latest. Blocks while they are.
+    It reads at most COMPARED_VECTORS, the latest, and blocks.
     """
     cards = [
         card
@@ -241,7 +241,7 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     for card in cards[:COMPARED_VECTORS]:
         try:
             stored = store.find(card.name)
-        except APIError:  # gone by now, or damaged: its own requests tell
+        except APIError:  # deleted or damaged, which requests for it report
             continue
         compared += 1
         for layer, cosine in compare_vectors(vectors, stored.vectors).items():
@@ -256,9 +256,9 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
 
 
 def find_measured(body: TrainRequest, store: CaptureStore, info: EngineInfo) -> CaptureIndex | None:
-    """Return the capture that `whiten` names, if it names one. Errors: APIError.
+    """Return the capture that `whiten` names, or None. Errors: APIError.
 
-    It must be done, and of the same weights and hook.
+    It must be complete, and have the same weights and hook.
     """
     if isinstance(body.whiten, bool):
         return None
@@ -380,7 +380,7 @@ class TrainTask(BodyTask[TrainRequest]):
         await self._compare(trained.vectors, planner)
 
     async def _search(self, search: EffectSearch, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Draw what the unsteered model says, then score it and the pairs in two stages."""
+        """Sample from the unsteered model, then score the samples and the pairs in two stages."""
         samples, drawn = search.plan_samples(self.info), Collector()
         yield Batch(samples, drawn.take)
         search.record_samples(samples, drawn.outputs)
@@ -398,7 +398,7 @@ class TrainTask(BodyTask[TrainRequest]):
         self._cosines = compare_layers(vectors)
 
     def report(self) -> dict[str, Any]:
-        """Return the card of the stored vector, and what it is like."""
+        """Return the card of the stored vector, its quality and similar vectors."""
         return {
             "vector": self._card.model_dump(),
             "layer_cosines": self._cosines,

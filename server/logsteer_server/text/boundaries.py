@@ -1,13 +1,13 @@
-r"""Where a target begins: contexts and targets as text, cut into tokens.
+r"""The boundary between context and target: encode pairs of texts to tokens.
 
-Joint encoding follows lm-evaluation-harness (`TemplateLM._encode_pair`): white space that ends the
-context is moved to the target, both are encoded together, and the target's tokens are those after
-as many as the context alone has.
+Joint encoding follows lm-evaluation-harness (`TemplateLM._encode_pair`): it moves white space at
+the context's end to the target, and encodes both together; the target's tokens are those after the
+first n, with n the number of tokens of the context alone.
 
     context "The capital is "   target "Paris"
     encoded  [The][ capital][ is]  |  [ Paris]
 
-A conversation keeps the white space that its template ends in: generation reads it, too.
+A conversation keeps the white space at the end of its template, as in generation.
 
     context "<|assistant|>\n\n"  target "Paris"
     encoded  [<|assistant|>][\n\n]  |  [Paris]
@@ -23,14 +23,14 @@ from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, Offsets, TextCodec, 
 Pair = tuple[str, str, bool]
 """A context, a target, and whether the context came from a chat template.
 
-It then has its BOS already, and its end is where a generated answer would begin.
+A context from a template already has its BOS, and ends where a generated answer would begin.
 """
 
 
 class Cut(NamedTuple):
-    """A pair as tokens. `offsets` count characters from the target's first one.
+    """A pair as tokens. `offsets`: characters from the start of the target.
 
-    Equal contexts, and equal targets, may be the same lists.
+    Pairs with equal contexts or targets may share the lists.
     """
 
     context_ids: list[int]
@@ -39,9 +39,9 @@ class Cut(NamedTuple):
     finding: BoundaryFinding = "exact"
 
     def read_first(self) -> "Cut":
-        """Return the cut with the target's first token as the context that it lacks.
+        """Return the cut with the target's first token as its context, for an empty context.
 
-        Errors: APIError `boundary_empty` where the target has no other token.
+        Errors: APIError `boundary_empty` if the target has no other token.
         """
         if len(self.target_ids) == 1:
             detail = (
@@ -56,10 +56,10 @@ class Cut(NamedTuple):
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
 ) -> Iterator[Cut | APIError]:
-    """Cut each pair into tokens, in order; calls cut few enough pairs to be short.
+    """Yield each pair as tokens, in order, encoding a limited number of characters at a time.
 
-    An error takes the place of a pair that cannot be cut: `boundary_empty` if no token is left for
-    the target. Errors: as `TextCodec.bos_ids`.
+    A pair that cannot be cut yields an error: `boundary_empty` if the target has no token of its
+    own. Errors: as `TextCodec.bos_ids`.
     """
     sizes = [len(context) + len(target) for context, target, _ in pairs]
     for part in split_sizes(sizes, ENCODED_AT_ONCE):
@@ -69,9 +69,10 @@ def cut_pairs(
 def _cut(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
 ) -> Iterator[Cut | APIError]:
-    """Yield pairs as tokens; each text is encoded once.
+    """Yield pairs as tokens; encode each distinct text once.
 
-    Where the tokenizer divides the joint text anyway, its parts are encoded alone.
+    If context and target encoded separately are sure to give the joint tokens, they are encoded
+    separately.
     """
     is_joint = boundary == "joint"
     contexts: list[tuple[str, BosPolicy]] = []
@@ -114,7 +115,7 @@ def _cut(
                 )
             yield api_error("boundary_empty", detail)
             continue
-        # A target alone may begin with the BOS that would stand in front of it.
+        # Without a context, the target itself may begin with BOS.
         context_ids = context_ids or codec.bos_ids(key[1], ids)
         if start:
             offsets = [(first - start, last - start) for first, last in offsets]

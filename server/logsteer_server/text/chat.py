@@ -1,4 +1,4 @@
-"""Conversations as text, by a model's chat template."""
+"""Render conversations as text with a model's chat template."""
 
 import inspect
 import re
@@ -12,10 +12,10 @@ from logsteer.schemas import ChatFields, Message
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How conversations are rendered, as `ChatFields` says.
+    """Options for rendering conversations, from `ChatFields`.
 
-    `is_whole`: they are read as they are, not answered, so a turn of the assistant begins after one
-    of its own only on request.
+    `is_whole`: the conversation is scored or read, not answered, so after an assistant's turn no
+    new one begins unless requested.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
@@ -24,11 +24,11 @@ class ChatForm:
     tools: list[dict[str, Any]] | None = None
     is_whole: bool = False
     template: str | None = None
-    """A template in place of the model's."""
+    """A template to use instead of the model's."""
 
     @classmethod
     def of(cls, request: ChatFields, *, is_whole: bool = False) -> "ChatForm":
-        """Return the form that a request asks for."""
+        """Return the options of a request."""
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         documents = getattr(request, "documents", None)
         return cls(
@@ -41,7 +41,7 @@ class ChatForm:
         )
 
     def ends_in_answer(self) -> "ChatForm":
-        """Return the form in which the text ends where the last turn's content does."""
+        """Return options with which the text ends at the end of the last turn's content."""
         return replace(self, continues=True, begins_turn=False)
 
 
@@ -51,13 +51,13 @@ def count_chars(messages: Sequence[Message]) -> int:
 
 
 def list_templates(tokenizer: Any) -> dict[str, str]:
-    """Return a tokenizer's chat templates by name; one that has no name is `default`."""
+    """Return a tokenizer's chat templates by name; an unnamed one is `default`."""
     found = tokenizer.chat_template or {}
     return {"default": found} if isinstance(found, str) else found
 
 
 def find_template(tokenizer: Any, *, has_tools: bool = False) -> tuple[str, str]:
-    """Return the name and the text of the template in use: the one for tools if there are any.
+    """Return name and text of the template to use: with tools, the one for tools if it exists.
 
     Errors: APIError `invalid_request` without a template.
     """
@@ -82,10 +82,10 @@ def render(
 ) -> str:
     """Render a conversation as text, with the template.
 
-    With `write` each of the caller's strings is passed to the template as `write` returns it.
+    With `write`, it is applied to each of the caller's strings first.
 
-    Errors: APIError `invalid_request` without a chat template, if it refuses, or if it would ignore
-    a part of the conversation.
+    Errors: APIError `invalid_request` without a chat template, if the template raises, or if it
+    would ignore a part of the conversation.
     """
     from jinja2 import TemplateError
 
@@ -129,7 +129,7 @@ def render(
 
 
 def _rewrite(value: Any, write: Callable[[str], str]) -> Any:
-    """Return a JSON value with `write` applied to each of its strings, names included."""
+    """Return a JSON value with `write` applied to all its strings, including names."""
     if isinstance(value, dict):
         return {write(name): _rewrite(entry, write) for name, entry in value.items()}
     if isinstance(value, list):

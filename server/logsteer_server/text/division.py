@@ -1,14 +1,14 @@
-"""Where a text may be divided: its parts, each encoded alone, have the tokens of the whole.
+"""Where a text may be divided so that its parts, encoded separately, have the tokens of the whole.
 
-Byte pair encoding joins signs within a word, and where a space follows anything but white space,
-the usual tokenizers begin a new word:
+Byte pair encoding merges characters within a word, and common tokenizers start a new word at a
+space after anything except white space:
 
     "The capital of France is" + " Paris."    [The][ capital][ of][ France][ is] [ Paris][.]
 
-So the common context of many targets is encoded once, and each target once. Whether it is so for a
-tokenizer follows from its parts. Each of them must leave what is on one side of such a place as it
-is, whatever is on the other: what normalizes, what cuts words, and the vocabulary, where no token
-may have a space behind anything but white space.
+So the common context of many targets is encoded once, and each target once. Whether a tokenizer
+behaves so follows from its parts. Each part must treat either side of such a position independently
+of the other: the normalizers, the pre-tokenizers, and the vocabulary, in which no token may have a
+space after anything except white space.
 """
 
 import json
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 SPACE_SIGN = "\u2581"
-"""The sign of a space in vocabularies from SentencePiece."""
+"""The character for a space in SentencePiece vocabularies."""
 BYTE_SPACE = "\u0120"
 BYTE_BLANKS = "\u0109\u010a\u010b\u010c\u010d\u0120"
-"""The signs of white space, and of a space, in vocabularies of bytes."""
+"""The characters for a space, and for all white space, in byte-level vocabularies."""
 
 SAFE_CLAUSES = frozenset(
     {
@@ -35,17 +35,17 @@ SAFE_CLAUSES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     }
 )
-"""Clauses of patterns that cut words, in GPT-2, Llama 3, Qwen, GPT-4o and similar ones.
+"""Alternatives in the pre-tokenizer patterns of GPT-2, Llama 3, Qwen, GPT-4o and similar models.
 
-None takes a space behind anything but white space, and none looks past what it takes but for
-`(?!\\S)`, at what follows white space. So each takes the same whether or not the text ends there.
+None matches a space after anything except white space, and none looks beyond its match, except
+`(?!\\S)`, after white space. So each matches the same whether or not the text ends there.
 """
 
 
 def divides_at_spaces(backend: Any) -> bool:
-    """Return whether a tokenizer divides texts at spaces, as `may_divide` defines it.
+    """Return whether a tokenizer surely divides texts at spaces, as `may_divide` defines it.
 
-    `backend` is a `tokenizers.Tokenizer`. Also False if its parts do not show that.
+    `backend`: a `tokenizers.Tokenizer`.
     """
     model = backend.model
     normalizers, cutters, processors = (
@@ -79,12 +79,12 @@ def divides_at_spaces(backend: Any) -> bool:
 
 
 def may_divide(front: str, rest: str) -> bool:
-    """Return whether a tokenizer that divides texts at spaces divides one between these parts."""
+    """Return whether a tokenizer that divides texts at spaces divides between these two parts."""
     return rest[:1] == " " and not (front[-1:].isspace() or front[-1:] in ("", SPACE_SIGN))
 
 
 def list_parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the descriptions of what a part of a tokenizer consists of, in order."""
+    """Yield the descriptions of a tokenizer component's parts, in order."""
     described = [] if part is None else [json.loads(part.__getstate__())]
     while described:
         first = described.pop(0)
@@ -95,16 +95,16 @@ def list_parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _normalizes_apart(part: dict[str, Any]) -> bool:
-    """Return whether a normalizer leaves a space where it is, and what is around it apart."""
+    """Return whether a normalizer keeps spaces and treats the text around each independently."""
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
     return part["type"] == "NFC" or part == replaces
 
 
 def _cuts_apart(part: dict[str, Any], has_sign: bool) -> bool:
-    """Return whether what cuts words cuts each side of such a space as it cuts it alone."""
+    """Return whether a pre-tokenizer splits each side of such a space as if it were alone."""
     kind = part["type"]
     if kind == "Split":
-        if "String" in part["pattern"]:  # there is no space left to cut at
+        if "String" in part["pattern"]:  # normalizers have replaced all spaces
             return has_sign and part["pattern"]["String"] == " "
         whole = (part["behavior"], part["invert"]) in {("Isolated", False), ("Removed", True)}
         return whole and SAFE_CLAUSES.issuperset(_list_clauses(part["pattern"]["Regex"]))
@@ -112,9 +112,9 @@ def _cuts_apart(part: dict[str, Any], has_sign: bool) -> bool:
 
 
 def _list_clauses(pattern: str) -> list[str]:
-    """Return the clauses of a regular expression, of which one matches.
+    """Return the top-level alternatives of a regular expression.
 
-    Of `a(b|c)|[|]|d` they are `a(b|c)`, `[|]` and `d`.
+    `a(b|c)|[|]|d` has `a(b|c)`, `[|]` and `d`.
     """
     clauses, depth, in_class = [""], 0, False
     for sign in re.findall(r"\\.|.", pattern, re.DOTALL):
@@ -128,16 +128,15 @@ def _list_clauses(pattern: str) -> list[str]:
 
 
 def _keeps_offsets(part: dict[str, Any]) -> bool:
-    """Return whether a post-processor changes no offset by where its token stands."""
+    """Return whether a post-processor leaves offsets as they are."""
     plain = part["type"] == "ByteLevel" and part["trim_offsets"] is False
     return plain or part["type"] == "TemplateProcessing"
 
 
 def _joins_apart(backend: Any, space: str, blanks: str) -> bool:
-    """Return whether no token, added ones included, has a space after a sign that is not white
-    space.
+    """Return whether no token, including added ones, has a space after anything except white space.
 
-    Nor may an added token include what follows it, nor a sign be dropped for want of a token.
+    Also, no added token may strip the text after it, and every character must have tokens.
     """
     crossing = re.compile(f"[^{blanks}]{space}")
     vocab = backend.get_vocab(with_added_tokens=False)
@@ -152,7 +151,7 @@ def _joins_apart(backend: Any, space: str, blanks: str) -> bool:
 
 
 def _list_byte_signs(model: Any, space: str) -> list[str] | None:
-    """Return the tokens that every text can be written in; None where a model has none."""
+    """Return tokens with which any text can be written; None if the model has no such tokens."""
     if space == BYTE_SPACE:
         from tokenizers.pre_tokenizers import ByteLevel
 

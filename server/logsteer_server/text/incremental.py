@@ -1,8 +1,8 @@
-"""Tokens of a text that arrives in pieces, the same as those of the whole, in bounded memory.
+"""Encode a text that arrives in pieces to the tokens of the whole, in bounded memory.
 
-The text that waits is encoded again together with some text before it that is done already, so
-the tokens at the seam are formed as in the whole text. Tokens near the end of what has arrived
-wait, because what follows may still change them.
+Pending text is encoded together with some text before it, so that the tokens at the seam are the
+same as in the whole text. Tokens near the end of the received text stay pending, because later text
+may change them.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from logsteer_server.text.tokenizer import EncodedText, TextCodec
 
 @dataclass(frozen=True, slots=True)
 class EncodedPiece:
-    """Tokens in the order of the text, and what text each covers."""
+    """Tokens in the order of the text, and the counts of the text that each covers."""
 
     ids: list[int]
     counts: Counts
 
     def split(self, length: int) -> Iterator["EncodedPiece"]:
-        """Yield the piece in pieces of so many tokens, the last maybe shorter."""
+        """Yield pieces of `length` tokens; the last may be shorter."""
         for start in range(0, len(self.ids), length):
             own = slice(start, start + length)
             yield EncodedPiece(self.ids[own], self.counts[own])
 
 
 class IncrementalEncoder:
-    """Encodes one text. `seams_moved` counts the seams at which no token began.
+    """Encode one text. `seams_moved`: number of seams at which no token began.
 
-    `chunk_chars` is the text encoded at once, `margin_chars` what waits at the end and what is
-    encoded again at the start.
+    `chunk_chars`: characters encoded at once. `margin_chars`: characters that stay pending at the
+    end, and that are encoded again at the start.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class IncrementalEncoder:
         self._done = 0
 
     def feed(self, text: str) -> EncodedPiece:
-        """Return the tokens that are certain after this piece of text; often none."""
+        """Add a piece of text; return the tokens that are final, often no tokens."""
         self._text += text
         if len(self._text) - self._done < self._chunk_chars + self._margin_chars:
             return EncodedPiece([], count_text("", []))
         return self._release(len(self._text) - self._margin_chars)
 
     def finish(self) -> EncodedPiece:
-        """Return the tokens that are left when the text has ended."""
+        """End the text; return the remaining tokens."""
         return self._release(len(self._text))
 
     def _release(self, limit: int) -> EncodedPiece:
@@ -69,7 +69,7 @@ class IncrementalEncoder:
         return result
 
     def _encode_open(self) -> EncodedText:
-        """Encode the text at hand so that a token begins where the last released one ended."""
+        """Encode the pending text so that a token begins where the last released one ended."""
         encoded = self._codec.encode([self._text])[0]
         if self._done and all(start != self._done for start, _ in encoded.offsets):
             if self._done == len(self._text):
@@ -80,7 +80,7 @@ class IncrementalEncoder:
         return encoded
 
     def _find_seam(self, starts: list[int], limit: int) -> int:
-        """Return the last token start up to `limit` that begins a word, or else the last one."""
+        """Return the last token start up to `limit` that begins a word, else the last one."""
         candidates = [start for start in starts if start <= limit]
         for start in reversed(candidates):
             if start and self._text[start].isspace() and not self._text[start - 1].isspace():

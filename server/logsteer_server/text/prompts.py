@@ -14,11 +14,11 @@ def read_prompts(
     codec: TextCodec,
     bos: BosPolicy = "auto",
 ) -> Iterator[tuple[str | None, list[int]]]:
-    """Yield text and tokens of each prompt; ids are used as they are, and have no text yet."""
-    given: list[Any] = [prompt] if is_one_prompt(prompt) else list(prompt)
-    texts = [entry for entry in given if isinstance(entry, str)]
+    """Yield text and tokens of each prompt; for a prompt of ids, the text is None."""
+    prompts: list[Any] = [prompt] if is_one_prompt(prompt) else list(prompt)
+    texts = [entry for entry in prompts if isinstance(entry, str)]
     encoded = codec.encode_prompts(texts, bos)
-    for entry in given:
+    for entry in prompts:
         if isinstance(entry, str):
             yield entry, next(encoded)
             continue
@@ -28,17 +28,17 @@ def read_prompts(
 def find_longest_prompt(
     prompts: Sequence[str | list[int]], conversations: Sequence[Sequence[Message]] = ()
 ) -> int:
-    """Return the characters, or ids, of the longest prompt or conversation."""
+    """Return the number of characters, or ids, of the longest prompt or conversation."""
     return max((*map(len, prompts), *map(count_chars, conversations)), default=0)
 
 
 def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
-    """Return whether this is one prompt, as text or ids, and no list of them."""
+    """Return whether this is one prompt, as text or ids, and not a list of prompts."""
     return isinstance(prompt, str) or isinstance(prompt[0], int)
 
 
 def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse a prompt without tokens, or with ids that the model does not have.
+    """Refuse a prompt without tokens, or with unknown ids.
 
     Errors: APIError `invalid_request`.
     """
@@ -51,11 +51,11 @@ def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
 def fit_prompt(
     ids: list[int], max_tokens: int, limit: int, policy: OverflowPolicy = "error"
 ) -> tuple[list[int], int]:
-    """Return the prompt's tokens as far as they fit, and how many were dropped at the left.
+    """Return the prompt's tokens that fit, and the number dropped at the left.
 
     With 6 tokens, `max_tokens` 3 and a limit of 8, `truncate_left` drops one token.
 
-    Errors: APIError `context_too_long` where nothing may be dropped, or nothing would be left.
+    Errors: APIError `context_too_long` if no token may be dropped, or none would be left.
     """
     excess = len(ids) + max_tokens - limit
     if excess <= 0:

@@ -13,14 +13,14 @@ from logsteer.schemas.perplexity import summarize_sums
 from logsteer_server.text.tokenizer import Offsets, TextCodec
 
 Counts = npt.NDArray[np.int64]
-"""[T, 3]: bytes, characters and word starts of the text that each token covers."""
+"""[T, 3]: bytes, characters and word starts that each token covers."""
 
 
 def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
-    """Count what each of T tokens covers: from its own first character to the next token's.
+    """Count what each of T tokens covers: from its first character to the next token's.
 
-    Tokens that share a character (bytes of one) leave it to the last of them, so the counts of
-    consecutive tokens add up to those of their text. `before` is the character before `text`.
+    If several tokens are bytes of one character, it counts for the last of them, so that the counts
+    of consecutive tokens add up to those of their text. `before`: the character before `text`.
     """
     starts = np.minimum.accumulate(
         np.array([*(start for start, _ in offsets[1:]), len(text)], dtype=np.int64)[::-1]
@@ -38,10 +38,9 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
 
 
 def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:
-    """Count what each of T tokens covers of the text that they decode to, as `count_text` does.
+    """Count what each of T tokens covers of their decoded text, as `count_text`.
 
-    A token covers what it adds to the preceding text; bytes of one character leave that to the last
-    of them. A BOS at the beginning covers nothing.
+    A token covers what it adds to the text before it. A BOS at the beginning covers nothing.
     """
     own = ids[1:] if list(ids[:1]) == [codec.bos_id] else ids
     text = codec.decode(own)
@@ -52,7 +51,7 @@ def count_ids(ids: Sequence[int], codec: TextCodec) -> Counts:
 
 @dataclass(slots=True)
 class TextSums:
-    """Sufficient statistics of scored tokens; those of shards add up to that of the whole."""
+    """Sufficient statistics of scored tokens; the sums of shards add up to those of the whole."""
 
     sum_logprob: float = 0.0
     sum_squared_logprob: float = 0.0
@@ -63,7 +62,7 @@ class TextSums:
     num_words: int = 0
 
     def add_scores(self, logprobs_R: npt.NDArray[np.float32], counts_R3: Counts) -> None:
-        """Count R scored tokens in; the sums are kept in float64."""
+        """Add R scored tokens; sums are in float64."""
         values = logprobs_R.astype(np.float64)
         self.sum_logprob += float(values.sum())
         self.sum_squared_logprob += float((values * values).sum())
@@ -74,17 +73,17 @@ class TextSums:
         self.num_words += num_words
 
     def merge(self, other: "TextSums") -> None:
-        """Add those of another text."""
+        """Add the sums of another text."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def summarize(self) -> dict[str, Any]:
-        """Return the fields of `TextScore`; what is not finite is None, with a flag."""
+        """Return the fields of `TextScore`; non-finite values are None, with a flag."""
         return summarize_sums({name: getattr(self, name) for name in self.__slots__})
 
 
 def log_sum_exp(values: Sequence[float]) -> float:
-    """Return log(sum exp(v)), stable; -inf for values that all are."""
+    """Return log(sum exp(v)), numerically stable; -inf if all values are."""
     top = max(values)
     if not math.isfinite(top):
         return top

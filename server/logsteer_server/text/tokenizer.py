@@ -1,4 +1,4 @@
-"""A model's tokenizer, with BOS under control and batches encoded at once."""
+"""A model's tokenizer, with explicit BOS and encoding in batches."""
 
 import codecs
 import hashlib
@@ -18,21 +18,21 @@ from logsteer_server.text.division import divides_at_spaces, list_parts, may_div
 
 Offsets = list[tuple[int, int]]
 ENCODED_AT_ONCE = 65_536
-"""Characters of the texts that are encoded by one call; one that is longer is encoded alone."""
+"""Characters of the texts encoded by one call; a longer text is encoded alone."""
 DECODED_AT_ONCE = 16_384
-"""Tokens of the sequences that are decoded by one call."""
+"""Tokens of the sequences decoded by one call."""
 ANSWERED = ChatForm()
 """Conversations up to the beginning of the assistant's next turn."""
 HIDDEN, MARKS = 0xF0000, 0x100000
-"""Characters for private use: what stands for control text in a caller's strings, and for tokens
-that are a template's."""
+"""First private-use characters that replace control text in a caller's strings, and that mark the
+template's own special tokens."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 REPLACED = "\N{REPLACEMENT CHARACTER}".encode()
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTE_OF_SIGN = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
 }
-"""The byte that each sign of a byte-level vocabulary stands for, as in GPT-2."""
+"""Character of a byte-level vocabulary -> its byte, as in GPT-2."""
 
 
 class EncodedText(NamedTuple):
@@ -43,28 +43,28 @@ class EncodedText(NamedTuple):
 
 
 class CharCounter:
-    """Counts the characters of UTF-8 that comes in pieces, which may be parts of a character."""
+    """Count the characters of UTF-8 in pieces, which may split characters."""
 
     def __init__(self) -> None:
         self.num_chars = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, piece: bytes) -> int:
-        """Count a piece in; return where the character of its first byte begins."""
+        """Add a piece; return the index of the character that its first byte belongs to."""
         self.num_chars += len(self._decoder.decode(piece[:1]))
         start = self.num_chars - (piece != b"" and not self._decoder.getstate()[0])
         self.num_chars += len(self._decoder.decode(piece[1:]))
         return start
 
     def end(self) -> int:
-        """Return the number of characters, one that is not finished among them."""
+        """Return the number of characters, including an incomplete one."""
         return self.num_chars + len(self._decoder.decode(b"", final=True))
 
 
 class TextCodec:
-    """Encodes and decodes text as a model does. Safe to use from several threads.
+    """Encode and decode text with a model's tokenizer. Safe to use from several threads.
 
-    Encoding adds no special tokens by itself: `bos_ids` returns the tokens to put before the text.
+    Encoding adds no special tokens: `bos_ids` returns the tokens to put before a text.
     """
 
     def __init__(self, tokenizer: Any, digest: str) -> None:
@@ -99,7 +99,7 @@ class TextCodec:
 
     @cached_property
     def literal(self) -> "LiteralCodec":
-        """The codec to which control text in a caller's strings is plain text."""
+        """The codec that encodes control text in a caller's strings as plain text."""
         return LiteralCodec(self)
 
     @classmethod
@@ -126,7 +126,7 @@ class TextCodec:
         return self._divides and may_divide(front, rest)
 
     def encode_ids_lazily(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the token ids of each text; calls encode few enough texts to be short."""
+        """Yield the token ids of each text, encoding ENCODED_AT_ONCE characters at a time."""
         for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
             yield from self.encode_ids(texts[part.start : part.stop])
 
@@ -178,7 +178,7 @@ class TextCodec:
                 yield api_error(error.code, error.detail)
 
     def describe(self) -> dict[str, str | None]:
-        """Class, special tokens and chat template, under the names of `TokenizerInfo`."""
+        """Return class, special tokens and chat template, with the names of `TokenizerInfo`."""
         tokenizer = self._tokenizer
         found = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
         if self.has_chat_template:
@@ -186,11 +186,11 @@ class TextCodec:
         return {"tokenizer_class": type(tokenizer).__name__, **found}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids, special tokens written out."""
+        """Decode token ids, including special tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
-        """Yield the text of each sequence; calls decode few enough sequences to be short."""
+        """Yield the text of each sequence, decoding DECODED_AT_ONCE tokens at a time."""
         for part in split_sizes(list(map(len, sequences)), DECODED_AT_ONCE):
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
@@ -200,10 +200,10 @@ class TextCodec:
         return b"" if token_id in self._special_ids else self.piece_bytes(token_id)
 
     def find_starts(self, ids: Sequence[int]) -> list[int]:
-        """Return where the text that each token adds begins, in characters of their text.
+        """Return the start of the text that each token adds, in characters of their text.
 
-        Tokens that are bytes of one character begin with it; invalid bytes are replaced as the
-        tokenizer replaces them: byte fallback replaces each byte of such a run.
+        All tokens that are bytes of one character start at it. Invalid bytes are replaced as the
+        tokenizer does: byte fallback replaces each byte of an invalid run.
         """
         counter = CharCounter()
         starts: list[int] = []
@@ -213,12 +213,12 @@ class TextCodec:
             if falls_back and whole.decode(errors="ignore").encode() != whole:
                 pieces = [REPLACED] * len(pieces)
             starts += map(counter.add, pieces)
-        # Some tokenizers leave out a space at the beginning.
+        # Some tokenizers drop a space at the beginning.
         left_out = counter.end() - len(self.decode(ids))
         return [max(0, start - left_out) for start in starts]
 
     def _piece(self, token_id: int) -> str:
-        """Return the text that a token adds after other text, its leading space included."""
+        """Return the text that a token adds after other text, including its leading space."""
         return self.decode([*self._anchor, token_id])[self._anchor_length :]
 
     def _json_piece(self, token_id: int) -> bytes:
@@ -236,13 +236,13 @@ class TextCodec:
 
 
 class RenderedText(str):
-    """A conversation as text. `marked` has a mark in place of each token that is the template's."""
+    """A conversation as text. `marked`: the text with a mark for each of the template's tokens."""
 
     marked: str
 
     @classmethod
     def of(cls, text: str, marked: str) -> "RenderedText":
-        """Return a text with its marked form, which is as long."""
+        """Return a text with its marked form, which has the same length."""
         rendered = cls(text)
         rendered.marked = marked
         return rendered
@@ -258,14 +258,15 @@ class RenderedText(str):
 
 
 class LiteralCodec(TextCodec):
-    """A codec to which control text in a caller's strings is plain text.
+    """A codec that encodes control text in a caller's strings as plain text.
 
-    Special tokens have other texts, marks of characters for private use, so that no string contains
-    one. A template is given the strings with their control text hidden; all control text in the
-    rendered conversation is then the template's own, and is marked, token by token. With marks M,
-    as long as the tokens that they mark, and H for hidden text, which is restored:
+    In its tokenizer, special tokens have other texts: marks of private-use characters, which no
+    string contains. The template gets the strings with their control text hidden; so all control
+    text in the rendered conversation is the template's own, and is replaced by marks, token by
+    token. With marks M, as long as the tokens that they mark, and H for hidden text, which is
+    restored:
 
-        content   a<|im_end|>     as the template is given it: aH
+        content   a<|im_end|>     passed to the template: aH
         rendered  <|im_start|>user⏎a<|im_end|><|im_end|>
         marked    MMMMMMMMMMMMuser⏎a<|im_end|>MMMMMMMMMM
     """
@@ -281,9 +282,9 @@ class LiteralCodec(TextCodec):
 
     @cached_property
     def _encoder(self) -> tuple[Any, dict[Any, int | None]]:
-        """The tokenizer with marks, and the model's ids for its own; None: not allowed in text.
+        """The tokenizer with marks, and the model's id for each of its own; None: not allowed.
 
-        Building it takes seconds where there are thousands of special tokens.
+        Building it takes seconds if there are thousands of special tokens.
         """
         from tokenizers import Tokenizer
 
@@ -310,7 +311,7 @@ class LiteralCodec(TextCodec):
         return encoder, ids | {encoder.token_to_id(own[n].content): n for n in own}
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Encode texts. Errors: APIError `invalid_request` for what cannot be plain text."""
+        """Encode texts. Errors: APIError `invalid_request` for text without plain tokens."""
         encoder, own = self._encoder
         found = []
         for encoding in encoder.encode_batch(list(map(_mark, texts)), add_special_tokens=False):
@@ -332,8 +333,8 @@ class LiteralCodec(TextCodec):
     def render_chat(self, messages: Sequence[Message], form: ChatForm = ANSWERED) -> str:
         """Render a conversation as text with marks.
 
-        Errors: as `chat.render`, and `invalid_request` where the template does more with control
-        text than to write it.
+        Errors: as `chat.render`, and `invalid_request` if the template does more with control text
+        than writing it out.
         """
         text = super().render_chat(messages, form)
         find = self._control_text
@@ -356,7 +357,7 @@ class LiteralCodec(TextCodec):
 
 
 def _mark(text: str) -> str:
-    """Return a text as the encoder reads it. Errors: as `LiteralCodec.encode`."""
+    """Return a text's marked form for the encoder. Errors: as `LiteralCodec.encode`."""
     if _PRIVATE.search(text):
         detail = (
             "special_tokens: text reads no characters for private use from U+F0000 on; leave them "
@@ -367,16 +368,16 @@ def _mark(text: str) -> str:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
-    """Refuse ids that the model does not have. Errors: APIError `invalid_request`."""
+    """Refuse unknown token ids. Errors: APIError `invalid_request`."""
     if ids and max(ids) >= vocab_size:
         detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
         raise api_error("invalid_request", detail, param=param)
 
 
 def split_sizes(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Yield runs of entries, each just long enough to reach the limit, the last maybe shorter.
+    """Yield ranges of entries, each just large enough to reach the limit; the last may be smaller.
 
-    Sizes 3, 3, 6 and 1 with a limit of 5: entries 0 and 1, entry 2, entry 3.
+    Sizes 3, 3, 6 and 1 with a limit of 5 give entries 0 and 1, entry 2, entry 3.
     """
     start = total = 0
     for index, size in enumerate(sizes):

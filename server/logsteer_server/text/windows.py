@@ -1,8 +1,8 @@
 """Window protocols: which tokens a model reads, and which of them it scores.
 
-A cutter takes a text's tokens in pieces of any size and gives each window as soon as all of its
-tokens are there, so a text of any length is cut in bounded memory. The pictures show a context
-length of 4, `.` for a token that is read only and a digit for one that is scored.
+A cutter accepts a text's tokens in pieces of any size and returns each window as soon as it has all
+of its tokens, so that a text of any length is cut in bounded memory. The pictures show a context
+length of 4, `.` for a token that is only read and a digit for one that is scored.
 
 `sliding`: windows moved by `stride`; only tokens not scored before count. The perplexity guide of
 Hugging Face transformers, each token counted once. With a stride of 2:
@@ -54,7 +54,7 @@ from logsteer.schemas.perplexity import DEFAULT_ROWS, WindowOptions
 
 
 def fit_windows(options: WindowOptions, limit: int) -> WindowOptions:
-    """Return the options with every number, for a model that reads `limit` tokens.
+    """Return the options with all numbers set, for a model with a context of `limit` tokens.
 
     Errors: APIError `context_too_long`, `invalid_request` for numbers that do not fit.
     """
@@ -94,10 +94,10 @@ class Window:
 
 
 class WindowCutter:
-    """Cuts one text into the windows of a protocol.
+    """Cut one text into the windows of a protocol.
 
-    `windowing` was fitted to a model. `special_id` is the prefix token of `rolling`, which needs
-    one, and the BOS of `llamacpp` (None: the first token stays).
+    `windowing`: from `fit_windows`. `special_id`: the prefix token of `rolling`, which needs one,
+    or the BOS of `llamacpp` (None: keep the first token).
     """
 
     def __init__(self, windowing: WindowOptions, special_id: int | None) -> None:
@@ -107,16 +107,16 @@ class WindowCutter:
         self.stride = stride
         self.count = 0
         self.begin = 0
-        """Where the next window begins: no token before it will be scored."""
+        """Start of the next window; no token before it will be scored."""
         self.prefix_id = special_id if protocol == "rolling" else None
-        """The token before a text that does not begin with it."""
+        """The token to insert before the text; None if the text begins with it."""
         self._first_id = special_id if protocol == "llamacpp" else None
-        """What stands over the first token of each window."""
+        """The token that replaces the first of each window."""
         self._num_unscored = {"rolling": 0, "llamacpp": length // 2 + 1}.get(protocol, 1)
-        """Tokens at the begin of a window that it does not score."""
+        """Tokens at the start of a window that it does not score."""
         self._has_tail = protocol in ("sliding", "rolling")
         self._needs_next = protocol == "exl3"
-        """Whether the token after a window has to be there."""
+        """Whether a window needs a token after it."""
         self._scores_again = protocol == "exl3"
         self._min_count = 2 * length if protocol == "llamacpp" else 0
         self._rows_left = windowing.rows
@@ -125,7 +125,7 @@ class WindowCutter:
         self._kept_from = 0
 
     def feed(self, ids: Sequence[int]) -> list[Window]:
-        """Return windows that these tokens complete."""
+        """Add tokens; return the windows that they complete."""
         self._kept.extend(ids)
         self.count += len(ids)
         windows: list[Window] = []
@@ -146,9 +146,9 @@ class WindowCutter:
         return windows
 
     def finish(self) -> list[Window]:
-        """Return the windows that are left when no more tokens come.
+        """End the text; return the remaining windows.
 
-        Errors: APIError `invalid_request` where a text of `llamacpp` does not fill two windows.
+        Errors: APIError `invalid_request` if a text of `llamacpp` does not fill two windows.
         """
         if self.count < self._min_count:
             detail = (
@@ -159,7 +159,7 @@ class WindowCutter:
         return self._cut(self.count) if self._has_tail else []
 
     def _cut(self, end: int) -> list[Window]:
-        """Return the window from `begin` to an end; none where it scores nothing."""
+        """Return the window from `begin` to `end`, unless it scores nothing."""
         start = first = self.begin
         first += self._num_unscored
         if not self._scores_again:
@@ -169,12 +169,12 @@ class WindowCutter:
         self._scored_to = end
         if self.prefix_id is not None:
             start = max(0, end - 1 - self.context_length)
-        tokens = self._find(start, end - 1)
+        tokens = self._slice(start, end - 1)
         if self.prefix_id is not None and not self.begin:
             tokens.insert(0, self.prefix_id)
         if self._first_id is not None:
             tokens[0] = self._first_id
-        return [Window(start, end, tokens, self._find(first, end))]
+        return [Window(start, end, tokens, self._slice(first, end))]
 
-    def _find(self, start: int, end: int) -> list[int]:
+    def _slice(self, start: int, end: int) -> list[int]:
         return self._kept[start - self._kept_from : end - self._kept_from]

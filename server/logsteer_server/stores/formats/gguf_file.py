@@ -1,16 +1,16 @@
 """GGUF control vectors, as repeng and llama.cpp write and read them.
 
-Layer numbers need no shift: tensor `direction.N` is added to the residual stream that leaves block
-N, 0-based, by both. repeng trains `directions[N]` on `hidden_states[N + 1]`, which is the output of
-block N, and adds it there. llama.cpp stores `direction.N` at row N - 1, and reads row N - 1 back
-for layer N, where it is added to `l_out-N`; so it has no layer 0 and refuses `direction.0`, which
-repeng can write. (llama.cpp's own cvector-generator trains on `l_out-N` and writes that as
-`direction.N+1`: the effect of the file decides here.)
+Layer numbers need no shift: both add the tensor `direction.N` to the output of block N, 0-based.
+repeng trains `directions[N]` on `hidden_states[N + 1]`, which is the output of block N, and adds it
+there. llama.cpp stores `direction.N` in row N - 1, reads row N - 1 for layer N, and adds it to
+`l_out-N`; so it has no layer 0 and refuses `direction.0`, which repeng can write. (llama.cpp's own
+cvector-generator trains on `l_out-N` and writes that as `direction.N+1`; here the file's effect
+decides.)
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package is
-not used: importing it takes seconds and loads tokenizer libraries, and its reader wants a path and
-makes an array for each element of metadata, so that a small file can take all memory. Here every
-size is compared with the bytes that are there before it is believed.
+The layout is ggml's docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package is not used:
+its import takes seconds and loads tokenizer libraries, and its reader needs a path and creates an
+array for each element of metadata, so that a small file can use all memory. Here every size is
+checked against the number of bytes present.
 """
 
 import struct
@@ -34,18 +34,18 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _DTYPES = {0: "<f4", 1: "<f2", 28: "<f8"}
-"""ggml's type -> numpy's; the rest are quantised, or no floating point."""
+"""ggml's type -> numpy's; other types are quantised or integers."""
 
 
 class _Cursor:
-    """A place in the bytes; nothing beyond their end is ever read or reserved."""
+    """A position in the bytes, which never reads or reserves beyond their end."""
 
     def __init__(self, data: bytes) -> None:
         self.data = memoryview(data)
         self.position = 0
 
     def read(self, size: int) -> memoryview:
-        """Read the next bytes. Errors: ValueError where there are not as many."""
+        """Read the next bytes. Errors: ValueError if too few are left."""
         if size > len(self.data) - self.position:
             left = len(self.data) - self.position
             raise ValueError(
@@ -56,15 +56,15 @@ class _Cursor:
         return self.data[self.position - size : self.position]
 
     def number(self, layout: str) -> Any:
-        """Read one number in a layout of `struct`."""
+        """Read one number in a `struct` layout."""
         return struct.unpack(layout, self.read(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        """Read a string behind its length. Errors: ValueError, for what is not UTF-8 too."""
+        """Read a string, after its length. Errors: ValueError, also if it is not UTF-8."""
         return str(self.read(self.number("<Q")), "utf-8")
 
     def count(self, limit: int, what: str) -> int:
-        """Read a number of things. Errors: ValueError for more than the limit."""
+        """Read a count. Errors: ValueError if it exceeds the limit."""
         count: int = self.number("<Q")
         if count > limit:
             raise ValueError(f"it announces {count} {what}, at most {limit} are allowed")
@@ -155,7 +155,7 @@ def render_gguf(
 ) -> bytes:
     """Return a control vector file with `direction.N` for each layer N, as repeng writes it.
 
-    `further` are strings that its metadata has besides.
+    `further`: additional strings of its metadata.
     """
     fields = [
         ("general.architecture", _STRING, _render_string(ARCHITECTURE)),

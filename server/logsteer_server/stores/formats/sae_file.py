@@ -1,11 +1,11 @@
-"""Sparse autoencoders: SAELens' two files, and labels of the features, stored as one.
+"""Sparse autoencoders: SAELens' two files, and labels of the features, stored as one file.
 
-These are `cfg.json` and `sae_weights.safetensors`. With x an activation, s the factor that
-activations are multiplied by before the autoencoder (1 for most), w the feature's column of W_enc
-and d its row of W_dec:
+SAELens' files are `cfg.json` and `sae_weights.safetensors`. With x an activation, s the factor that
+scales activations before the autoencoder (mostly 1), w the feature's column of W_enc and d its row
+of W_dec:
 
-    z = (s x - b_dec) . w + b_enc        without b_dec where `apply_b_dec_to_input` is false
-    the feature adds relu(z) d / s to the reconstruction, where z is above its threshold
+    z = (s x - b_dec) . w + b_enc        without b_dec if `apply_b_dec_to_input` is false
+    the feature adds relu(z) d / s to the reconstruction if z is above its threshold
 
 | architecture | z and its threshold |
 |---|---|
@@ -13,7 +13,7 @@ and d its row of W_dec:
 | `jumprelu` | `threshold`, at least 0 |
 | `gated` | z has the slope exp(r_mag) and the bias b_mag; the gate x . w + b_gate > 0 is a |
 | | threshold on the same product, b_mag - exp(r_mag) b_gate (arXiv 2404.16014, section 3.2) |
-| `topk` | among the k largest of all features: no matter of this feature alone |
+| `topk` | among the k largest of all features, so it depends on the other features |
 """
 
 import json
@@ -40,27 +40,27 @@ from logsteer_server.stores.formats.tensor_file import (
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, Readout
 
 SAE_KEY = "logsteer.sae"
-"""The entry of a joined file's metadata that has all but the weights: JSON."""
+"""The metadata entry of a joined file with everything except the weights, as JSON."""
 ENCODED = {
     "standard": ("b_enc",),
     "jumprelu": ("b_enc", "threshold"),
     "topk": ("b_enc",),
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
-"""Architectures whose encoders are known -> their tensors [features]."""
+"""Supported architecture -> the encoder's tensors of shape [features]."""
 TRAINED = ("batchtopk", "matryoshka_batchtopk")
-"""Architectures that SAELens trains, whose features depend on the batch."""
+"""Training-only architectures of SAELens, whose features depend on the batch."""
 MEASURED = ("layer_norm", "constant_norm_rescale")
-"""Ways of normalising that divide each activation by what is measured on it."""
+"""Normalizations that divide each activation by a statistic of itself."""
 SCALED = "expected_average_only_in"
-"""The way that multiplies all activations by one constant."""
+"""The normalization that multiplies all activations by one constant."""
 _BLOCK = re.compile(r"blocks\.([0-9]+|\{layer\})\.(?:hook_)?([A-Za-z0-9_.]+)")
 _MODULE = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.([0-9]+)")
 MAX_LABEL = 512
-"""Characters of a label."""
+"""Most characters of a label."""
 MAX_CONFIG_BYTES, MAX_TENSORS = 2**16, 64
 OPENED = 4
-"""Autoencoders that stay open: a request may name many features, and labels take long to read."""
+"""Autoencoders kept open: a request may name many features, and reading labels takes long."""
 
 
 def invalid_sae(detail: str) -> APIError:
@@ -70,7 +70,9 @@ def invalid_sae(detail: str) -> APIError:
 
 @dataclass(frozen=True, slots=True)
 class SaeUpload:
-    """What comes with weights: SAELens' configuration, labels as JSON, what they leave open."""
+    """The parts of an upload besides the weights: SAELens' configuration, labels as JSON, and the
+    layer and scale if the configuration lacks them.
+    """
 
     config: bytes
     labels: bytes | None = None
@@ -79,7 +81,7 @@ class SaeUpload:
 
 
 def join_sae(about: SaeUpload, weights: IO[bytes], write: Callable[[bytes], None]) -> None:
-    """Write the weights' safetensors file with all else in its metadata.
+    """Write the weights' safetensors file with the other parts in its metadata.
 
     Errors: APIError `invalid_sae`.
     """
@@ -90,7 +92,7 @@ def join_sae(about: SaeUpload, weights: IO[bytes], write: Callable[[bytes], None
         document["labels"] = {} if about.labels is None else _read_labels(about.labels)
         document |= {"layer": about.layer, "activation_scale": about.activation_scale}
         text = json.dumps(document, sort_keys=True, ensure_ascii=False)
-        text.encode()  # half of a surrogate pair is JSON, and no answer could show it
+        text.encode()  # JSON may contain half of a surrogate pair, which no answer can
         copy_with_metadata(weights, {SAE_KEY: text}, write)
     except TensorFileError as error:
         raise invalid_sae(str(error)) from error
@@ -111,7 +113,7 @@ def _read_labels(data: bytes) -> dict[str, str]:
 
 
 class SaeConfig:
-    """What `cfg.json` says, and an upload beside it; since SAELens 6 a part of it is in `metadata`.
+    """The settings in `cfg.json`, completed by the upload; SAELens 6 has some in `metadata`.
 
     Errors: APIError `invalid_sae`.
     """
@@ -133,7 +135,7 @@ class SaeConfig:
         self.layer, self.hook = self._choose_place(layer)
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that is there, of the whole or of `metadata`."""
+        """Return the first of these fields that is set, at the top level or in `metadata`."""
         metadata = self._document.get("metadata")
         for name in names:
             for part in (self._document, metadata if isinstance(metadata, dict) else {}):
@@ -160,7 +162,7 @@ class SaeConfig:
         return name
 
     def _choose_scale(self, given: float | None) -> float:
-        """Return the constant that activations are multiplied by."""
+        """Return the constant factor of activations."""
         if self.normalization == SCALED and given is None:
             raise invalid_sae(
                 "cfg.json: activations are multiplied by a constant before this autoencoder, and "
@@ -194,15 +196,15 @@ class SaeConfig:
                 f"cfg.json: {told}; give --layer (layer), the block whose output it reads"
             )
         if hook == "resid_pre" and chosen:
-            # The stream that enters a block is the one that leaves the block before.
+            # A block's input is the previous block's output.
             return chosen - 1, RESID_POST
         return chosen, hook
 
 
 class SaeFile:
-    """A joined file, of which only the requested parts are read.
+    """A joined file, read only where needed.
 
-    Errors: APIError `invalid_sae` for any other file, or if its encoder is not known.
+    Errors: APIError `invalid_sae` for any other file, or if its encoder is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -260,7 +262,7 @@ class SaeFile:
         return self._file.read(name, *index).astype(np.float32, copy=False)
 
     def find(self, feature: int | str) -> int:
-        """Return the id of a feature, given as an id or a label. Errors: APIError."""
+        """Return the id of a feature, given its id or label. Errors: APIError."""
         if isinstance(feature, int):
             if feature < self.size:
                 return feature
@@ -274,10 +276,11 @@ class SaeFile:
         raise api_error("invalid_request", detail, param="feature")
 
     def read_vectors(self, feature: int, *, reads: bool) -> LayerVectors:
-        """Return what a feature writes, its decoder row, or what its encoder `reads`.
+        """Return a feature's decoder row, or with `reads` its encoder column.
 
-        What it reads has a readout, which makes its activation of a projection, where there is one.
-        Errors: APIError `invalid_sae` for a feature of zeros, or of numbers beyond float32.
+        The encoder column has a readout, which converts a projection to the feature's activation,
+        if the architecture allows it. Errors: APIError `invalid_sae` for a feature of zeros, or of
+        numbers beyond float32.
         """
         numbers_D: Any
         try:
@@ -293,7 +296,7 @@ class SaeFile:
             raise invalid_sae(f"feature {feature}: {told}") from error
 
     def _read_written(self, feature: int) -> npt.NDArray[np.float64]:
-        """Return what a feature of activation 1 adds to the activations."""
+        """Return the vector that a feature with activation 1 adds to the activations."""
         written_D = self._file.read("W_dec", feature).astype(np.float64)
         factor, tuned = 1 / self.config.scale, "finetuning_scaling_factor"
         if self.config.get(tuned) and tuned in self._file.entries:
@@ -301,7 +304,7 @@ class SaeFile:
         return written_D * (factor / np.linalg.norm(written_D) if self.encoder.rescales else factor)
 
     def _read_out(self, feature: int, read_D: npt.NDArray[np.float64]) -> Readout | None:
-        """Return what a projection on `read_D` means; None where it does not say the activation."""
+        """Return the readout of a projection on `read_D`; None if it does not give activations."""
         config = self.config
         if config.architecture == "topk" or config.normalization in MEASURED:
             return None
@@ -326,12 +329,12 @@ class SaeFile:
 
 @lru_cache(maxsize=OPENED)
 def open_sae(path: Path) -> SaeFile:
-    """Return what the joined file of a content holds, whose SHA-256 its path names."""
+    """Open a content's joined file, whose path contains its SHA-256."""
     return SaeFile(path)
 
 
 def check_sae(path: Path) -> SaeFile:
-    """Return what a joined file holds, all of it read. Errors: APIError `invalid_sae`."""
+    """Read all of a joined file, check it, and open it. Errors: APIError `invalid_sae`."""
     try:
         content = read_content(path)
     except TensorFileError as error:

@@ -1,6 +1,6 @@
-"""What uploaded safetensors files hold: overrides, and LoRA adapters, PEFT's two files in one.
+"""Uploaded safetensors files: overrides, and LoRA adapters, PEFT's two files joined.
 
-The file is mapped and read a piece at a time, because it can be as large as a model.
+A file is memory-mapped and read a piece at a time, because it can be as large as a model.
 """
 
 import json
@@ -21,17 +21,17 @@ from logsteer_server.stores.layer_vectors import view_tensor, widen
 
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
-"""Before the header: its own length."""
+"""Bytes of the header's length, which precede it."""
 MAX_TENSORS = 100_000
 PIECE = 2**22
-"""Numbers that are looked at together."""
+"""Numbers checked at once."""
 COPIED = 2**20
-"""Bytes that are copied at once."""
+"""Bytes copied at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """Shapes by name, and the Euclidean norm of all numbers together, summed in float64."""
+    """The shapes by name, and the Euclidean norm of all numbers, summed in float64."""
 
     shapes: dict[str, tuple[int, ...]]
     norm: float
@@ -42,7 +42,7 @@ class TensorFileError(ValueError):
 
 
 class TensorFile:
-    """The tensors of a safetensors file, each read from the disk where it is needed.
+    """The tensors of a safetensors file, read from the disk on access.
 
     Errors: TensorFileError.
     """
@@ -55,16 +55,16 @@ class TensorFile:
         self._numbers = np.memmap(path, mode="r")[start:]
 
     def view(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as it is on the disk: bfloat16 as 16-bit integers."""
+        """Return a tensor as stored: bfloat16 as 16-bit integers."""
         if name not in self.entries:
             raise TensorFileError(f"it has no tensor {name}")
         try:
             return view_tensor(self._numbers, self.entries[name])
-        except ValueError as error:  # other sizes than it says; more axes than numpy has
+        except ValueError as error:  # sizes that do not match; more axes than numpy supports
             raise TensorFileError(f"{name} cannot be read: {error}") from error
 
     def read(self, name: str, *index: Any) -> npt.NDArray[np.floating]:
-        """Return a tensor, or what an index selects of it; bfloat16 as float32."""
+        """Return a tensor, or the part that an index selects; bfloat16 as float32."""
         return widen(self.view(name)[index], self.entries[name]["dtype"])
 
 
@@ -74,7 +74,7 @@ def invalid_direction(detail: str) -> APIError:
 
 
 def read_direction(path: Path) -> TensorContent:
-    """Return what an override's file holds. Errors: APIError `invalid_vector`."""
+    """Check an override's file; return its shapes and norm. Errors: APIError `invalid_vector`."""
     try:
         return read_content(path)
     except TensorFileError as error:
@@ -82,10 +82,10 @@ def read_direction(path: Path) -> TensorContent:
 
 
 def read_content(path: Path) -> TensorContent:
-    """Return what the file holds. Errors: TensorFileError."""
+    """Check a file's sizes and numbers; return its shapes and norm. Errors: TensorFileError."""
     file = TensorFile(path)
     try:
-        # The library compares every announced size with the bytes that are there.
+        # The library checks every size in the header against the file.
         with safe_open(path, "numpy"):
             pass
     except SafetensorError as error:
@@ -112,10 +112,9 @@ def read_content(path: Path) -> TensorContent:
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Return the entries by tensor, metadata among them, and where the numbers start.
+    """Return the header's entries by name, with `__metadata__`, and the offset of the numbers.
 
-    The sizes in it are as the file says: they have not been compared with what is there. Errors:
-    TensorFileError.
+    The sizes in it are unchecked. Errors: TensorFileError.
     """
     size = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size > MAX_HEADER_BYTES:
@@ -137,9 +136,9 @@ def copy_with_metadata(
     header, _ = read_header(file)
     try:
         text = json.dumps({**header, "__metadata__": metadata}).encode()
-    except RecursionError as error:  # writing goes less deep than reading
+    except RecursionError as error:  # writing allows less depth than reading
         raise TensorFileError("its JSON is nested too deeply") from error
-    text += b" " * (-len(text) % LENGTH_BYTES)  # numbers start at a multiple of their size
+    text += b" " * (-len(text) % LENGTH_BYTES)  # align the numbers
     write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     while piece := file.read(COPIED):
         write(piece)
@@ -147,7 +146,7 @@ def copy_with_metadata(
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """What an adapter is, as its card says it."""
+    """The properties of an adapter for its card."""
 
     rank: int
     alpha: float
@@ -172,12 +171,12 @@ def join_files(config: bytes, weights: IO[bytes], write: Callable[[bytes], None]
         copy_with_metadata(weights, {CONFIG_KEY: own}, write)
     except (AdapterLayoutError, TensorFileError) as error:
         raise invalid_adapter(str(error)) from error
-    except RecursionError as error:  # writing goes less deep than reading
+    except RecursionError as error:  # writing allows less depth than reading
         raise invalid_adapter("its JSON is nested too deeply") from error
 
 
 def read_adapter(path: Path) -> AdapterContent:
-    """Return what a joined file holds. Errors: APIError `invalid_adapter`."""
+    """Check a joined file; return its properties. Errors: APIError `invalid_adapter`."""
     try:
         with path.open("rb") as file:
             header, _ = read_header(file)

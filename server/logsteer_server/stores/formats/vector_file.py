@@ -2,15 +2,14 @@
 
 | format | names of tensors |
 |---|---|
-| `safetensors` | a layer's number, alone or behind `layer.`, `layers.`, `model.layers.`, |
+| `safetensors` | a layer's number, alone or after `layer.`, `layers.`, `model.layers.`, |
 | | `transformer.h.`, `blocks.` or `direction.`; or TransformerLens' `blocks.N.hook_resid_post` |
 | `gguf` | `direction.N` |
 
-N is the 0-based block whose output the vector is for, whatever the format; `gguf_file` has the
-evidence for control vectors. A tensor is [D], or has further axes of length 1 in front. Readouts
-are an entry `logsteer.readouts` of the metadata of safetensors and of GGUF, whose other readers
-pass over it. What torch.save has written is a pickle, which is not read here: the client converts
-it on its caller's machine.
+In every format, N is the 0-based block whose output the vector is for; `gguf_file` has the evidence
+for control vectors. A tensor has shape [D], or [1, …, D]. Readouts are the metadata entry
+`logsteer.readouts` of both formats, which other readers ignore. Files of torch.save are pickles,
+which the server does not read: the client converts them on the caller's machine.
 """
 
 from collections.abc import Mapping
@@ -34,12 +33,12 @@ MEDIA_TYPES: Mapping[ContentFormat, str] = {
 }
 
 _STARTS_OF_PT = (b"PK\x03\x04", b"\x80")
-"""Of a zip archive, which torch.save writes, and of a pickle, which it once wrote."""
+"""First bytes of a zip archive, torch.save's format, and of a pickle, its older format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """The vectors of a file, its format, and what it says of its model."""
+    """The vectors of a file, its format, and the model that it names."""
 
     vectors: LayerVectors
     format: VectorFormat
@@ -47,7 +46,7 @@ class ReadFile:
 
 
 def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
-    """Return the vectors of a file in the format given, or the one that it looks like.
+    """Return the vectors of a file in the given format, or the one detected.
 
     Errors: APIError `invalid_vector`.
     """
@@ -71,8 +70,8 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
 def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | None) -> bytes:
     """Return the vectors as a file.
 
-    The safetensors file is `LayerVectors.content`: its SHA-256 is the vectors' own. Errors:
-    APIError `invalid_vector` where the format cannot hold them.
+    The safetensors file is `LayerVectors.content`, with the vectors' own SHA-256. Errors: APIError
+    `invalid_vector` if the format cannot hold them.
     """
     if name == "safetensors":
         return vectors.content
@@ -91,7 +90,7 @@ def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | Non
 
 
 def sniff_format(data: bytes) -> VectorFormat:
-    """Return the format that a file's first bytes tell of. Errors: APIError `invalid_vector`."""
+    """Detect a file's format from its first bytes. Errors: APIError `invalid_vector`."""
     if data.startswith(MAGIC):
         return "gguf"
     if data.startswith(_STARTS_OF_PT):
