@@ -320,6 +320,7 @@ class TestOpenAIShape:
             ("GET", "/v1/items", "method_not_allowed", 405, "invalid_request_error"),
             ("GET", "/v1/nothing", "not_found", 404, "invalid_request_error"),
             ("GET", "/v1/fail/context_too_long", "context_too_long", 400, "invalid_request_error"),
+            ("GET", "/v1/fail/overloaded", "overloaded", 429, "rate_limit_error"),
             ("GET", "/v1/fail/out_of_memory", "out_of_memory", 503, "server_error"),
         ],
     )
