@@ -10,10 +10,6 @@ import pytest
 
 from logsteer import InvalidRequestError, OverloadedError, TransportError
 
-from .documents import (
-    logprob_answer,
-    target,
-)
 from .scripted import Caller, Output, Script, answer, problem, run
 
 CARD: dict[str, Any] = {
@@ -29,12 +25,6 @@ CARD: dict[str, Any] = {
     "norm": 1.5,
     "bytes": 400,
     "created": "2026-01-02T03:04:05.678Z",
-}
-LIST = {"adapters": [CARD], "damaged": ["torn"], "bytes": 400, "max_bytes": 1000}
-GONE = {"name": "lora", "sha256": "ab" * 32}
-USED = {"adapter": {"name": "lora", "sha256": "ab" * 32}}
-MOOD: dict[str, Any] = {
-    "vectors": [{"name": "mood", "layers": "recommended", "scale": "recommended"}]
 }
 CONFIG = b'{"r": 8}\n'
 WEIGHTS = bytes(range(256)) * 4000
@@ -188,10 +178,6 @@ def test_a_missing_file_is_told_before_anything_is_sent(
     assert "PEFT's save_pretrained" in caught.value.detail
     assert (caught.value.param, caught.value.request_id) == ("directory", None)
     assert server.requests == []
-
-
-ITEMS = [{"context": "a", "targets": ["b"]}]
-SCORES = logprob_answer([target("b", -1.0)])
 
 
 def test_the_commands_about_adapters(capsys: Output, directory: Path) -> None:

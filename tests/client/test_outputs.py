@@ -136,7 +136,6 @@ def test_a_reader_who_leaves_ends_a_table_quietly() -> None:
 
 
 RECOMMENDED = {"scale": "recommended", "layers": "recommended"}
-MOOD = {"vectors": [{"name": "mood"} | RECOMMENDED]}
 ITEM = ["--item", "I am", " glad", " [red]sad"]
 
 

@@ -14,7 +14,7 @@ from logsteer import APIError, Client
 from logsteer.errors import NotFoundError
 from tests.conftest import DEMO_MODEL, ServerFactory, tlens_model, uncached
 from tests.contract.agreement import check_agreement, check_sweep
-from tests.contract.directions import load_model, read_logprobs, read_rows
+from tests.contract.directions import load_model, read_logprobs
 from tests.contract.lora import merge_adapter, write_adapter
 from tests.contract.steering import DATA, LAYER, HookedReference, V
 from tests.contract.tlens_cases import draw_ids
@@ -29,7 +29,6 @@ CONTEXT = draw_ids(np.random.default_rng(1), 40).tolist()
 TARGET = draw_ids(np.random.default_rng(2), 7).tolist()
 ITEM = {"context_ids": CONTEXT, "target_ids": [TARGET]}
 IDS = np.array(CONTEXT + TARGET, np.int32)
-OTHERS = [5, 900, 17]
 STEERING = {"vectors": [{**DATA, "scale": 1.5}]}
 
 
@@ -94,15 +93,6 @@ def test_scores_are_those_of_merged_weights(client: Client, merged: list[np.ndar
     # The context is in the prefix cache of every one of them by now.
     assert score(client) == pytest.approx(plain, abs=PER_TOKEN)
     assert score(client, adapter="a0") == pytest.approx(merged[0], abs=PER_TOKEN)
-
-
-def test_alternatives_are_those_of_merged_weights(client: Client, directories: list[Path]) -> None:
-    model = merge_adapter(load_model(DEMO_MODEL), directories[0])
-    rows_TV = read_rows(model, IDS)[len(CONTEXT) - 1 :]
-    item = ITEM | {"alternatives": OTHERS}
-    found = client.logprob([item], adapter="a0", top=2, tail=True).results[0].targets[0]
-    assert np.array(found.alternatives.logprobs) == pytest.approx(rows_TV[:, OTHERS], abs=PER_TOKEN)
-    assert np.array(found.top.logprobs) == pytest.approx(np.sort(rows_TV)[:, :-3:-1], abs=PER_TOKEN)
 
 
 def test_a_variant_is_computed_with_its_adapter(client: Client, merged: list[np.ndarray]) -> None:

@@ -13,7 +13,6 @@ from tests.contract.steering import DATA
 QUERY = "Once upon a time there was a cat named Tom, and a dog named Rex. " * 3 + "The cat was"
 ITEMS = [" very", " happy and", " sad because the dog was"]
 LABELS = [40, 99, 300, 7]
-FIELDS = ["query", "items", "label_token_ids", "apply_softmax", "item_first", "model"]
 
 
 @pytest.fixture

@@ -237,15 +237,6 @@ def test_streams_give_the_same_as_the_whole(client: Client) -> None:
             assert own[-1].finish_reason == completion.finish_reason
 
 
-def test_perplexity_under_steering(client: Client, hooked: HookedReference) -> None:
-    text = "Once upon a time there was a girl. She was very happy."
-    ids = client.tokenize(text).results[0].token_ids
-    answer = client.perplexity(text, steering=STEERING, cache=False)
-    wanted = hooked.logprobs(ids[:1], ids[1:], OPERATIONS["add"][1])
-    assert answer.total.sum_logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
-    assert answer.steering.tokens_steered == len(ids) - 1
-
-
 def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
     pairs = [
         {

@@ -137,15 +137,6 @@ def test_continuations_and_their_cache(engine: Any, spread: Any) -> None:
         assert again == pytest.approx(two.logprobs, abs=PER_TOKEN)
 
 
-def test_keys_and_values_stay_with_their_layer(spread: Any) -> None:
-    cache = spread._model.new_cache()
-    with torch.inference_mode():
-        spread._model.read(torch.tensor([[1, 2, 3]]), cache=cache)
-    assert [str(layer.keys.device) for layer in cache.layers] == [
-        f"{KIND}:{int(layer > 1)}" for layer in LAYERS
-    ]
-
-
 @pytest.fixture(scope="module")
 def deltas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ParameterDelta]:
     """A direction over all parameters, and an adapter of all layers."""

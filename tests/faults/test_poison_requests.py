@@ -87,12 +87,6 @@ class TestMemory:
     def refused(self, *numbers: int) -> list[int]:
         return [number for number in numbers if self.memory.is_poison(job(number))]
 
-    def test_the_second_death_is_one_too_many(self) -> None:
-        assert not self.die(1, 2)
-        assert self.refused(1, 2) == []
-        assert self.die(1, 3)
-        assert self.refused(1, 2, 3) == [1]
-
     def test_a_job_that_was_there_twice_at_one_death_has_died_once(self) -> None:
         assert not self.die(1, 1)
 

@@ -6,7 +6,6 @@ A process of its own, because vLLM reads its environment once and leaves a proce
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +20,6 @@ from tests.probes import finish
 
 UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
 """What an engine's process does without, and would import for seconds."""
-
-DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 def find_collisions() -> list[str]:

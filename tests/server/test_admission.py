@@ -57,21 +57,6 @@ def test_a_generation_without_a_bound_of_its_own_takes_no_whole_context() -> Non
     assert short.num_expected == short.num_positions == 80
 
 
-def test_two_reservations_share_the_budget() -> None:
-    admission = Admission(100)
-    first, second = admission.enter(), admission.enter()
-    first.cover(60)
-    with pytest.raises(OverloadedError, match=r"60 tokens of work are taken .* adds 41"):
-        second.cover(41)
-    second.cover(40)
-    with pytest.raises(OverloadedError, match="adds 10"):
-        first.cover(70)
-    assert admission.pending == 100, "a refusal takes nothing and gives nothing back"
-    second.release()
-    first.cover(70)
-    assert admission.pending == 70
-
-
 def test_what_would_not_fit_alone_is_too_large_and_no_overload() -> None:
     admission = Admission(100)
     with refused("payload_too_large", r"needs 101 tokens.*max_pending_tokens", retryable=False):

@@ -201,15 +201,6 @@ def test_no_seed_has_the_sequence_of_another_moved_on() -> None:
     assert not set(uniform_SI[0]) & set(uniform_SI[1])
 
 
-def test_the_example_of_the_draw() -> None:
-    q_RV = torch.tensor([[0.5, 0.2, 0.3]]).expand(3, -1)
-    assert draw_rows(q_RV, torch.tensor([0.1, 0.5, 0.69], dtype=torch.float64)).tolist() == [
-        0,
-        1,
-        1,
-    ]
-
-
 def test_the_ends_of_the_unit_interval_never_draw_what_is_cut() -> None:
     generator = torch.Generator().manual_seed(1)
     inner_RV = torch.rand((500, 3), generator=generator)
@@ -354,18 +345,6 @@ def test_each_row_has_the_columns_that_it_wants_of_what_drew_its_token(chunk: in
     plain_R = sample_by(SHAPES * 12, range(60)).draw(logits_RV, np.arange(60)).ids_R
     own_R = torch.tensor([spec is not None for spec in specs])
     assert torch.equal(drawn.ids_R[own_R], plain_R[own_R]), "what is read changes no token"
-
-
-def test_log_q_of_a_drawn_token_is_finite_in_half_precision() -> None:
-    """Many tokens of a bfloat16 head are as probable as the last one that is not cut."""
-    policies = [Policy(top_k=TOP_K), Policy(0.7, TOP_K), Policy(top_p=TOP_P), Policy(min_p=0.05)]
-    specs = [RowSpec(("logprob", "log_q"), policy=policy) for policy in policies] * 100
-    logits_RV = TIED.bfloat16().expand(400, -1)
-    drawn = RowSampler(specs, range(400)).draw(logits_RV, np.zeros(400, np.int64))
-    check_values(drawn, specs, logits_RV)
-    logprob_R, log_q_R = drawn.values_RW.unbind(-1)
-    assert log_q_R.isfinite().all()
-    assert (log_q_R[::4] > logprob_R[::4]).all(), "what is left has a larger part"
 
 
 def test_a_job_without_log_probabilities_wants_nothing_read() -> None:

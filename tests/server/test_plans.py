@@ -159,13 +159,6 @@ class TestTargets:
 class TestGradients:
     ITEMS = ({"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},)
 
-    def test_a_job_each_though_single_tokens_would_share_a_row(self) -> None:
-        made = plan({"context_ids": [5, 6], "target_ids": [[8], [9]]})
-        jobs = plan_gradients(made, ((0, "resid_post"),), Positions(), None, 1000)
-        assert [(job.tokens.tolist(), job.targets.tolist()) for job in jobs] == [
-            ([5, 6], [8]), ([5, 6], [9]),
-        ]  # fmt: skip
-
     def test_rows_bound_the_width(self) -> None:
         """Targets that read 4 and 3 tokens, at 2 sites: 14 rows."""
         sites = ((0, "resid_post"), (2, "resid_post"))

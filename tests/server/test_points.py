@@ -23,7 +23,7 @@ from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm import stream
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.layout import SteeredTokens, Step
+from logsteer_server.engines.vllm.layout import Step
 from logsteer_server.engines.vllm.points import (
     PointProbe,
     SharingProbe,
@@ -186,24 +186,6 @@ def test_a_stream_that_is_scaled_between_layers_has_no_resid_pre() -> None:
         other(1.5 * one(torch.randn(TOKENS, WIDTH)))
     reason = "what enters a layer is not what left the one in front"
     assert find_faults(probe.seen, exact=True) == {"resid_pre": reason}
-
-
-def test_tables_have_a_row_for_each_hook_of_each_layer() -> None:
-    hooks = ("attn_out", "resid_post")
-    tables = SteeringTables(SteeringSize(2, 1, 1, 64, hooks), 3, 4, WIDTH, torch.empty(0))
-    numbers, v = SiteNumbers(hooks, 3), np.ones(WIDTH, np.float32)
-    plan = SteeringPlan((Site(1, "resid_post", v), Site(2, "attn_out", 2 * v)))
-    tables.load({1: numbers.rewrite(plan)})
-    one = np.array([0])
-    tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0, one == 0)))
-    moved = torch.zeros(len(hooks) * 3, 4, WIDTH)
-    for number in range(len(moved)):
-        tables.apply(moved[number], None, number)
-    added = {(hook, layer): float(moved[numbers.number(hook, layer), 0, 0])
-             for hook in hooks for layer in range(3)}  # fmt: skip
-    assert {place: x for place, x in added.items() if x} == {
-        ("resid_post", 1): 1.0, ("attn_out", 2): 2.0,
-    }  # fmt: skip
 
 
 def steer_at(layer: int, hook: str, probe: Probe, **fields: Any) -> SteeringPlan:
@@ -479,18 +461,6 @@ def test_a_start_ends_where_graphs_are_not_what_their_layers_are(
 
 
 # ------------------------------------------------------------------ slots
-
-
-def test_equal_keys_share_a_slot_and_others_wait() -> None:
-    pool = SlotPool(2)
-    assert pool.acquire(b"a") == (1, True)
-    assert pool.acquire(b"a") == (1, False)
-    assert pool.acquire(b"b") == (2, True)
-    assert pool.acquire(b"c") is None
-    pool.release(1)
-    assert pool.acquire(b"c") is None
-    pool.release(1)
-    assert pool.acquire(b"c") == (1, True)
 
 
 def test_an_idle_slot_keeps_its_content_until_it_is_needed() -> None:

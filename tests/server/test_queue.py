@@ -204,16 +204,6 @@ def drain(queue: FairQueue) -> list[int]:
     return order
 
 
-def test_a_tenant_with_many_calls_gets_no_more_than_one_with_one() -> None:
-    """Turns went from call to call: whoever made ten calls had ten turns of eleven."""
-    queue = FairQueue(EngineRoom(1))
-    for n in range(10):
-        queue.put(lane_call(10 * n, "flood", 1, 1, 1))
-    queue.put(lane_call(500, "ann", 1, 1, 1))
-    first = drain(queue)[:6]
-    assert [job_id for job_id in first if job_id >= 500] == [500, 501, 502]
-
-
 def test_tenants_share_tokens_and_not_jobs() -> None:
     queue = FairQueue(EngineRoom(1))
     queue.put(lane_call(0, "long", *[10] * 10))
@@ -345,19 +335,6 @@ def make_queue() -> FairQueue:
 
 
 class TestBlocks:
-    def test_equal_prefixes_have_equal_blocks(self) -> None:
-        one, two = hash_blocks(score(1, 5)), hash_blocks(score(1, 6))
-        assert len(one) == 4
-        assert one == two
-        longer = hash_blocks(replace(score(1, 5), tokens=context(1, 6 * BLOCK)))
-        assert longer[:4] == one
-        assert len(longer) == 6
-
-    def test_a_block_is_known_by_all_before_it(self) -> None:
-        other = context(1).copy()
-        other[0] = 9
-        assert set(hash_blocks(score(1, 5))).isdisjoint(hash_blocks(Job(other)))
-
     def test_what_no_engine_shares_has_other_blocks(self) -> None:
         jobs = [
             replace(score(1, 5), **fields)  # type: ignore[arg-type]
@@ -376,9 +353,6 @@ class TestBlocks:
         blocks = [block for job in jobs for block in hash_blocks(job)]
         assert len(set(blocks)) == len(blocks) == 4 * len(jobs)
 
-    def test_less_than_a_block_has_none(self) -> None:
-        assert hash_blocks(Job(context(1, BLOCK - 1))) == []
-
 
 class TestRule:
     def test_a_token_of_prefix_is_worth_waiting_for_so_many(self) -> None:
@@ -389,12 +363,6 @@ class TestRule:
         replicas[0].add(EngineCall([Job(context(1, 1))], 2), [2])
         assert choose_replica(blocks, replicas).number == 1, "and one token more"
         assert choose_replica([], replicas).number == 1, "without a prefix load alone counts"
-
-    def test_the_longer_prefix_wins(self) -> None:
-        replicas, blocks = [ReplicaLoad(0), ReplicaLoad(1)], hash_blocks(score(1, 5))
-        replicas[0].prefixes.record(blocks[:1], None)
-        replicas[1].prefixes.record(blocks[:3], None)
-        assert choose_replica(blocks, replicas).number == 1
 
     def test_a_replica_remembers_what_its_cache_holds(self) -> None:
         known, (old, new) = PrefixMemory(), (hash_blocks(score(n, 5)) for n in (1, 2))
@@ -568,10 +536,3 @@ def test_dropped_jobs_are_gone() -> None:
     queue.drop(frozenset({20, 5, 99}))
     assert take_all(queue) == [[10]]
     assert not queue.has_work
-
-
-def test_limits_are_whole_numbers_that_are_known() -> None:
-    assert EngineLimits.parse({"max_batch_rows": 3}) == EngineLimits(max_batch_rows=3)
-    for engine_args in ({"max_rows": 3}, {"max_batch_rows": 0}, {"max_batch_rows": True}):
-        with pytest.raises(ValueError, match="engine_args"):
-            EngineLimits.parse(engine_args)

@@ -12,7 +12,7 @@ from logsteer_server.contract.plan import (
     Site,
     SteeringPlan,
 )
-from logsteer_server.engines.readings import ReadRequest, SequenceReadings
+from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
@@ -47,17 +47,6 @@ def test_conditions_hold_strictly_between_their_bounds() -> None:
     lost = readings.copy()
     lost[0, 0, 0] = np.nan
     assert not hold_all([HIGH, Condition(0, below=9.0)], lost)[0].any()
-
-
-def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> None:
-    asked = request(2, HIGH, first_kept=1, positions=Positions("completion"))
-    sequence = SequenceReadings(asked)
-    sequence.add(0, values(0.9, 0.9, 0.9, 0.1))
-    assert sequence.passed == (1,)
-    assert np.allclose(components(sequence.pop().values_TGR), [0.9, 0.9, 0.1])
-    nothing = SequenceReadings(request(2, HIGH, first_kept=None))
-    nothing.add(0, values(0.9))
-    assert (nothing.passed, nothing.pop()) == ((1,), None)
 
 
 def test_the_example_of_the_recorder() -> None:

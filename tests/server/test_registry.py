@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
-from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import ResultPart, ScoreOutputs
 from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import Job, JobResult, Policy, Routing, ScoreJob, ScoreOutput
@@ -71,11 +70,6 @@ def make_registry(settings: Settings) -> ModelRegistry:
 
 
 class TestFind:
-    def test_by_id(self) -> None:
-        models = registry("a", "b:1")
-        assert [models.find(name).id for name in ("b:1", "a")] == ["b:1", "a"]
-        assert models.find("a") is models.find("a")
-
     def test_the_only_one_need_not_be_named(self) -> None:
         assert registry("a").find(None).id == "a"
         with refused("invalid_request", "name one of them as model: a, b", param="model"):
@@ -117,18 +111,6 @@ class TestReadiness:
         assert "tokenizer did not load" in model.describe().detail
         with refused("internal", "tokenizer did not load", retryable=False):
             model.require()
-
-    def test_a_card_says_what_the_engine_and_tokenizer_are(self) -> None:
-        card = make_model().describe()
-        assert (card.id, card.state, card.context_length) == ("any", "ready", INFO.context_length)
-        assert (card.vocab_size, card.has_chat_template) == (INFO.vocab_size, True)
-        assert (card.num_layers, card.hidden_size) == (INFO.num_layers, INFO.hidden_size)
-        assert card.provenance.tokenizer_digest == load_codec().digest
-        assert (card.provenance.protocol, card.provenance.context_length) == (None, None)
-        windows = WindowOptions(protocol="exl3", context_length=64, stride=32, rows=5)
-        told = make_model().provenance(windows, "float64")
-        assert (told.protocol, told.precision) == ("exl3", "float64")
-        assert (told.context_length, told.stride, told.rows) == (64, 32, 5)
 
 
 def score(*numbers: int) -> list[ScoreJob]:

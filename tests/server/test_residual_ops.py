@@ -86,22 +86,6 @@ def test_additions_behind_another_operation_stay_behind_it() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "change"),
-    [
-        ({}, (-3, 0)),
-        ({"per_component": 1.0, "high": 1.0}, (-2, 0)),
-        ({"degrees": 90.0}, (2, -4)),
-    ],
-    ids=["ablate", "clamp", "rotate"],
-)
-def test_the_examples_of_a_change(fields: dict[str, float], change: tuple[int, int]) -> None:
-    op = ResidualOp(np.array([1, 0], np.float32), **fields)
-    directions_KD, numbers_KP = pack_ops([op], 1, 2)
-    found_TD = change_stream(torch.tensor([[3.0, 4.0]]), directions_KD[None], numbers_KP[None])
-    assert found_TD[0].tolist() == pytest.approx(change, abs=1e-6)
-
-
 def test_twice_v_is_once_2v() -> None:
     np.testing.assert_allclose(
         steer({"scale": 1.5}, {"scale": 1.5}), steer({"scale": 3.0}), atol=1e-6

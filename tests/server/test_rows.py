@@ -142,28 +142,6 @@ def test_listed_tokens_and_the_mass_beside_them(policy: str, double: bool) -> No
         assert sorted(-log_q_V)[:4] == pytest.approx(-found["top_logprobs"][r], abs=1e-5)
 
 
-def test_a_greedy_policy_is_certain() -> None:
-    logits_RV, targets_R = make_rows(4)
-    targets_R[0] = logits_RV[0].argmax()
-    targets_R[1] = logits_RV[1].argmin()
-    rows = Rows(logits_RV, targets_R, None, Policy(temperature=0.0))
-    assert COLUMNS["log_q"](rows)[:2].tolist() == [0.0, -math.inf]
-    assert COLUMNS["rb_entropy"](rows).abs().max() == 0
-    assert COLUMNS["effective_support"](rows).tolist() == [1.0] * R
-    assert COLUMNS["top1_prob"](rows).tolist() == [1.0] * R
-
-
-def test_reading_in_float64_comes_back_in_float64() -> None:
-    hidden_RV, targets_R = make_rows(5)
-    spec = RowSpec(("logprob", "rb_entropy"), top=2, double=True)
-    rows, bounds = HiddenRows.of(hidden_RV, targets_R), RowBounds(2**20, 2**20)
-    values_RW = read_hidden(rows, lambda hidden: hidden, V, spec, bounds)
-    expected = reference_columns(hidden_RV, targets_R)
-    assert values_RW.dtype == torch.float64
-    assert np.abs(values_RW[:, 0].numpy() - expected["logprob"]).max() < 1e-12
-    assert np.abs(values_RW[:, 1].numpy() - expected["rb_entropy"]).max() < 1e-11
-
-
 def test_rank_counts_strictly_larger_logits_only() -> None:
     logits_RV = torch.tensor([[1.0, 1.0, 1.0, 2.0]])
     ranks = [int(COLUMNS["rank"](Rows(logits_RV, torch.tensor([i])))) for i in range(4)]
@@ -175,14 +153,6 @@ def test_a_masked_logit_makes_no_nan() -> None:
     rows = Rows(logits_RV, torch.tensor([0]))
     assert float(COLUMNS["entropy"](rows)) == pytest.approx(math.log(2))
     assert float(COLUMNS["logprob"](Rows(logits_RV, torch.tensor([1])))) == -math.inf
-
-
-def test_logits_in_half_precision_are_summed_in_float32() -> None:
-    logits_RV, targets_R = make_rows(1)
-    half = logits_RV.bfloat16()
-    expected = reference_columns(half.float(), targets_R)["logprob"]
-    found = COLUMNS["logprob"](Rows(half, targets_R)).numpy()
-    assert np.abs(found - expected).max() < 1e-5
 
 
 @given(st.integers(0, 500), st.integers(1, 600))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
-from logsteer_server.engines.vllm.scoring import PromptPart, RowReader, RowRequest
+from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import RowSpec, unpack
 
@@ -69,13 +69,6 @@ def test_cut_and_preempted_prefills_give_the_rows_of_the_whole(
     for number, found in enumerate((rows["logprob"], *rows["alternatives"].T)):
         own = others[:, max(0, number - 1)]
         assert np.allclose(found, expected(own, slice(T - count, T)), atol=1e-6)
-
-
-def test_targets_that_share_a_row_are_all_read_from_the_last() -> None:
-    targets = np.array([4, 4, 9], dtype=np.int32)
-    values = read_parts(make_reader(), wanted(targets, shares_row=True), [(0, 5), (5, T)])
-    found_R = values.numpy().reshape(3, 2)[:, 0]
-    assert np.allclose(found_R, expected(targets, [T - 1] * 3), atol=1e-6)
 
 
 def test_a_row_that_targets_share_goes_through_the_head_once() -> None:
@@ -151,13 +144,3 @@ def test_one_rank_alone_writes_a_file_and_every_rank_reads_it(tmp_path: Path) ->
     request = describe_rows(job, RowSpec.of(job, ()))[SCORE]
     values = read_parts(make_reader(False), request, [(0, T)])
     assert np.allclose(values.numpy(), 0, atol=1e-6)
-
-
-def test_the_example_of_find_rows() -> None:
-    request = RowRequest(
-        np.zeros(3, np.int32), np.zeros((3, 0)), False, RowSpec(), np.zeros(0), None, None
-    )
-    first, positions = request.find_rows(4, 7, 8)
-    assert (first, positions.tolist()) == (0, [5, 6])
-    first, positions = request.find_rows(7, 8, 8)
-    assert (first, positions.tolist()) == (2, [7])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.captures import Capture, CapturedActivations, CaptureRead
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Job, ScoreJob
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan
 from logsteer_server.engines.vllm.captures import CaptureWish, RowPool
@@ -171,33 +170,21 @@ def test_no_row_is_given_out_twice(counts: list[int]) -> None:
     assert pool.take(1) is None
 
 
-def info(**changes: object) -> EngineInfo:
-    return replace(INFO, **changes)  # type: ignore[arg-type]
-
-
-def plan(length: int = 9, site: CaptureSite | None = None, **changes: object) -> list[CaptureJob]:
+def plan(capture_rows: int, site: CaptureSite | None = None) -> CaptureJob:
+    """The job of a text of nine tokens, by an engine with room for so many activations."""
     site = site or CaptureSite("resid_post", [2, 0], "each")
-    texts, places = [list(range(length))], ["items[0]"]
-    policy = changes.pop("on_overflow", "error")
-    found = plan_captures(texts, places, site, info(**changes), free, policy)  # type: ignore[arg-type]
-    assert all(entry.truncated == max(0, length - INFO.context_length) for entry in found)
-    return [entry.job for entry in found]
+    info = replace(INFO, capture_rows=capture_rows)
+    (found,) = plan_captures([list(range(9))], ["items[0]"], site, info, free)
+    return found.job
 
 
 def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None:
-    assert plan(9, capture_rows=18)[0].num_rows == 9
+    assert plan(18).num_rows == 9
     with refused("payload_too_large", r"items\[0\]: 18 activations .* capture_bytes"):
-        plan(9, capture_rows=17)
-    assert plan(9, CaptureSite("resid_post", [2, 0], "last"), capture_rows=17)
+        plan(17)
+    assert plan(17, CaptureSite("resid_post", [2, 0], "last"))
     some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
-    assert plan(9, some, capture_rows=8)[0].capture.layers == (0, 1, 2, 3)
-
-
-def test_what_is_too_long_loses_its_beginning_where_that_is_wanted() -> None:
-    (job,) = plan(INFO.context_length + 2, on_overflow="truncate_left")
-    assert job.tokens.tolist() == list(range(2, INFO.context_length + 2))
-    with refused("context_too_long", r"items\[0\] has"):
-        plan(INFO.context_length + 2)
+    assert plan(8, some).capture.layers == (0, 1, 2, 3)
 
 
 def test_activations_of_a_changed_model_that_are_not_finite_fail_the_job() -> None:

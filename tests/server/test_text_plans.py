@@ -92,18 +92,6 @@ def cut(
 
 
 class TestTexts:
-    def test_windows_read_what_was_asked_for(self) -> None:
-        policy = Policy(0.5, 3)
-        read = describe_rows(["entropy", "log_q"], policy, "float64")
-        windows, lengths = cut(TEXT, "a cat", read=read, context_length=16)
-        assert lengths == list(map(len, encode(TEXT, "a cat", bos=False)))
-        assert [window.text for window in windows] == [0] * (len(windows) - 1) + [1]
-        for window in windows:
-            assert window.job.columns == ("logprob", "entropy", "log_q")
-            assert (window.job.policy, window.job.double) == (Policy(0.5, 3), True)
-            assert len(window.job.tokens) < 16
-            assert window.num_scored == len(window.counts_R3) == len(window.job.targets)
-
     @pytest.mark.parametrize(
         ("protocol", "bos"), [("sliding", "auto"), ("sliding", "never"), ("rolling", "auto")]
     )
