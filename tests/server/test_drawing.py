@@ -371,3 +371,15 @@ def test_a_row_is_drawn_from_the_tokens_that_it_may_have() -> None:
         logprob, log_q = drawn.values_RW[1, :2].tolist()
         assert logprob == pytest.approx(float(logits[1].log_softmax(0)[2]), abs=1e-5)
         assert log_q == pytest.approx(0 if policy is GREEDY else math.log(0.5), abs=1e-5)
+
+
+def test_log_q_of_a_drawn_token_is_finite_in_half_precision() -> None:
+    """Many tokens of a bfloat16 head are as probable as the last one that is not cut."""
+    policies = [Policy(top_k=TOP_K), Policy(0.7, TOP_K), Policy(top_p=TOP_P), Policy(min_p=0.05)]
+    specs = [RowSpec(("logprob", "log_q"), policy=policy) for policy in policies] * 100
+    logits_RV = TIED.bfloat16().expand(400, -1)
+    drawn = RowSampler(specs, range(400)).draw(logits_RV, np.zeros(400, np.int64))
+    check_values(drawn, specs, logits_RV)
+    logprob_R, log_q_R = drawn.values_RW.unbind(-1)
+    assert log_q_R.isfinite().all()
+    assert (log_q_R[::4] > logprob_R[::4]).all(), "what is left has a larger part"

@@ -405,3 +405,22 @@ def test_the_kernel_reads_what_the_plain_form_reads() -> None:
         assert case["same_ranks"], case
         assert case["same_top"], case
         assert case["error"] < 2e-6, case
+
+
+def test_logits_in_half_precision_are_summed_in_float32() -> None:
+    logits_RV, targets_R = make_rows(1)
+    half = logits_RV.bfloat16()
+    expected = reference_columns(half.float(), targets_R)["logprob"]
+    found = COLUMNS["logprob"](Rows(half, targets_R)).numpy()
+    assert np.abs(found - expected).max() < 1e-5
+
+
+def test_reading_in_float64_comes_back_in_float64() -> None:
+    hidden_RV, targets_R = make_rows(5)
+    spec = RowSpec(("logprob", "rb_entropy"), top=2, double=True)
+    rows, bounds = HiddenRows.of(hidden_RV, targets_R), RowBounds(2**20, 2**20)
+    values_RW = read_hidden(rows, lambda hidden: hidden, V, spec, bounds)
+    expected = reference_columns(hidden_RV, targets_R)
+    assert values_RW.dtype == torch.float64
+    assert np.abs(values_RW[:, 0].numpy() - expected["logprob"]).max() < 1e-12
+    assert np.abs(values_RW[:, 1].numpy() - expected["rb_entropy"]).max() < 1e-11
