@@ -40,8 +40,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     keys = {
         "ann": add_key(path, "ann", "score", "steer", "write"),
         "bob": add_key(path, "bob", "score", "write"),
-        "eve": add_key(path, "eve", "score"),
-        "small": add_key(path, "small", "score", "write", stored_bytes=4096),
+        "eve": add_key(path, "eve", "score", "steer"),
+        "small": add_key(path, "small", "score", "steer", "write", stored_bytes=4096),
     }
     return keys | {"path": str(path)}
 
@@ -201,6 +201,38 @@ def test_statistics_are_those_of_all_rows_but_bos_and_sinks(client: Client) -> N
     assert text.token_ids[first.position] == first.token_id
     alone = client.capture(ROWS, "sums-alone", [1], reduce={"mean": True})
     assert (alone.bytes, alone.rows) == (0, len(is_left_out))
+
+
+def test_an_answer_is_written_under_a_name_once(
+    server: Server, client: Client, tokens: dict[str, str]
+) -> None:
+    capture: dict[str, Any] = {"layers": [1], "to": "store://answer"}
+    asked: dict[str, Any] = {"capture": capture, "max_tokens": 4, "seed": 1}
+    told = client.generate(["a", "b c"], **asked).captured
+    assert told is not None and (told.documents, told.num_shards) == (2, 1)
+    assert client.generate(["a", "b c"], **asked).captured == told, "it is the same request"
+    created = client.captures.get("answer").created
+    with refused("exists", "of another request", param="capture.to"):
+        client.generate(["a"], **asked)
+    with refused("exists", "of another request"):
+        client.captures.start("answer", [1], items=["a"])
+    assert client.captures.get("answer").created == created
+    found = client.perplexity(["a b c"], capture=capture | {"overwrite": True})
+    assert found.captured and client.captures.get("answer").documents == found.captured.documents
+    assert client.captures.pause("answer").state == client.captures.resume("answer").state == "done"
+    client.captures.start("busy", [1], items=ROWS, model="slow")
+    with refused("exists"):
+        client.generate(["a"], capture=capture | {"to": "store://busy", "overwrite": True})
+    client.captures.delete("busy")
+    for key, to, code, param in (
+        ("eve", "store://answer", "forbidden", "capture.to"),
+        ("ann", "store://../answer", "invalid_request", "capture.to"),
+        ("small", "store://answer", "payload_too_large", None),
+    ):
+        with Client(server.url, api_key=tokens[key], model="quick", max_retries=0) as other:
+            with refused(code, param=param):
+                other.generate(["a " * 50], capture=capture | {"to": to})
+            assert key == "ann" or not other.captures.list().captures
 
 
 def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:

@@ -41,9 +41,9 @@ LONG_ANSWER = 2**20
 def encode_event(event: Event, *, openai: bool) -> bytes:
     """Encode a server-sent event: named, or as a chunk of OpenAI's shape, which has no name.
 
-    In that shape only chunks are sent.
+    In that shape only chunks are sent, and what was captured to the store.
     """
-    if openai and event.name != "chunk":
+    if openai and event.name != "chunk" and "captured" not in event.document:
         return b""
     head = b"" if openai else b"event: " + event.name.encode() + b"\n"
     return head + b"data: " + encode_json(event.document) + b"\n\n"

@@ -160,6 +160,7 @@ class Stores:
     variants: VariantStore
     captures: CaptureStore
     may_steer: bool = True
+    may_write: bool = True
 
     def check_use(self, asked: ParameterFields) -> None:
         """Refuse interventions to callers without the scope. Errors: APIError `forbidden`."""
@@ -208,6 +209,7 @@ class NamespaceRegistry:
             VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
             captures,
             may_steer="steer" in caller.scopes,
+            may_write="write" in caller.scopes,
         )
         return stores
 
@@ -250,7 +252,7 @@ class Interventions:
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
             resolve_probes(reads.probes, stores.vectors, info),
-            resolve_capture(reads.capture, info, codec),
+            resolve_capture(reads, info, codec, stores.captures if stores.may_write else None),
         )
         if found.plan is not None:
             check_room(len(found.plan.probes), info, "probes")
@@ -283,6 +285,11 @@ class Interventions:
     def show_activations(self, found: CapturedActivations | None) -> dict[str, Any]:
         """Return what an answer shows of an output's activations."""
         return show_activations(self.capture, found) if self.capture and found else {}
+
+    @property
+    def stored(self) -> ResolvedCapture | None:
+        """The capture, where it is written to the store and not shown."""
+        return self.capture if self.capture and self.capture.target else None
 
     def count_captured(self, jobs: Iterable[Job]) -> int:
         """Count the numbers of activations that an answer may show of jobs."""

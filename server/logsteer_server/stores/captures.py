@@ -10,17 +10,22 @@ What the index does not list does not count: a shard whose index was not written
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from threading import Lock
+from typing import IO, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
+from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.captures import CaptureIndex
+from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upkeep import SHARED_BYTES
@@ -33,6 +38,8 @@ INDEX = "index.json"
 SOURCE = "source-"
 MAX_LINE = 2**24
 """Bytes of a line: what follows is another one."""
+SHARD_BYTES = 2**26
+"""Of activations in float32, from which on a shard is written."""
 
 
 def name_sums(number: int) -> str:
@@ -50,6 +57,51 @@ def read_lines(file: IO[bytes], first: int = 0) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
+class CapturedDocument(NamedTuple):
+    """A document's tokens, and what was captured of them."""
+
+    number: int
+    tokens: npt.NDArray[np.int32]
+    found: CapturedActivations
+
+
+def lay_out(capture: Capture, documents: Iterable[CapturedDocument]) -> dict[str, Any]:
+    """Return the tensors of a shard of documents, in float32: see `CaptureShard`."""
+    parts: dict[str, list[Any]] = {name: [] for name in ("document", "position", "token_ids")}
+    parts |= {f"{capture.hook}.{layer}": [] for layer in capture.layers}
+    for number, tokens, found in documents:
+        count = found.activations_LTD.shape[1]
+        places = np.full(count, -1) if capture.read == "mean" else found.places
+        token_ids = places if capture.read == "mean" else tokens[places]
+        columns = (np.full(count, number), places, token_ids, *found.activations_LTD)
+        for values, own in zip(parts.values(), columns, strict=True):
+            values.append(own)
+    return {
+        name: np.concatenate(own)
+        if own and own[0].ndim == 2
+        else np.concatenate([np.zeros(0), *own]).astype(np.int32)
+        for name, own in parts.items()
+    }
+
+
+def encode_shard(tensors: Mapping[str, Any], dtype: str) -> tuple[bytes, int]:
+    """Return a shard's file, and how many of its rows have a number that is not finite there."""
+    with np.errstate(over="ignore"):
+        cast = {n: rows.astype(dtype) for n, rows in tensors.items() if rows.ndim == 2}
+    is_whole_LN = [np.isfinite(rows_ND).all(1) for rows_ND in cast.values()]
+    num_lost = int((~np.logical_and.reduce(is_whole_LN)).sum())
+    return save({**tensors, **cast}), num_lost
+
+
+def refuse_name(there: CaptureIndex, param: str = "name") -> APIError:
+    """Return the error for a name that another request has."""
+    detail = (
+        f"The capture {there.name!r} exists, of another request: it was created at {there.created}"
+        ". Send overwrite=true to replace it, DELETE it, or choose another name."
+    )
+    return api_error("exists", detail, param=param)
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureStore:
     """The data sets of activations of one namespace, of at most `max_bytes`.
@@ -62,6 +114,8 @@ class CaptureStore:
     prefix: str = ""
     """What its places begin with: nothing, or `keys/<key>/`."""
     max_bytes: int = SHARED_BYTES
+    writing: Lock = field(default_factory=Lock, compare=False)
+    """Held while what an answer has captured is written."""
 
     def locate(self, name: str, file: str = "") -> str:
         """Return the place of a file of a data set."""
@@ -111,6 +165,13 @@ class CaptureStore:
         total = added + sum(entry.size for entry in entries)
         if total > self.max_bytes:
             raise refuse_size("capture", total, self.max_bytes)
+
+    def write_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Write files of a name. Errors: as `check_room`, for a key's."""
+        if self.prefix:
+            self.check_room(sum(map(len, files.values())))
+        for file, data in files.items():
+            self.objects.write(data, self.locate(name, file), create=False)
 
     def receive(self, _name: str, announced: int = 0) -> Upload:
         """Open a file for the upload of a data set. Errors: APIError `payload_too_large`."""

@@ -29,6 +29,7 @@ from logsteer_server.stores.captures import (
     list_keys,
     name_prefix,
     read_lines,
+    refuse_name,
 )
 from logsteer_server.stores.store import digest_request, stamp
 from logsteer_server.stores.threads import FairTurns
@@ -134,7 +135,7 @@ class CaptureJobs:
             there = await self._threads.run(store.find, name)
             if there is not None and there.source != digest:
                 if not overwrite:
-                    raise _refuse_name(there)
+                    raise refuse_name(there)
                 await self._stop(place)
                 await self._threads.run(store.remove, name)
             documents = await self._threads.run(_count_lines, upload)
@@ -177,7 +178,7 @@ class CaptureJobs:
             if there.digest == digest and not body.overwrite:
                 return there, False
             if not body.overwrite:
-                raise _refuse_name(there)
+                raise refuse_name(there)
             store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
         if rows:
             upload = store.receive(name, len(data))
@@ -248,14 +249,6 @@ class CaptureJobs:
             await self._stop(place)
             await self._threads.run(store.remove, name)
         return Deleted(name=name, sha256=source)
-
-
-def _refuse_name(there: CaptureIndex) -> APIError:
-    detail = (
-        f"The capture {there.name!r} exists, of another request: it was created at {there.created}"
-        ". Send overwrite=true to replace it, DELETE it, or choose another name."
-    )
-    return api_error("exists", detail, param="name")
 
 
 def _count_lines(upload: Upload) -> int:
