@@ -93,26 +93,6 @@ def test_windows_of_the_completion_and_the_stream_before_it_is_steered(client: C
     assert np.abs(after - before - 1.5 * VECTOR).max() < WITHIN
 
 
-def test_scores_and_windows_and_replies_have_activations(client: Client) -> None:
-    score = client.logprob(
-        [{"context": PROMPT, "targets": [" there was", " a"]}], capture=CAPTURE, space="both"
-    ).results[0].targets[0]  # fmt: skip
-    ids = client.tokenize([PROMPT], bos="auto").results[0].token_ids
-    ids += (score.token_ids or [])[:-1]
-    assert score.activations is not None
-    assert np.abs(read(score.activations) - finished(client, ids)).max() < WITHIN
-    window = client.perplexity([PROMPT], capture=CAPTURE, windows=True).results[0].windows[0]
-    assert read(window.activations).shape == (2, len(window.activations.positions), len(VECTOR))
-    capture = CAPTURE | {"positions": {"completion": [0, 3]}}
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "capture": capture}
-    for path, body in (
-        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "capture": capture}),
-        ("/v1/chat/completions", chat),
-    ):
-        choice = ask(client, path, body | {"ignore_eos": True}).json()["choices"][0]
-        assert read(choice["activations"]).shape == (2, 3, len(VECTOR))
-
-
 def test_every_encoding_says_the_same_and_a_stream_as_it_grows(client: Client) -> None:
     body = {"prompts": [PROMPT], "capture": CAPTURE, **DRAW}
     plain = ask(client, "/generate", body).json()["results"][0]["completions"][0]["activations"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load
 
@@ -22,6 +23,7 @@ from logsteer.extras.activations import ActivationShards
 from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
 from logsteer.schemas.captures import CaptureReduce
+from logsteer_server.stores.captures import read_parquet
 from logsteer_server.stores.layer_vectors import parse_content
 from logsteer_server.tasks.reduction import Reduction
 from tests.buckets import open_bucket
@@ -233,6 +235,42 @@ def test_an_answer_is_written_under_a_name_once(
             with refused(code, param=param):
                 other.generate(["a " * 50], capture=capture | {"to": to})
             assert key == "ann" or not other.captures.list().captures
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_data_set_of_the_store_is_named_by_its_place(
+    server: Server, client: Client, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = client.capture(ROWS[:9], "sent", [1], overwrite=True)
+    (index,) = server.directory.rglob("keys/ann/captures/sent/index.json")
+    place = index.parents[4] / "datasets" / "of" / f"rows.{kind}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "jsonl":
+        place.write_bytes(b"".join(RowLines(ROWS[:9], "text")))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"id": range(9), "text": ROWS[:9]}), place)
+    name, source = f"named-{kind}", f"store://of/rows.{kind}"
+    found = client.capture(source, name, [1])
+    assert (found.documents, found.source == wanted.source) == (9, kind == "jsonl")
+    same, rows = (read_rows(client, one) for one in ("sent", name))
+    assert all(np.array_equal(rows[key], same[key]) for key in same)
+    place.write_text("neither")
+    assert client.capture(source, name, [1]) == found, "it was copied once"
+    with refused("exists"):
+        client.captures.start(name, [1], source=f"store://of/others.{kind}")
+    for path, code in (
+        (f"store://of/others.{kind}", "not_found"),
+        ("store://../keys/ann/captures/sent/index.json", "invalid_request"),
+        (str(index), "invalid_request"),
+        *([(source, "invalid_request")] if kind == "parquet" else []),
+    ):
+        with refused(code, param="source"):
+            client.captures.start(name, [1], source=path, overwrite=True)
+    assert client.captures.index(name) == found, "what cannot be read replaces nothing"
+    if kind == "parquet":
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with refused("invalid_request", "pip install pyarrow.*None"):
+            list(read_parquet(place))
 
 
 def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:

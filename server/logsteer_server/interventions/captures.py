@@ -171,14 +171,14 @@ class CapturedJobs:
         rows = num_lost = 0
         for number, key in enumerate(keys):
             found = CapturedActivations.join(self._found[key])
-            own.append(CapturedDocument(number, np.concatenate(self._tokens[key]), found))
+            own.append((number, np.concatenate(self._tokens[key]), found))
             rows += found.activations_LTD.shape[1]
             if rows * row_bytes < SHARD_BYTES and number + 1 < len(keys):
                 continue
             data, lost = encode_shard(lay_out(capture, own), resolved.dtype)
             files[name_shard(len(shards))] = data
             shards.append(
-                CaptureShard(first=own[0].number, documents=len(own), rows=rows, bytes=len(data))
+                CaptureShard(first=own[0][0], documents=len(own), rows=rows, bytes=len(data))
             )
             num_lost += lost
             own, rows = [], 0

@@ -3,7 +3,7 @@
 And the receipt that proves that steering was applied.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -290,10 +290,6 @@ class Interventions:
     def stored(self) -> ResolvedCapture | None:
         """The capture, where it is written to the store and not shown."""
         return self.capture if self.capture and self.capture.target else None
-
-    def count_captured(self, jobs: Iterable[Job]) -> int:
-        """Count the numbers of activations that an answer may show of jobs."""
-        return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
         """Count the numbers that an answer shows of tokens, and of the tokens before them."""

@@ -5,6 +5,7 @@
     captures/<name>/sums-00000.safetensors     sums over all documents up to that shard's last
     captures/<name>/index.json                 a `CaptureIndex`, written whole after each shard
     keys/<key>/captures/…                      the same of a key's namespace
+    datasets/…                                 JSON lines and Parquet that requests name
 
 What the index does not list does not count: a shard whose index was not written is written again.
 """
@@ -16,14 +17,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from pydantic import ValidationError
 from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas import ActivationItem
 from logsteer.schemas.captures import CaptureIndex
 from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
@@ -36,6 +39,10 @@ log = logging.getLogger(__name__)
 DIRECTORY = "captures"
 INDEX = "index.json"
 SOURCE = "source-"
+DATASETS = "datasets"
+"""What data sets that requests name by their place are below: nothing of a key is."""
+PARQUET_ROWS = 256
+"""Read at once."""
 MAX_LINE = 2**24
 """Bytes of a line: what follows is another one."""
 SHARD_BYTES = 2**26
@@ -57,12 +64,25 @@ def read_lines(file: IO[bytes], first: int = 0) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
-class CapturedDocument(NamedTuple):
-    """A document's tokens, and what was captured of them."""
+CapturedDocument = tuple[int, npt.NDArray[np.int32], CapturedActivations]
+"""A document's number, its tokens, and what was captured of them."""
 
-    number: int
-    tokens: npt.NDArray[np.int32]
-    found: CapturedActivations
+
+def read_parquet(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a Parquet file as JSON lines. Errors: APIError `invalid_request`."""
+    try:
+        from pyarrow import parquet
+
+        file = parquet.ParquetFile(path)
+        names = {*ActivationItem.model_fields, "text"}.intersection(file.schema_arrow.names)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=sorted(names)):
+            for row in batch.to_pylist():
+                yield orjson.dumps({n: v for n, v in row.items() if v is not None}) + b"\n"
+    except (ImportError, ValueError, OSError, NotImplementedError) as error:
+        detail = (
+            f"Parquet is read by pyarrow, which the server needs (pip install pyarrow): {error}"
+        )
+        raise api_error("invalid_request", detail, param="source") from error
 
 
 def lay_out(capture: Capture, documents: Iterable[CapturedDocument]) -> dict[str, Any]:
@@ -184,6 +204,31 @@ class CaptureStore:
         self.check_room(upload.size)
         self.objects.write_file(upload, place, create=False)
         self.remove(name, lambda file: file.startswith(SOURCE) and f"/{file}" not in place)
+
+    def copy_source(self, name: str, path: str) -> str:
+        """Store an object below `datasets/` as a name's data set; return its rows' SHA-256.
+
+        Errors: APIError `not_found`, and those of `read_parquet`.
+        """
+        place, upload, fetched = (
+            f"{DATASETS}/{path}",
+            self.receive(name),
+            self.objects.open_upload(),
+        )
+        try:
+            is_parquet = path.endswith(".parquet")
+            self.objects.download(place, (fetched if is_parquet else upload).write)
+            for line in read_parquet(fetched.path) if is_parquet else ():
+                upload.write(line)
+            sha256 = upload.finish()
+            self.put_source(name, upload, sha256)
+        except FileNotFoundError as error:
+            detail = f"The store has no object {place}: put it there, or send the rows as items."
+            raise api_error("not_found", detail, param="source") from error
+        finally:
+            upload.discard()
+            fetched.discard()
+        return sha256
 
     def find_source(self, name: str) -> str | None:
         """Return the SHA-256 of the data set that was uploaded for a name; None without one."""

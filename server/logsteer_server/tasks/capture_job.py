@@ -53,7 +53,6 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import (
     SHARD_BYTES,
-    CapturedDocument,
     encode_shard,
     lay_out,
     name_sums,
@@ -416,7 +415,7 @@ class CaptureJobRun:
         files: dict[str, bytes] = {}
         capture = Capture(plan.layers, plan.body.hook, plan.body.read)
         found = [
-            CapturedDocument(one.number, one.planned.job.tokens, one.output.activations)
+            (one.number, one.planned.job.tokens, one.output.activations)
             for one in documents
             if one.planned and one.output and one.output.activations
         ]

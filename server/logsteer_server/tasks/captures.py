@@ -170,15 +170,16 @@ class CaptureJobs:
         ]
         data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
         source = sha256(data).hexdigest() if rows else store.find_source(name)
+        if (there := store.find(name)) is not None and not body.overwrite:
+            if there.digest == digest_request("capture", rows=source, **asked):
+                return there, False
+            raise refuse_name(there)
+        if body.source is not None:
+            source = store.copy_source(name, body.source.removeprefix("store://"))
         if source is None:
             detail = f"There is no data set: send items, or PUT it to /captures/{name}/source."
             raise api_error("invalid_request", detail, param="items")
-        digest = digest_request("capture", source=source, **asked)
-        if (there := store.find(name)) is not None:
-            if there.digest == digest and not body.overwrite:
-                return there, False
-            if not body.overwrite:
-                raise refuse_name(there)
+        if there is not None:
             store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
         if rows:
             upload = store.receive(name, len(data))
@@ -211,7 +212,7 @@ class CaptureJobs:
             failures=[],
             request=asked,
             source=source,
-            digest=digest,
+            digest=digest_request("capture", rows=source, **asked),
             changes=plan.changes,
             **dict.fromkeys(counts, 0),
         )

@@ -207,7 +207,9 @@ class Planner:
 
     def expect_captured(self, shown: Interventions, jobs: Iterable[Job]) -> None:
         """Reserve memory for activations of jobs, shown or stored. Errors: as `expect_arrays`."""
-        self.expect_arrays(shown.count_captured(jobs), is_stored=shown.stored is not None)
+        if (capture := shown.capture) is not None:
+            numbers = capture.width * sum(job.num_captured for job in jobs)
+            self.expect_arrays(numbers, is_stored=capture.target is not None)
 
     def expect_arrays(self, numbers: int, *, is_stored: bool = False) -> None:
         """Reserve memory for an answer with so many numbers of activations, or of whole rows.
