@@ -2955,7 +2955,7 @@ class AsyncCaptures(AsyncStoreMethods[CaptureList, CaptureCard]):
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             items: Texts; or objects with `token_ids`, taken as they are, or `messages`. None:
-                the rows of `source`, or those that were uploaded.
+                the rows of `source`, or of an upload.
             source: `store://PATH`: the object `datasets/PATH` of the server's store, which
                 every key may read: JSON lines, or Parquet whose name says so. It is copied
                 once.

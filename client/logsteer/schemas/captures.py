@@ -79,7 +79,7 @@ class CaptureRequest(SequenceOptions, InterventionFields, ChatFields):
         default=None,
         min_length=1,
         description="Texts; or objects with `token_ids`, taken as they are, or `messages`. Null: "
-        "the rows of `source`, or those that were uploaded.",
+        "the rows of `source`, or of an upload.",
     )
     source: Annotated[str, Field(max_length=1024, pattern=STORED_SOURCE)] | None = Field(
         default=None,
