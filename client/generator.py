@@ -192,8 +192,8 @@ CONVENIENCES = (
             Parameter(
                 "source",
                 "PromptSource",
-                "A list of texts or of rows, a path of JSON lines or Parquet, or `KIND:NAME` of "
-                "`logsteer.extras.datasets`.",
+                "A list of texts or of rows, a path of JSON lines or Parquet, `KIND:NAME` of "
+                "`logsteer.extras.datasets`, or `store://PATH` of the server.",
             ),
             Parameter("name", "str", "What the data set of activations is called."),
             Parameter("layers", "Sequence[int]", "Layers to read, 0-based."),
@@ -213,7 +213,7 @@ CONVENIENCES = (
             ),
             Parameter("progress", "bool", "Whether a terminal shows a bar.", True, default="True"),
         ),
-        frozenset({"name", "items", "layers"}),
+        frozenset({"name", "items", "layers", "source"}),
         "CaptureIndex",
         "Capture the activations of a source's rows on the server, wait for it, return its index.",
         "The server reads on if the caller is gone, and resumes after a restart: the same call "

@@ -168,8 +168,15 @@ class AsyncCaller:
         progress: bool = True,
         **options: Any,
     ) -> CaptureIndex:
-        rows, overwrite = RowLines(source, field), options["overwrite"]
-        await self._ask("captures.put", name=name, source=rows, overwrite=overwrite)
+        if isinstance(source, str) and source.startswith("store://"):
+            options["source"] = source
+        else:
+            await self._ask(
+                "captures.put",
+                name=name,
+                source=RowLines(source, field),
+                overwrite=options["overwrite"],
+            )
         card = await self._ask("captures.start", name=name, layers=layers, **options)
         bar = CountingProgress("capturing documents", card.documents_total, 0, progress)
         with bar:

@@ -169,8 +169,15 @@ class Caller:
         progress: bool = True,
         **options: Any,
     ) -> CaptureIndex:
-        rows, overwrite = RowLines(source, field), options["overwrite"]
-        self._ask("captures.put", name=name, source=rows, overwrite=overwrite)
+        if isinstance(source, str) and source.startswith("store://"):
+            options["source"] = source
+        else:
+            self._ask(
+                "captures.put",
+                name=name,
+                source=RowLines(source, field),
+                overwrite=options["overwrite"],
+            )
         card = self._ask("captures.start", name=name, layers=layers, **options)
         bar = CountingProgress("capturing documents", card.documents_total, 0, progress)
         with bar:

@@ -2543,8 +2543,8 @@ class ClientMethods(Caller):
         `logsteer.extras.activations` reads the directory.
 
         Args:
-            source: A list of texts or of rows, a path of JSON lines or Parquet, or `KIND:NAME`
-                of `logsteer.extras.datasets`.
+            source: A list of texts or of rows, a path of JSON lines or Parquet, `KIND:NAME` of
+                `logsteer.extras.datasets`, or `store://PATH` of the server.
             name: What the data set of activations is called.
             layers: Layers to read, 0-based.
             directory: Where the shards and their index are downloaded to; None: they stay on
@@ -2912,6 +2912,7 @@ class Captures(StoreMethods[CaptureList, CaptureCard]):
         special_tokens: SpecialTokens | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         items: Sequence[str | ActivationItem | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        source: str | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         read: ActivationRead | NotGiven = NOT_GIVEN,
@@ -2950,7 +2951,10 @@ class Captures(StoreMethods[CaptureList, CaptureCard]):
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
             items: Texts; or objects with `token_ids`, taken as they are, or `messages`. None:
-                the rows that were uploaded.
+                the rows of `source`, or of an upload.
+            source: `store://PATH`: the object `datasets/PATH` of the server's store, which
+                every key may read: JSON lines, or Parquet whose name says so. It is copied
+                once.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             positions: Which of the tokens that the model reads: all, or slices. Default all.
@@ -2984,6 +2988,7 @@ class Captures(StoreMethods[CaptureList, CaptureCard]):
             special_tokens=special_tokens,
             on_overflow=on_overflow,
             items=items,
+            source=source,
             hook=hook,
             positions=positions,
             read=read,

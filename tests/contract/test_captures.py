@@ -1,6 +1,7 @@
 """`capture` on every endpoint that runs the model: what `/activations` says of the whole text."""
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -92,26 +93,6 @@ def test_windows_of_the_completion_and_the_stream_before_it_is_steered(client: C
     assert np.abs(after - before - 1.5 * VECTOR).max() < WITHIN
 
 
-def test_scores_and_windows_and_replies_have_activations(client: Client) -> None:
-    score = client.logprob(
-        [{"context": PROMPT, "targets": [" there was", " a"]}], capture=CAPTURE, space="both"
-    ).results[0].targets[0]  # fmt: skip
-    ids = client.tokenize([PROMPT], bos="auto").results[0].token_ids
-    ids += (score.token_ids or [])[:-1]
-    assert score.activations is not None
-    assert np.abs(read(score.activations) - finished(client, ids)).max() < WITHIN
-    window = client.perplexity([PROMPT], capture=CAPTURE, windows=True).results[0].windows[0]
-    assert read(window.activations).shape == (2, len(window.activations.positions), len(VECTOR))
-    capture = CAPTURE | {"positions": {"completion": [0, 3]}}
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "capture": capture}
-    for path, body in (
-        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "capture": capture}),
-        ("/v1/chat/completions", chat),
-    ):
-        choice = ask(client, path, body | {"ignore_eos": True}).json()["choices"][0]
-        assert read(choice["activations"]).shape == (2, 3, len(VECTOR))
-
-
 def test_every_encoding_says_the_same_and_a_stream_as_it_grows(client: Client) -> None:
     body = {"prompts": [PROMPT], "capture": CAPTURE, **DRAW}
     plain = ask(client, "/generate", body).json()["results"][0]["completions"][0]["activations"]
@@ -155,6 +136,70 @@ def test_an_end_that_comes_early_leaves_fewer_tokens(client: Client) -> None:
     assert completion.activations is not None
     wanted = finished(client, ids)[:, len(found.prompt_ids) :]
     assert np.abs(read(completion.activations) - wanted).max() < WITHIN
+
+
+def list_shown(part: Any) -> Iterator[dict[str, Any]]:
+    """Every `activations` of an answer, in its order."""
+    if isinstance(part, dict):
+        if part.get("activations"):
+            yield part["activations"]
+        part = list(part.values())
+    for one in part if isinstance(part, list) else ():
+        yield from list_shown(one)
+
+
+def read_stored(client: Client, name: str) -> dict[str, np.ndarray]:
+    """All rows of a stored data set, by tensor."""
+    index = client.captures.index(name)
+    assert (index.state, client.captures.get(name).num_shards) == ("done", len(index.shards))
+    files = [load(client.captures.shard(name, str(n))) for n in range(index.num_shards)]
+    return {key: np.concatenate([file[key] for file in files]) for key in files[0]}
+
+
+TARGETS = [{"context": PROMPT, "targets": [" there was", " a", " the"]}]
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, **DRAW}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompts": [PROMPT, "The"], "n": 2, **DRAW}),
+        ("/steer", {"prompts": [PROMPT], "steering": STEERING, "baseline": True, **DRAW}),
+        ("/logprob", {"items": TARGETS}),
+        ("/perplexity", {"texts": [PROMPT * 9, "The"], "windows": True, "context_length": 16}),
+        ("/v1/completions", {"prompt": [PROMPT, "The"], "prompt_logprobs": 1, **DRAW}),
+        ("/v1/chat/completions", CHAT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_answer_writes_its_activations_to_the_store(
+    client: Client, path: str, body: dict[str, Any]
+) -> None:
+    shown = list(list_shown(ask(client, path, body | {"capture": CAPTURE}).json()))
+    name = "of" + path.replace("/", "-")
+    capture = CAPTURE | {"to": f"store://{name}", "overwrite": True}
+    answer = ask(client, path, body | {"capture": capture})
+    assert not list(list_shown(answer.json()))
+    rows = read_stored(client, name)
+    told = answer.json()["captured"]
+    assert (told["documents"], told["rows"]) == (len(shown), len(rows["document"]))
+    for number, one in enumerate(shown):
+        own = rows["document"] == number
+        assert rows["position"][own].tolist() == one["positions"]
+        found = np.stack([rows[f"resid_post.{layer}"][own] for layer in sorted(LAYERS)])
+        assert np.abs(found - read(one)).max() < WITHIN
+        if "steering" not in body:
+            ids = rows["token_ids"][own].tolist()
+            assert np.abs(found - finished(client, ids)).max() < WITHIN, "they are of these tokens"
+    if path in ("/generate", "/v1/chat/completions"):
+        streamed = ask(client, path, body | {"capture": capture, "stream": True}).text
+        assert "activations" not in streamed
+        again = read_stored(client, name)
+        assert all(np.array_equal(again[key], rows[key]) for key in ("document", "token_ids"))
+        assert np.abs(again["resid_post.3"] - rows["resid_post.3"]).max() < WITHIN
+        last = [line for line in streamed.splitlines() if '"captured"' in line][-1]
+        found = json.loads(last.removeprefix("data: "))["captured"]
+        assert found == told
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load
 
@@ -22,6 +23,7 @@ from logsteer.extras.activations import ActivationShards
 from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
 from logsteer.schemas.captures import CaptureReduce
+from logsteer_server.stores.captures import read_parquet
 from logsteer_server.stores.layer_vectors import parse_content
 from logsteer_server.tasks.reduction import Reduction
 from tests.buckets import open_bucket
@@ -40,8 +42,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     keys = {
         "ann": add_key(path, "ann", "score", "steer", "write"),
         "bob": add_key(path, "bob", "score", "write"),
-        "eve": add_key(path, "eve", "score"),
-        "small": add_key(path, "small", "score", "write", stored_bytes=4096),
+        "eve": add_key(path, "eve", "score", "steer"),
+        "small": add_key(path, "small", "score", "steer", "write", stored_bytes=4096),
     }
     return keys | {"path": str(path)}
 
@@ -201,6 +203,74 @@ def test_statistics_are_those_of_all_rows_but_bos_and_sinks(client: Client) -> N
     assert text.token_ids[first.position] == first.token_id
     alone = client.capture(ROWS, "sums-alone", [1], reduce={"mean": True})
     assert (alone.bytes, alone.rows) == (0, len(is_left_out))
+
+
+def test_an_answer_is_written_under_a_name_once(
+    server: Server, client: Client, tokens: dict[str, str]
+) -> None:
+    capture: dict[str, Any] = {"layers": [1], "to": "store://answer"}
+    asked: dict[str, Any] = {"capture": capture, "max_tokens": 4, "seed": 1}
+    told = client.generate(["a", "b c"], **asked).captured
+    assert told is not None and (told.documents, told.num_shards) == (2, 1)
+    assert client.generate(["a", "b c"], **asked).captured == told, "it is the same request"
+    created = client.captures.get("answer").created
+    with refused("exists", "of another request", param="capture.to"):
+        client.generate(["a"], **asked)
+    with refused("exists", "of another request"):
+        client.captures.start("answer", [1], items=["a"])
+    assert client.captures.get("answer").created == created
+    found = client.perplexity(["a b c"], capture=capture | {"overwrite": True})
+    assert found.captured and client.captures.get("answer").documents == found.captured.documents
+    assert client.captures.pause("answer").state == client.captures.resume("answer").state == "done"
+    client.captures.start("busy", [1], items=ROWS, model="slow")
+    with refused("exists"):
+        client.generate(["a"], capture=capture | {"to": "store://busy", "overwrite": True})
+    client.captures.delete("busy")
+    for key, to, code, param in (
+        ("eve", "store://answer", "forbidden", "capture.to"),
+        ("ann", "store://../answer", "invalid_request", "capture.to"),
+        ("small", "store://answer", "payload_too_large", None),
+    ):
+        with Client(server.url, api_key=tokens[key], model="quick", max_retries=0) as other:
+            with refused(code, param=param):
+                other.generate(["a " * 50], capture=capture | {"to": to})
+            assert key == "ann" or not other.captures.list().captures
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_data_set_of_the_store_is_named_by_its_place(
+    server: Server, client: Client, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = client.capture(ROWS[:9], "sent", [1], overwrite=True)
+    (index,) = server.directory.rglob("keys/ann/captures/sent/index.json")
+    place = index.parents[4] / "datasets" / "of" / f"rows.{kind}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "jsonl":
+        place.write_bytes(b"".join(RowLines(ROWS[:9], "text")))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"id": range(9), "text": ROWS[:9]}), place)
+    name, source = f"named-{kind}", f"store://of/rows.{kind}"
+    found = client.capture(source, name, [1])
+    assert (found.documents, found.source == wanted.source) == (9, kind == "jsonl")
+    same, rows = (read_rows(client, one) for one in ("sent", name))
+    assert all(np.array_equal(rows[key], same[key]) for key in same)
+    place.write_text("neither")
+    assert client.capture(source, name, [1]) == found, "it was copied once"
+    with refused("exists"):
+        client.captures.start(name, [1], source=f"store://of/others.{kind}")
+    for path, code in (
+        (f"store://of/others.{kind}", "not_found"),
+        ("store://../keys/ann/captures/sent/index.json", "invalid_request"),
+        (str(index), "invalid_request"),
+        *([(source, "invalid_request")] if kind == "parquet" else []),
+    ):
+        with refused(code, param="source"):
+            client.captures.start(name, [1], source=path, overwrite=True)
+    assert client.captures.index(name) == found, "what cannot be read replaces nothing"
+    if kind == "parquet":
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with refused("invalid_request", "pip install pyarrow.*None"):
+            list(read_parquet(place))
 
 
 def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:

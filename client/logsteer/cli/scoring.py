@@ -411,8 +411,9 @@ def add_capture(add: AddCommand) -> None:
     parser.add_argument("name", metavar="NAME", help="what the data set of activations is called")
     parser.add_argument(
         "file", metavar="FILE",
-        help="JSON lines (.jsonl, .jsonl.gz), .parquet, or hf:NAME (a data set); any other file or "
-        "- for standard input: a text a line, or JSON lines where the first is an object or string",
+        help="JSON lines (.jsonl, .jsonl.gz), .parquet, hf:NAME (a data set), or store://PATH "
+        "(in the server's store); any other file or - for standard input: a text a line, or JSON "
+        "lines where the first is an object or string",
     )  # fmt: skip
     parser.add_argument("--layers", type=parse_layers, required=True, metavar="N,N-N,…")
     parser.add_argument(
@@ -433,7 +434,7 @@ def add_capture(add: AddCommand) -> None:
 
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
     source: Any = arguments.file
-    if not (has_rows(source) or names_kind(source)):
+    if not (has_rows(source) or names_kind(source) or source.startswith("store://")):
         source = _read_texts(source)
     options: Any = {**given(arguments, *_CAPTURE), **read_changes(arguments)}
     if arguments.at is not None:

@@ -31,6 +31,7 @@ from logsteer.schemas.vectors import Query
 CaptureState = Literal["running", "paused", "done", "failed"]
 CaptureDtype = Literal["float32", "float16"]
 MAX_TOP = 1000
+STORED_SOURCE = r"^store://([A-Za-z0-9_-][A-Za-z0-9._=-]*/)*[A-Za-z0-9_-][A-Za-z0-9._=-]*$"
 
 
 def name_shard(number: int) -> str:
@@ -68,7 +69,7 @@ class CaptureReduce(Request):
 class CaptureRequest(SequenceOptions, InterventionFields, ChatFields):
     """A data set whose activations are captured, and what becomes of them.
 
-    The data set is `items`, or what `PUT /captures/{name}/source` has stored.
+    The data set is `items`, `source`, or what `PUT /captures/{name}/source` has stored.
     """
 
     reads_rows: ClassVar[bool] = True
@@ -78,7 +79,12 @@ class CaptureRequest(SequenceOptions, InterventionFields, ChatFields):
         default=None,
         min_length=1,
         description="Texts; or objects with `token_ids`, taken as they are, or `messages`. Null: "
-        "the rows that were uploaded.",
+        "the rows of `source`, or of an upload.",
+    )
+    source: Annotated[str, Field(max_length=1024, pattern=STORED_SOURCE)] | None = Field(
+        default=None,
+        description="`store://PATH`: the object `datasets/PATH` of the server's store, which every "
+        "key may read: JSON lines, or Parquet whose name says so. It is copied once.",
     )
     steering: Steering | None = Field(
         default=None, description="Steer the model; the whole sequence is the prompt."
@@ -111,6 +117,12 @@ class CaptureRequest(SequenceOptions, InterventionFields, ChatFields):
         default=None, description="Statistics that are computed meanwhile."
     )
     overwrite: bool = Field(default=False, description=OVERWRITE)
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if self.items is not None and self.source is not None:
+            raise ValueError("send one of items and source")
+        return self
 
 
 class CaptureQuery(Query):

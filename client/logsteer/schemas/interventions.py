@@ -3,7 +3,7 @@
 `/overrides` stores directions of the parameters, `/adapters` LoRA adapters.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -165,6 +165,9 @@ class VariantList(StoredList):
 ActivationRead = Literal["each", "last", "mean"]
 
 
+STORED_CAPTURE = r"^store://[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
 class CaptureOptions(Request):
     """Activations to give with an answer, of the very pass that it came from.
 
@@ -189,6 +192,13 @@ class CaptureOptions(Request):
     point: Literal["after", "before"] = Field(
         default="after", description="After or before the steering at that hook."
     )
+    to: Annotated[str, Field(max_length=136, pattern=STORED_CAPTURE)] | None = Field(
+        default=None,
+        description="`store://NAME`: write them to the store, as `/captures` does, and not to the "
+        "answer. A document is a target (with `space` both: a variant), a completion (a "
+        "baseline's are the last) or a window, in the answer's order. Scope `write`.",
+    )
+    overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
 class ActivationFields(InterventionFields):
@@ -220,3 +230,21 @@ class AppliedInterventions(AppliedParameters):
     """What an answer was computed under."""
 
     steering: SteeringReceipt | None = None
+
+
+class StoredActivations(Reply):
+    """A data set of activations that was written: `GET /captures/NAME` shows it."""
+
+    name: str
+    documents: int
+    rows: int
+    num_shards: int
+    bytes: int
+
+
+class CapturingAnswer(AppliedInterventions):
+    """What an answer was computed under, and what was captured to the store."""
+
+    captured: StoredActivations | None = Field(
+        default=None, description="What `to` of `capture` has written."
+    )

@@ -31,6 +31,7 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import (
     ActivationFields,
     AppliedInterventions,
+    CapturingAnswer,
     InterventionFields,
 )
 
@@ -315,7 +316,7 @@ class ItemScore(ItemResult, Tabled):
         }
 
 
-class LogprobAnswer(Answer, AppliedInterventions, Tabled):
+class LogprobAnswer(Answer, CapturingAnswer, Tabled):
     """One result per item, in the order given.
 
     As a file (`Accept: application/vnd.safetensors`, with `vocabulary`, `top`, `alternatives` or

@@ -31,6 +31,7 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import (
     ActivationFields,
     AppliedInterventions,
+    CapturingAnswer,
     InterventionFields,
 )
 
@@ -309,8 +310,10 @@ class CompletionRequest(SamplingRequest):
             reason = "they are of generated tokens; leave out echo, or send /logprob"
             raise name_refusal({"logprob_token_ids": reason})
         for name in ("probes", "capture"):
-            if self.echo and getattr(self, name) is not None:
-                reason = "it reads where tokens are generated; leave out echo, or send /logprob"
+            if (self.echo or not self.max_tokens) and getattr(self, name) is not None:
+                reason = (
+                    "it reads where tokens are generated: draw some without echo, or send /logprob"
+                )
                 raise name_refusal({name: reason})
         return self
 
@@ -430,7 +433,7 @@ class OpenAIUsage(Reply):
     total_tokens: int
 
 
-class CompletionAnswer(AppliedInterventions):
+class CompletionAnswer(CapturingAnswer):
     """The answer of `/v1/completions`, or one piece of its stream."""
 
     id: str
@@ -454,7 +457,7 @@ class ChatChoice(Reply):
     activations: TokenActivations | None = None
 
 
-class ChatCompletionAnswer(AppliedInterventions):
+class ChatCompletionAnswer(CapturingAnswer):
     """The answer of `/v1/chat/completions`, or one piece of its stream."""
 
     id: str

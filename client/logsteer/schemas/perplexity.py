@@ -29,7 +29,7 @@ from logsteer.schemas.common import (
     Usage,
     name_refusal,
 )
-from logsteer.schemas.interventions import ActivationFields, AppliedInterventions, ParameterOverride
+from logsteer.schemas.interventions import ActivationFields, CapturingAnswer, ParameterOverride
 from logsteer.schemas.steer import SteerStart
 from logsteer.schemas.steering import Steering, VectorName
 
@@ -113,7 +113,7 @@ class PerplexityRequest(
             raise ValueError("columns are listed with each token; send tokens: true as well")
         if self.probes is not None and not self.tokens:
             raise ValueError("probes are listed with each token; send tokens: true as well")
-        if self.capture is not None and not (self.windows or self.stream):
+        if self.capture is not None and not (self.windows or self.stream or self.capture.to):
             raise ValueError("activations are listed with each window; send windows: true as well")
         if self.capture is not None and self.reference is not None:
             raise ValueError("capture goes without a reference")
@@ -257,7 +257,7 @@ class TextResult(ItemResult, TextScore, Plotted):
     tokens: TokenScores | None = None
 
 
-class PerplexityAnswer(Answer, AppliedInterventions, Plotted):
+class PerplexityAnswer(Answer, CapturingAnswer, Plotted):
     """One result per text, in the order given, and the total."""
 
     results: list[TextResult]

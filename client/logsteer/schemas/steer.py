@@ -30,8 +30,8 @@ from logsteer.schemas.common import (
 )
 from logsteer.schemas.interventions import (
     ActivationFields,
-    AppliedInterventions,
     AppliedParameters,
+    CapturingAnswer,
     ParameterFields,
 )
 from logsteer.schemas.logprob import BOUNDARY, Boundary, BoundaryFinding, LogprobItem
@@ -145,7 +145,7 @@ class PromptCompletions(ItemResult, Tabled):
     )
 
 
-class ContinuationAnswer(Answer, AppliedInterventions, Tabled):
+class ContinuationAnswer(Answer, CapturingAnswer, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]

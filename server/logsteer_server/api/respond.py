@@ -41,9 +41,9 @@ LONG_ANSWER = 2**20
 def encode_event(event: Event, *, openai: bool) -> bytes:
     """Encode a server-sent event: named, or as an unnamed chunk in OpenAI's shape.
 
-    In OpenAI's shape, events other than chunks are left out.
+    In OpenAI's shape there are only chunks, and what was captured to the store.
     """
-    if openai and event.name != "chunk":
+    if openai and event.name != "chunk" and "captured" not in event.document:
         return b""
     head = b"" if openai else b"event: " + event.name.encode() + b"\n"
     return head + b"data: " + encode_json(event.document) + b"\n\n"

@@ -1,5 +1,6 @@
 """Captures: which activations a request asks for beside its answer, and what the answer shows."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,21 +8,66 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
-from logsteer.schemas import CaptureOptions
+from logsteer.schemas import ActivationFields, StoredActivations
+from logsteer.schemas.captures import CaptureIndex, CaptureShard, name_shard
+from logsteer_server.contract.batches import OutputPart
 from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateOutput, Job
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.steering import FindIds, place_positions
+from logsteer_server.stores.captures import (
+    SHARD_BYTES,
+    SOURCE,
+    CapturedDocument,
+    CaptureStore,
+    encode_shard,
+    lay_out,
+    refuse_name,
+)
+from logsteer_server.stores.store import digest_request, stamp
 from logsteer_server.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, slots=True)
+class CaptureTarget:
+    """The data set that what a request captures is written to."""
+
+    store: CaptureStore
+    name: str
+    request: dict[str, Any]
+    """What is captured; as of a job without statistics, `reduce` is null."""
+    digest: str
+    overwrite: bool
+
+    def check(self) -> None:
+        """Make sure that the name may be written to. Errors: APIError `exists`."""
+        there = self.store.find(self.name)
+        if there is None or there.digest == self.digest:
+            return
+        if there.state == "running" or not self.overwrite:
+            raise refuse_name(there, "capture.to")
+
+    def write(self, index: CaptureIndex, files: dict[str, bytes]) -> None:
+        """Write a data set in place of what has its name. Errors: as `check`; `Objects`."""
+        with self.store.writing:
+            self.check()
+            self.store.remove(self.name, lambda file: not file.startswith(SOURCE))
+            self.store.write_files(self.name, files)
+            self.store.write_index(index)
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedCapture:
-    """What is captured of each job, how wide it is, and the dtype that an answer shows."""
+    """What is captured of each job, how wide it is, and the dtype that an answer shows.
+
+    With a `target` it is written there, and the answer shows none.
+    """
 
     capture: Capture
     width: int
     dtype: str
+    target: CaptureTarget | None = None
 
 
 def find_layers(
@@ -41,25 +87,40 @@ def find_layers(
 
 
 def resolve_capture(
-    asked: CaptureOptions | None, info: EngineInfo, codec: TextCodec
+    request: ActivationFields, info: EngineInfo, codec: TextCodec, store: CaptureStore | None
 ) -> ResolvedCapture | None:
-    """Return what a request captures of a model. Errors: as `find_layers`.
+    """Return what a request captures of a model; it blocks. Errors: as `find_layers`; `forbidden`
+    without a store that its caller may write to, and those of `CaptureTarget.check`.
 
     A mean over all tokens leaves BOS out, as `/activations` does.
     """
+    asked, target = request.capture, None
     if asked is None:
         return None
+    if asked.to is not None:
+        if store is None:
+            detail = "capture.to needs a key with the scope write, which this one lacks."
+            raise api_error("forbidden", detail, param="capture.to")
+        body = request.model_dump(mode="json", exclude={"capture": {"overwrite"}})
+        digest = digest_request("capture", weights_digest=info.weights_digest, **body)
+        name = asked.to.removeprefix("store://")
+        told = {**body["capture"], "reduce": None}
+        target = CaptureTarget(store, name, told, digest, asked.overwrite)
+        target.check()
     layers = find_layers(asked.hook, asked.layers, info, "capture.")
     positions = place_positions(asked.positions, codec.decode)
     if asked.read == "mean" and positions.kind == "all" and codec.bos_id is not None:
         bos = Positions("slices", find=FindIds((codec.bos_id,)))
         positions = Positions(without=(bos,))
     capture = Capture(layers, asked.hook, asked.read, positions, asked.point == "before")
-    return ResolvedCapture(capture, info.hook_widths.get(asked.hook, info.hidden_size), asked.dtype)
+    width = info.hook_widths.get(asked.hook, info.hidden_size)
+    return ResolvedCapture(capture, width, asked.dtype, target)
 
 
 def show_activations(resolved: ResolvedCapture, found: CapturedActivations) -> dict[str, Any]:
     """Return what an answer shows of a job's activations, as `TokenActivations`, under its name."""
+    if resolved.target is not None:
+        return {}
     layers = map(str, resolved.capture.layers)
     shown = {
         "positions": found.places.astype(np.int32),
@@ -67,3 +128,87 @@ def show_activations(resolved: ResolvedCapture, found: CapturedActivations) -> d
         "sinks": {str(layer): places for layer, places in found.sinks.items()},
     }
     return {"activations": shown}
+
+
+class CapturedJobs:
+    """What is captured of a request's jobs, for its target."""
+
+    def __init__(self, resolved: ResolvedCapture) -> None:
+        self._resolved = resolved
+        self._batches: list[Sequence[Job]] = []
+        self._tokens: dict[tuple[int, int], list[Any]] = {}
+        self._found: dict[tuple[int, int], list[CapturedActivations]] = {}
+
+    def add(self, jobs: Sequence[Job], part: OutputPart) -> None:
+        """Add outputs of jobs of a batch, or pieces of them."""
+        if not self._batches or self._batches[-1] is not jobs:
+            self._batches.append(jobs)
+        for index, output in zip(part.indices, part.outputs, strict=True):
+            job, key = jobs[index], (len(self._batches), index)
+            if job.capture is not None:
+                tokens = self._tokens.setdefault(key, [job.tokens])
+                if isinstance(output, GenerateOutput):
+                    tokens.append(output.token_ids)
+                if output.activations is not None:
+                    self._found.setdefault(key, []).append(output.activations)
+
+    def write(
+        self, order: Sequence[int] | None, model: str, weights_digest: str, seconds: float
+    ) -> dict[str, Any]:
+        """Write all to the target; return the fields of `StoredActivations`. It blocks.
+
+        `order`: the job of each document; None: each job is one. Errors: as `CaptureTarget.write`.
+        """
+        resolved = self._resolved
+        capture, target = resolved.capture, resolved.target
+        assert target is not None
+        keys = sorted(self._tokens)
+        keys = keys if order is None else [keys[job] for job in order]
+        row_bytes = 4 * resolved.width * len(capture.layers)
+        shards: list[CaptureShard] = []
+        files: dict[str, bytes] = {}
+        own: list[CapturedDocument] = []
+        rows = num_lost = 0
+        for number, key in enumerate(keys):
+            found = CapturedActivations.join(self._found[key])
+            own.append((number, np.concatenate(self._tokens[key]), found))
+            rows += found.activations_LTD.shape[1]
+            if rows * row_bytes < SHARD_BYTES and number + 1 < len(keys):
+                continue
+            data, lost = encode_shard(lay_out(capture, own), resolved.dtype)
+            files[name_shard(len(shards))] = data
+            shards.append(
+                CaptureShard(first=own[0][0], documents=len(own), rows=rows, bytes=len(data))
+            )
+            num_lost += lost
+            own, rows = [], 0
+        index = CaptureIndex(
+            name=target.name,
+            state="done",
+            model=model,
+            weights_digest=weights_digest,
+            layers=list(capture.layers),
+            hook=capture.hook,
+            read=capture.read,
+            dtype=resolved.dtype,
+            width=resolved.width,
+            documents=len(keys),
+            documents_total=len(keys),
+            problems=0,
+            truncated=0,
+            tokens=sum(sum(map(len, own)) - (len(own) > 1) for own in self._tokens.values()),
+            rows=sum(shard.rows for shard in shards),
+            num_shards=len(shards),
+            bytes=sum(shard.bytes for shard in shards),
+            non_finite=num_lost,
+            seconds=seconds,
+            created=stamp(),
+            server=socket.gethostname(),
+            shards=shards,
+            failures=[],
+            request=target.request,
+            source=target.digest,
+            digest=target.digest,
+        )
+        target.write(index, files)
+        return index.model_dump(include=set(StoredActivations.model_fields))

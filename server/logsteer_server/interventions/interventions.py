@@ -3,7 +3,7 @@
 The receipt in the answer reports that steering was applied.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -160,6 +160,7 @@ class Stores:
     variants: VariantStore
     captures: CaptureStore
     may_steer: bool = True
+    may_write: bool = True
 
     def check_use(self, asked: ParameterFields) -> None:
         """Refuse interventions to callers without the scope. Errors: APIError `forbidden`."""
@@ -208,6 +209,7 @@ class NamespaceRegistry:
             VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
             captures,
             may_steer="steer" in caller.scopes,
+            may_write="write" in caller.scopes,
         )
         return stores
 
@@ -250,7 +252,7 @@ class Interventions:
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
             resolve_probes(reads.probes, stores.vectors, info),
-            resolve_capture(reads.capture, info, codec),
+            resolve_capture(reads, info, codec, stores.captures if stores.may_write else None),
         )
         if found.plan is not None:
             check_room(len(found.plan.probes), info, "probes")
@@ -284,9 +286,10 @@ class Interventions:
         """Return an answer's fields for an output's activations."""
         return show_activations(self.capture, found) if self.capture and found else {}
 
-    def count_captured(self, jobs: Iterable[Job]) -> int:
-        """Return the most numbers of activations in an answer for these jobs."""
-        return self.capture.width * sum(job.num_captured for job in jobs) if self.capture else 0
+    @property
+    def stored(self) -> ResolvedCapture | None:
+        """The capture that is written to the store instead of the answer, if any."""
+        return self.capture if self.capture and self.capture.target else None
 
     def count_readings(self, tokens: int, context_tokens: int) -> int:
         """Return the count of readings in an answer, for its tokens and those of the context."""

@@ -5,22 +5,30 @@
     captures/<name>/sums-00000.safetensors     sums over all documents up to that shard's last
     captures/<name>/index.json                 a `CaptureIndex`, written whole after each shard
     keys/<key>/captures/…                      the same of a key's namespace
+    datasets/…                                 JSON lines and Parquet that requests name
 
 What the index does not list does not count: a shard whose index was not written is written again.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from threading import Lock
+from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
+import orjson
 from pydantic import ValidationError
+from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas import ActivationItem
 from logsteer.schemas.captures import CaptureIndex
+from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import ObjectEntry, Objects
 from logsteer_server.stores.upkeep import SHARED_BYTES
@@ -31,8 +39,14 @@ log = logging.getLogger(__name__)
 DIRECTORY = "captures"
 INDEX = "index.json"
 SOURCE = "source-"
+DATASETS = "datasets"
+"""What data sets that requests name by their place are below: nothing of a key is."""
+PARQUET_ROWS = 256
+"""Read at once."""
 MAX_LINE = 2**24
 """Bytes of a line: what follows is another one."""
+SHARD_BYTES = 2**26
+"""Of activations in float32, from which on a shard is written."""
 
 
 def name_sums(number: int) -> str:
@@ -50,6 +64,62 @@ def read_lines(file: IO[bytes], first: int = 0) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
+CapturedDocument = tuple[int, npt.NDArray[np.int32], CapturedActivations]
+"""A document's number, its tokens, and what was captured of them."""
+
+
+def read_parquet(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a Parquet file as JSON lines. Errors: APIError `invalid_request`."""
+    try:
+        from pyarrow import parquet
+
+        file = parquet.ParquetFile(path)
+        names = {*ActivationItem.model_fields, "text"}.intersection(file.schema_arrow.names)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=sorted(names)):
+            for row in batch.to_pylist():
+                yield orjson.dumps({n: v for n, v in row.items() if v is not None}) + b"\n"
+    except (ImportError, ValueError, OSError, NotImplementedError) as error:
+        detail = f"The Parquet file cannot be read by pyarrow (pip install pyarrow): {error}"
+        raise api_error("invalid_request", detail, param="source") from error
+
+
+def lay_out(capture: Capture, documents: Iterable[CapturedDocument]) -> dict[str, Any]:
+    """Return the tensors of a shard of documents, in float32: see `CaptureShard`."""
+    parts: dict[str, list[Any]] = {name: [] for name in ("document", "position", "token_ids")}
+    parts |= {f"{capture.hook}.{layer}": [] for layer in capture.layers}
+    for number, tokens, found in documents:
+        count = found.activations_LTD.shape[1]
+        places = np.full(count, -1) if capture.read == "mean" else found.places
+        token_ids = places if capture.read == "mean" else tokens[places]
+        columns = (np.full(count, number), places, token_ids, *found.activations_LTD)
+        for values, own in zip(parts.values(), columns, strict=True):
+            values.append(own)
+    return {
+        name: np.concatenate(own)
+        if own and own[0].ndim == 2
+        else np.concatenate([np.zeros(0), *own]).astype(np.int32)
+        for name, own in parts.items()
+    }
+
+
+def encode_shard(tensors: Mapping[str, Any], dtype: str) -> tuple[bytes, int]:
+    """Return a shard's file, and how many of its rows have a number that is not finite there."""
+    with np.errstate(over="ignore"):
+        cast = {n: rows.astype(dtype) for n, rows in tensors.items() if rows.ndim == 2}
+    is_whole_LN = [np.isfinite(rows_ND).all(1) for rows_ND in cast.values()]
+    num_lost = int((~np.logical_and.reduce(is_whole_LN)).sum())
+    return save({**tensors, **cast}), num_lost
+
+
+def refuse_name(there: CaptureIndex, param: str = "name") -> APIError:
+    """Return the error for a name that another request has."""
+    detail = (
+        f"The capture {there.name!r} exists, of another request: it was created at {there.created}"
+        ". Send overwrite=true to replace it, DELETE it, or choose another name."
+    )
+    return api_error("exists", detail, param=param)
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureStore:
     """The data sets of activations of one namespace, of at most `max_bytes`.
@@ -62,6 +132,8 @@ class CaptureStore:
     prefix: str = ""
     """What its places begin with: nothing, or `keys/<key>/`."""
     max_bytes: int = SHARED_BYTES
+    writing: Lock = field(default_factory=Lock, compare=False)
+    """Held while what an answer has captured is written."""
 
     def locate(self, name: str, file: str = "") -> str:
         """Return the place of a file of a data set."""
@@ -112,6 +184,13 @@ class CaptureStore:
         if total > self.max_bytes:
             raise refuse_size("capture", total, self.max_bytes)
 
+    def write_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Write files of a name. Errors: as `check_room`, for a key's."""
+        if self.prefix:
+            self.check_room(sum(map(len, files.values())))
+        for file, data in files.items():
+            self.objects.write(data, self.locate(name, file), create=False)
+
     def receive(self, _name: str, announced: int = 0) -> Upload:
         """Open a file for the upload of a data set. Errors: APIError `payload_too_large`."""
         self.check_room(announced)
@@ -123,6 +202,28 @@ class CaptureStore:
         self.check_room(upload.size)
         self.objects.write_file(upload, place, create=False)
         self.remove(name, lambda file: file.startswith(SOURCE) and f"/{file}" not in place)
+
+    def copy_source(self, name: str, path: str) -> str:
+        """Store an object below `datasets/` as a name's data set; return its rows' SHA-256.
+
+        Errors: APIError `not_found`, and those of `read_parquet`.
+        """
+        place = f"{DATASETS}/{path}"
+        upload, fetched = self.receive(name), self.objects.open_upload()
+        try:
+            is_parquet = path.endswith(".parquet")
+            self.objects.download(place, (fetched if is_parquet else upload).write)
+            for line in read_parquet(fetched.path) if is_parquet else ():
+                upload.write(line)
+            sha256 = upload.finish()
+            self.put_source(name, upload, sha256)
+        except FileNotFoundError as error:
+            detail = f"The store has no object {place}: put it there, or send the rows as items."
+            raise api_error("not_found", detail, param="source") from error
+        finally:
+            upload.discard()
+            fetched.discard()
+        return sha256
 
     def find_source(self, name: str) -> str | None:
         """Return the SHA-256 of the data set that was uploaded for a name; None without one."""

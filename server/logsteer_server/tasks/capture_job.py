@@ -37,6 +37,7 @@ from logsteer.schemas.captures import (
     name_shard,
 )
 from logsteer.schemas.faults import explain
+from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureOutput
 from logsteer_server.interventions.interventions import (
@@ -51,6 +52,9 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import (
+    SHARD_BYTES,
+    encode_shard,
+    lay_out,
     name_sums,
     read_lines,
 )
@@ -78,7 +82,6 @@ SLICE_DOCUMENTS = 1024
 """Bounds of what is planned and run at once; a document may go beyond them."""
 SLICES = 2
 """That are with the engine at once, so that it need not wait for a shard."""
-SHARD_BYTES = 2**26
 SHARD_DOCUMENTS = 2**16
 MAX_CHARS = 2**20
 """Of a document's text: encoding it takes up to a few hundred bytes each."""
@@ -410,19 +413,21 @@ class CaptureJobRun:
         """Return the index with the buffer's documents as its next shard, and the shard's files."""
         index, plan, documents = self._index, self._plan, self._buffer
         files: dict[str, bytes] = {}
-        reduced, tensors = index.reduced, self._lay_out()
+        capture = Capture(plan.layers, plan.body.hook, plan.body.read)
+        found = [
+            (one.number, one.planned.job.tokens, one.output.activations)
+            for one in documents
+            if one.planned and one.output and one.output.activations
+        ]
+        reduced, tensors = index.reduced, lay_out(capture, found)
         rows, num_lost = len(tensors["document"]), 0
         if self._reduction is not None and documents:
             self._add(self._reduction, tensors)
             reduced = self._reduction.describe()
             files[name_sums(len(index.shards))] = save(self._reduction.sums)
         if plan.writes and rows:
-            names = [f"{plan.body.hook}.{layer}" for layer in plan.layers]
-            with np.errstate(over="ignore"):
-                tensors |= {name: tensors[name].astype(plan.body.dtype) for name in names}
-            is_whole_LN = [np.isfinite(tensors[name]).all(1) for name in names]
-            num_lost = rows - int(np.logical_and.reduce(is_whole_LN).sum())
-            files[name_shard(len(index.shards))] = save(tensors)
+            data, num_lost = encode_shard(tensors, plan.body.dtype)
+            files[name_shard(len(index.shards))] = data
         size = len(files.get(name_shard(len(index.shards)), b""))
         failures = [
             CaptureProblem(document=one.number, code=one.problem.code, detail=one.problem.detail)
@@ -463,41 +468,13 @@ class CaptureJobRun:
 
         reduction.add(layers, rows_N3, write)
 
-    def _lay_out(self) -> dict[str, Any]:
-        """Return the tensors of a shard of the buffer's documents: see `CaptureShard`."""
-        plan = self._plan
-        parts: dict[str, list[Any]] = {name: [] for name in ("document", "position", "token_ids")}
-        parts |= {f"{plan.body.hook}.{layer}": [] for layer in plan.layers}
-        for one in self._buffer:
-            if one.planned is None or one.output is None:
-                continue
-            job, found_LTD = one.planned.job, one.output.activations_LTD
-            is_mean = plan.body.read == "mean"
-            places = np.full(1, -1) if is_mean else job.places
-            columns = (
-                np.full(found_LTD.shape[1], one.number),
-                places,
-                places if is_mean else job.tokens[places],
-            )
-            for values, own in zip(parts.values(), (*columns, *found_LTD), strict=True):
-                values.append(own)
-        return {
-            name: np.concatenate(own)
-            if own and own[0].ndim == 2
-            else np.concatenate([np.zeros(0), *own]).astype(np.int32)
-            for name, own in parts.items()
-        }
-
     def _write(self, index: CaptureIndex, files: Mapping[str, bytes]) -> None:
         """Write a shard's files, then the index that lists it, if this job is still wanted here.
 
         Errors: CaptureStoppedError.
         """
         store, name = self._store, index.name
-        if store.prefix:
-            store.check_room(sum(map(len, files.values())))
-        for file, data in files.items():
-            store.objects.write(data, store.locate(name, file), create=False)
+        store.write_files(name, files)
         there = store.find(name)
         if there is None or not self._host.is_own(there) or there.digest != index.digest:
             if there is None:

@@ -29,6 +29,7 @@ from logsteer_server.stores.captures import (
     list_keys,
     name_prefix,
     read_lines,
+    refuse_name,
 )
 from logsteer_server.stores.store import digest_request, stamp
 from logsteer_server.stores.threads import FairTurns
@@ -134,7 +135,7 @@ class CaptureJobs:
             there = await self._threads.run(store.find, name)
             if there is not None and there.source != digest:
                 if not overwrite:
-                    raise _refuse_name(there)
+                    raise refuse_name(there)
                 await self._stop(place)
                 await self._threads.run(store.remove, name)
             documents = await self._threads.run(_count_lines, upload)
@@ -169,15 +170,16 @@ class CaptureJobs:
         ]
         data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
         source = sha256(data).hexdigest() if rows else store.find_source(name)
+        if (there := store.find(name)) is not None and not body.overwrite:
+            if there.digest == digest_request("capture", rows=source, **asked):
+                return there, False
+            raise refuse_name(there)
+        if body.source is not None:
+            source = store.copy_source(name, body.source.removeprefix("store://"))
         if source is None:
             detail = f"There is no data set: send items, or PUT it to /captures/{name}/source."
             raise api_error("invalid_request", detail, param="items")
-        digest = digest_request("capture", source=source, **asked)
-        if (there := store.find(name)) is not None:
-            if there.digest == digest and not body.overwrite:
-                return there, False
-            if not body.overwrite:
-                raise _refuse_name(there)
+        if there is not None:
             store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
         if rows:
             upload = store.receive(name, len(data))
@@ -210,7 +212,7 @@ class CaptureJobs:
             failures=[],
             request=asked,
             source=source,
-            digest=digest,
+            digest=digest_request("capture", rows=source, **asked),
             changes=plan.changes,
             **dict.fromkeys(counts, 0),
         )
@@ -248,14 +250,6 @@ class CaptureJobs:
             await self._stop(place)
             await self._threads.run(store.remove, name)
         return Deleted(name=name, sha256=source)
-
-
-def _refuse_name(there: CaptureIndex) -> APIError:
-    detail = (
-        f"The capture {there.name!r} exists, of another request: it was created at {there.created}"
-        ". Send overwrite=true to replace it, DELETE it, or choose another name."
-    )
-    return api_error("exists", detail, param="name")
 
 
 def _count_lines(upload: Upload) -> int:

@@ -331,7 +331,7 @@ class GenerationTask(BodyTask[P]):
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
-        planner.expect_arrays(self.interventions.count_captured(self._continuations.jobs))
+        planner.expect_captured(self.interventions, self._continuations.jobs)
         yield Batch(self._continuations.jobs, take_each(self._take))
         if self.interventions.probes:
             ends = self._continuations.read_ends()

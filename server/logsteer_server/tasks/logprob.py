@@ -282,8 +282,8 @@ class LogprobTask(BodyTask[LogprobRequest]):
             contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
         if self.interventions.capture:
-            captured = (jobs[target.job] for target in plan.planned)
-            planner.expect_arrays(self.interventions.count_captured(captured))
+            self.documents = [target.job for target in plan.planned]
+            planner.expect_captured(self.interventions, (jobs[n] for n in self.documents))
         collector = Collector()
         if body.vocabulary or self.compares:
             batches = self._exchange_rows(planner, plan, jobs, collector)
@@ -362,7 +362,8 @@ class LogprobTask(BodyTask[LogprobRequest]):
             )
             raise api_error("invalid_request", detail, param="vocabulary")
         sizes = {"row_starts": [target["num_tokens"] for target in targets]}
-        if capture := self.interventions.capture:
+        capture = self.interventions.capture
+        if capture and not self.interventions.stored:
             first = f"{capture.capture.hook}.{capture.capture.layers[0]}"
             sizes["activation_starts"] = list(map(len, tensors[first]))
         starts = {name: [find_starts(n).astype(np.int32)] for name, n in sizes.items()}
@@ -380,7 +381,7 @@ def _pop_listed(target: dict[str, Any]) -> dict[str, Column]:
 
 def _pop_captured(target: dict[str, Any], interventions: Interventions) -> dict[str, Column]:
     """Take the arrays of activations out of a target, as a file names them."""
-    if interventions.capture is None:
+    if interventions.capture is None or interventions.stored:
         return {}
     capture, shown = interventions.capture.capture, target["activations"]
     found = {f"{capture.hook}.{layer}": rows for layer, rows in shown.pop("layers").items()}

@@ -97,6 +97,8 @@ class OpenAITask(BodyTask[S]):
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
         planner.cover_text(self._longest)
         self._prompts, jobs = await planner.run(self._plan, planner)
+        if not self.streams or self.interventions.stored:
+            planner.expect_captured(self.interventions, jobs)
         if not self.streams:
             self._expect(planner, jobs)
             collector = Collector()
@@ -183,8 +185,12 @@ class OpenAITask(BodyTask[S]):
         # Positions of steering are counted from where scored tokens begin.
         if asked and not self.echoes and self.interventions.plan is None:
             prompts = share_rows(prompts)
-        jobs = [job for each in prompts for job in each.jobs]
-        return prompts, self.interventions.apply(jobs)
+        jobs = self.interventions.apply([job for each in prompts for job in each.jobs])
+        if self.interventions.capture:  # of what is drawn: the scores of a prompt show none
+            jobs = [
+                job if isinstance(job, GenerateJob) else replace(job, capture=None) for job in jobs
+            ]
+        return prompts, jobs
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
         """Reserve memory for the answer. Errors: as `Planner.expect_rows`."""
@@ -198,7 +204,6 @@ class OpenAITask(BodyTask[S]):
         contexts = sum(job.prompt_len for job in drawn)
         tokens = sum(job.max_tokens for job in drawn)
         planner.expect_readings(self.interventions, len(drawn), tokens, contexts)
-        planner.expect_arrays(self.interventions.count_captured(jobs))
 
     @property
     @abstractmethod
@@ -279,7 +284,7 @@ class OpenAITask(BodyTask[S]):
     def write(self, facts: Facts) -> dict[str, Any]:
         """Render the answer in OpenAI's shape; a stream has no final document."""
         if self.streams:
-            return self._head
+            return {**self._head, "choices": []}
         document = self.report()
         applied = _drop_nulls(facts.applied)
         return {**self._head, **document, "usage": self._count_usage(), **applied}

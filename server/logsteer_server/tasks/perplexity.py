@@ -404,7 +404,7 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
             return
         plain = [window.job for window in windows]
         jobs = await planner.run(self.interventions.apply, plain)
-        planner.expect_arrays(self.interventions.count_captured(jobs))
+        planner.expect_captured(self.interventions, jobs)
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
             return

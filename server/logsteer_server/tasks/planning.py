@@ -10,7 +10,7 @@ Planning detects problems of items; these fail the request or only that item.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import LogprobItem
 from logsteer.schemas.common import OnError
+from logsteer_server.contract.jobs import Job
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.models.admission import BYTES, Admission, Reservation
 from logsteer_server.settings import Settings
@@ -204,12 +205,18 @@ class Planner:
         size = rows * (BYTES_PER_ROW + numbers * BYTES_PER_NUMBER + listed * each)
         self.expect_bytes(size)
 
-    def expect_arrays(self, numbers: int) -> None:
+    def expect_captured(self, shown: Interventions, jobs: Iterable[Job]) -> None:
+        """Reserve memory for activations of jobs, shown or stored. Errors: as `expect_arrays`."""
+        if (capture := shown.capture) is not None:
+            numbers = capture.width * sum(job.num_captured for job in jobs)
+            self.expect_arrays(numbers, is_stored=capture.target is not None)
+
+    def expect_arrays(self, numbers: int, *, is_stored: bool = False) -> None:
         """Reserve memory for an answer with so many numbers of activations, or of whole rows.
 
         Errors: as `expect_rows`, by the bound of activations.
         """
-        packs, limit = self.packs_arrays, self.settings.max_activation_bytes
+        packs, limit = self.packs_arrays or is_stored, self.settings.max_activation_bytes
         size = numbers * (BYTES_PER_PACKED if packs else BYTES_PER_NUMBER)
         if size > limit:
             detail = (
@@ -220,7 +227,7 @@ class Planner:
             )
             raise api_error("payload_too_large", detail)
         self._memory.add(size * (COPIES if packs else 1))
-        self.expected_bytes += size
+        self.expected_bytes += 0 if is_stored else size
 
     def hold_activations(self, numbers: int) -> None:
         """Reserve memory for activations that are captured and used, but not returned.

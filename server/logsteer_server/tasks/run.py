@@ -30,6 +30,7 @@ from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job, Routing
+from logsteer_server.interventions.captures import CapturedJobs
 from logsteer_server.interventions.interventions import (
     UNCHANGED,
     AppliedReport,
@@ -143,6 +144,8 @@ class Task(ABC):
     """The interventions of the answer; set by `plan`."""
     results: list[dict[str, Any]]
     """The results of the items; set by `plan`, if the task has any."""
+    documents: Sequence[int] | None = None
+    """The captured job of each document, where activations are stored; None: one a job."""
     applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
     """Interventions that the answer reports."""
     has_file: ClassVar[bool] = False
@@ -263,6 +266,8 @@ class Run:
     _times: TokenTimes | None = None
     _shows_start: bool = True
     _report: AppliedReport | None = None
+    _captured: CapturedJobs | None = None
+    """What is captured for the store."""
     _reservations: dict[Admission, Reservation] = field(default_factory=dict)
     _room: ExitStack = field(default_factory=ExitStack)
 
@@ -280,8 +285,8 @@ class Run:
 
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
-        record = self.record
-        record.model = self.task.model.id
+        record, task = self.record, self.task
+        record.model = task.model.id
         self.task.request_id = self.caller.routing.request_id
         self.task.check_limits(self.capacity.settings)
         self.task.require(through_gate=self.caller.passes_gate)
@@ -320,6 +325,9 @@ class Run:
                     async with aclosing(model.run(prepared, routing)) as parts:
                         async for part in parts:
                             generated = self._count(batch, model, part)
+                            if batch.purpose == "work" and (stored := task.interventions.stored):
+                                self._captured = self._captured or CapturedJobs(stored)
+                                self._captured.add(batch.jobs, part)
                             if generated and self.caller.allowance.counts_tokens:
                                 await self.caller.allowance.charge(generated)
                             for event in batch.take(part):
@@ -331,9 +339,19 @@ class Run:
                         record.record_phase("engine", taken, moment)
             if not has_started and self._shows_start:
                 yield self._open()
-            result = Event("result", self._write())
+            document = self._write()
+            if self._captured is not None:
+                document["captured"] = await self._store(self._captured)
+            result = Event("result", document)
             record.record_phase("answer", moment, time.monotonic())
             yield result
+
+    async def _store(self, captured: CapturedJobs) -> dict[str, Any]:
+        """Write what was captured to the store; return what an answer says of it."""
+        task, seconds = self.task, time.monotonic() - self.accepted
+        return await self.capacity.call_long(
+            captured.write, task.documents, task.model.id, task.info.weights_digest, seconds
+        )
 
     def _reserve(self, admission: Admission) -> Reservation:
         if admission not in self._reservations:

@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 ce2298c2911b35c2ce487955439d04f2c6e8f0af84a51a52e4c7f7d0e122baff
+// Written by build/types.mjs from openapi.json, sha256 00dc1389ff6beb7a0608ddf7004bc47f33073cfcd96eb2a487add171f141cb9b
 export interface paths {
     "/admin/reload": {
         parameters: {
@@ -635,11 +635,13 @@ export interface components {
             dtype?: "float32" | "float16";
             hook?: string;
             layers: number[];
+            overwrite?: boolean;
             /** @enum {string} */
             point?: "after" | "before";
             positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["PositionRule"];
             /** @enum {string} */
             read?: "each" | "last" | "mean";
+            to?: string | null;
         };
         CaptureProblem: {
             code: string;
@@ -682,6 +684,7 @@ export interface components {
             reduce?: components["schemas"]["CaptureReduce"] | null;
             shard_rows?: number;
             shards?: boolean | null;
+            source?: string | null;
             /** @enum {string} */
             special_tokens?: "parse" | "text";
             steering?: components["schemas"]["Steering"] | null;
@@ -800,6 +803,7 @@ export interface components {
         };
         GenerateAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
+            captured?: components["schemas"]["StoredActivations"] | null;
             id: string;
             model: string;
             override?: components["schemas"]["UsedOverride"] | null;
@@ -1029,6 +1033,7 @@ export interface components {
         };
         LogprobAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
+            captured?: components["schemas"]["StoredActivations"] | null;
             id: string;
             model: string;
             override?: components["schemas"]["UsedOverride"] | null;
@@ -1200,6 +1205,7 @@ export interface components {
         };
         PerplexityAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
+            captured?: components["schemas"]["StoredActivations"] | null;
             divergence?: components["schemas"]["Divergence"] | null;
             id: string;
             model: string;
@@ -1538,6 +1544,7 @@ export interface components {
         };
         SteerAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
+            captured?: components["schemas"]["StoredActivations"] | null;
             id: string;
             model: string;
             override?: components["schemas"]["UsedOverride"] | null;
@@ -1645,6 +1652,15 @@ export interface components {
             /** @enum {string} */
             unit?: "raw" | "unit" | "residual_norm";
             when?: components["schemas"]["SteeringCondition"] | null;
+        };
+        StoredActivations: {
+            bytes: number;
+            documents: number;
+            name: string;
+            num_shards: number;
+            rows: number;
+        } & {
+            [key: string]: unknown;
         };
         SweepAnswer: {
             adapter?: components["schemas"]["UsedAdapter"] | null;
