@@ -1,8 +1,7 @@
-"""How a direction is found that separates activations of positive texts from those of negative
-ones.
+"""Methods that find a direction between activations of positive and of negative texts.
 
-How well it separates texts is measured on held-out ones. Axis letters: N pairs, M texts (two a
-pair), L layers, D width of an activation, K dimensions that the texts span. float64 throughout.
+Their quality is measured on held-out texts. Axis letters: N pairs, M texts (two a pair), L layers,
+D width of an activation, K dimensions that the texts span. All arithmetic is in float64.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,16 +16,16 @@ from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector
 Double = npt.NDArray[np.float64]
 
 ROUNDING = 1e-12
-"""Of the largest eigenvalue: dimensions below it are rounding."""
+"""Dimensions with an eigenvalue below this share of the largest are rounding errors."""
 TOLERANCE = 1e-6
-"""Of a regression's gradient: its readout is right to about as many digits."""
+"""Tolerance of a regression's gradient; its readout has about as many correct digits."""
 LEAST_SHRINKAGE = 1e-6
-"""Of a covariance, so that it has an inverse where a dimension does not vary."""
+"""Least shrinkage of a covariance, so that it has an inverse if a dimension does not vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDirection:
-    """One layer's vector [D], and what a projection on it means where the method says so."""
+    """One layer's vector [D], and the readout of a projection on it, if the method gives one."""
 
     vector_D: Double
     readout: Readout | None = None
@@ -39,9 +38,9 @@ def find_direction(
     whiten: bool,
     known: "Covariance | None" = None,
 ) -> FoundDirection:
-    """Return the direction that a method finds; zeros where nothing differs.
+    """Return the direction that a method finds; zeros if the texts do not differ.
 
-    It is whitened by a `known` covariance, or by that of the texts where asked.
+    It is whitened with a `known` covariance, or with that of the texts if requested.
     """
     covariance = known
     if known is None and (whiten or method == "lda"):
@@ -65,12 +64,11 @@ class Covariance:
 
     @classmethod
     def within(cls, positive_ND: Double, negative_ND: Double) -> "Covariance":
-        """Return that of texts about the mean of their own side, shrunk towards a multiple of I.
+        """Return texts' covariance about their side's mean, shrunk towards a multiple of I.
 
         (1 - a) S + a m I with m the mean of S's diagonal, and the share a that Ledoit and Wolf
         derive (2004, "A well-conditioned estimator for large-dimensional covariance matrices",
-        section 3.2). Texts of which nothing is known but the means, as one pair, count as having
-        covariance I.
+        section 3.2). If the texts determine only the means, as with one pair, it is I.
         """
         rows_MD = np.concatenate(
             [positive_ND - positive_ND.mean(0), negative_ND - negative_ND.mean(0)]
@@ -84,7 +82,7 @@ class Covariance:
 
     @classmethod
     def of_matrix(cls, covariance_DD: Double) -> "Covariance":
-        """Return one that is known, shrunk by as little as gives it an inverse."""
+        """Return a known covariance, shrunk by LEAST_SHRINKAGE so that it has an inverse."""
         values_D, found_DD = np.linalg.eigh(covariance_DD)
         floor = LEAST_SHRINKAGE * float(values_D.mean()) or 1.0
         return cls(found_DD.T, np.maximum(values_D, 0) + floor, floor)
@@ -112,9 +110,9 @@ def find_shrinkage(rows_MD: Double, squares_K: Double, average: float) -> float:
 
 
 def find_span(rows_MD: Double) -> tuple[Double, Double]:
-    """Return an orthonormal basis [K, D] of the rows' principal axes, and their squares' sums [K].
+    """Return the rows' principal axes, orthonormal [K, D], and the sums of squares along them [K].
 
-    By the products of rows or those of dimensions, whichever are fewer.
+    It uses the Gram matrix of rows or of dimensions, whichever is smaller.
     """
     is_wide = len(rows_MD) < rows_MD.shape[1]
     products = rows_MD @ rows_MD.T if is_wide else rows_MD.T @ rows_MD
@@ -129,13 +127,13 @@ def find_span(rows_MD: Double) -> tuple[Double, Double]:
 def find_principal_direction(
     differences_ND: Double, covariance: Covariance | None = None
 ) -> Double:
-    """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
+    """Return the unit vector [D] along which the pairs' differences have the largest mean square.
 
     It is their first right singular vector: the first principal component about zero, not about
-    their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
-    It points where the differences' mean points. Zeros where nothing differs. With a covariance C,
-    differences d are measured as C^-1/2 d, and of the component p found the result is the
-    direction of C^-1/2 p: a projection on it reads that component.
+    their mean, which is the signal. repeng's `pca_center` gives the same. Its sign is that of the
+    differences' mean. It is 0 if nothing differs. With a covariance C, it uses the differences
+    C^-1/2 d; for their component p the result is the direction of C^-1/2 p, so that a projection on
+    it reads p.
     """
     if covariance is not None:
         differences_ND = covariance.apply(differences_ND, -0.5)
@@ -146,8 +144,8 @@ def find_principal_direction(
 
     scaled_ND = differences_ND / norm
     num_pairs, width = scaled_ND.shape
-    # The products of pairs and those of dimensions have the same largest eigenvalue: the smaller
-    # table will do, and of it the one eigenvector.
+    # The Gram matrices of pairs and of dimensions have the same largest eigenvalue: use the smaller
+    # one, and compute one eigenvector.
     is_wide = num_pairs <= width
     products = scaled_ND @ scaled_ND.T if is_wide else scaled_ND.T @ scaled_ND
     last = len(products) - 1
@@ -213,7 +211,7 @@ def find_discriminant(
 
 
 def _lengthen(weights_D: Double, bias: float, mean_difference_D: Double) -> FoundDirection:
-    """Return the weights' direction, as long as the means are apart along it, and its readout."""
+    """Return the weights' direction, with the length of the means' distance, and its readout."""
     length = float(np.linalg.norm(weights_D))
     normal_D = weights_D / length if length else weights_D
     apart = float(mean_difference_D @ normal_D)
@@ -228,22 +226,23 @@ def _lengthen(weights_D: Double, bias: float, mean_difference_D: Double) -> Foun
 MAX_LEFT_OUT = 10
 """Up to this many distinct texts, each is held out alone."""
 NUM_FOLDS = 5
-"""Of more texts than that."""
+"""Folds for more texts than that."""
 SMALL_CHANGE = 0.1
-"""Of an activation's length: the smallest change that shows in a text."""
+"""The smallest change with a visible effect on text, as a share of an activation's norm."""
 CHANCE = 0.6
-"""An AUC up to this may well be chance."""
+"""An AUC up to this may be chance."""
 MIDDLE = 0.3, 0.8
-"""Of a model's depth: layers outside tell texts apart by words read or to be written."""
+"""Range of depth, as shares of the model's: other layers separate texts by the words read or to be
+written."""
 
 Folds = npt.NDArray[np.int64]
 
 
 def plan_folds(keys: Sequence[Hashable]) -> Folds | None:
-    """Return the fold [N] of each pair, by what tells the pairs apart: equal ones share a fold.
+    """Return the fold [N] of each pair; pairs with equal keys share a fold.
 
-    Every k-th distinct key has the same fold, so that each fold has all topics. None for one key:
-    nothing else is left to learn from while it is held out.
+    Every k-th distinct key has the same fold, so that each fold has all topics. None for a single
+    key: without it, there is no training data.
     """
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     if len(numbers) < 2:
@@ -253,7 +252,7 @@ def plan_folds(keys: Sequence[Hashable]) -> Folds | None:
 
 
 def describe_validation(folds_N: Folds | None, num_pairs: int) -> Validation:
-    """Say how the quality of vectors from as many pairs was measured, or why it was not."""
+    """Describe how the quality of vectors was measured, or why it was not."""
     if folds_N is not None:
         return Validation(folds=int(folds_N.max()) + 1)
     what = "one pair" if num_pairs == 1 else f"the same two continuations in all {num_pairs} pairs"
@@ -263,10 +262,10 @@ def describe_validation(folds_N: Folds | None, num_pairs: int) -> Validation:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Vectors made without the texts of each of F folds, and those texts' projections on them.
+    """Vectors trained without each of F folds, and the projections of the fold's texts on them.
 
-    A projection is on the vector at norm 1, from the middle between the two sides' means of the
-    texts that it is made of; without it, different folds could differ by an offset.
+    Projections are on the vector with norm 1, relative to the midpoint of the two sides' means in
+    its training texts; otherwise folds could differ by an offset.
     """
 
     vectors_FD: Double
@@ -280,7 +279,7 @@ def hold_out(
     folds_N: Folds,
     find: Callable[[Double, Double], FoundDirection],
 ) -> HeldOut:
-    """Hold out each fold: see `HeldOut`; `find` makes a vector of the other pairs."""
+    """Hold out each fold: see `HeldOut`; `find` trains a vector on the other pairs."""
     positive_N, negative_N = np.zeros(len(positive_ND)), np.zeros(len(positive_ND))
     vectors = []
     for fold in range(int(folds_N.max()) + 1):
@@ -315,8 +314,8 @@ def judge_layer(positive_ND: Double, negative_ND: Double, held: HeldOut | None) 
 
 @dataclass(frozen=True, slots=True)
 class TrainedVectors:
-    """Vectors, and by layer how well held-out texts are separated, and the vectors [F, D] made
-    without each fold of them: none if nothing could be held out.
+    """Vectors; by layer, how well they separate held-out texts, and the vectors [F, D] trained
+    without each fold, if any.
     """
 
     vectors: LayerVectors
@@ -327,16 +326,16 @@ class TrainedVectors:
 def choose_middle(
     values: Mapping[int, float], num_layers: int, last: float = MIDDLE[1]
 ) -> dict[int, float]:
-    """Return the values of layers in the middle of the model's depth, up to a share of it."""
+    """Return the values of the layers in MIDDLE of the model's depth, or up to another share."""
     first, end = MIDDLE[0] * (num_layers - 1), last * (num_layers - 1)
     return {layer: value for layer, value in values.items() if first <= layer <= end}
 
 
 def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recommendation | str:
-    """Return the layer in the middle that separates held-out texts best, at a small scale.
+    """Return the middle layer that separates held-out texts best, with a small scale, or why there
+    is no recommendation.
 
-    What separates texts need not steer them, so the scale is the smallest that shows. Or why
-    nothing is recommended.
+    Separation does not imply an effect, so the scale is the smallest with a visible one.
     """
     norms, quality = trained.vectors.norms(), trained.quality
     found = {n: one.auc for n, one in quality.items() if norms[n] and one.auc is not None}
@@ -365,7 +364,7 @@ def recommend_by_separation(trained: TrainedVectors, num_layers: int) -> Recomme
 
 
 def compare_layers(vectors: LayerVectors) -> list[list[float | None]]:
-    """Return the cosine of every layer's vector with every other's; null for one of zeros."""
+    """Return the cosines of all pairs of layers' vectors; None for a zero vector."""
     units_LD = np.stack([_make_unit(vector_D) for vector_D in vectors.layers.values()])
     filled = [bool(unit_D.any()) for unit_D in units_LD]
     cosines_LL = np.clip(units_LD @ units_LD.T, -1, 1).tolist()
@@ -376,7 +375,7 @@ def compare_layers(vectors: LayerVectors) -> list[list[float | None]]:
 
 
 def compare_vectors(one: LayerVectors, other: LayerVectors) -> dict[int, float]:
-    """Return the cosine of two vectors at each layer that both have and neither has zeros at."""
+    """Return the cosine of two vectors at each layer at which both have a nonzero vector."""
     cosines = {}
     for layer, vector_D in one.layers.items():
         other_D = other.layers.get(layer)
@@ -391,6 +390,6 @@ def _make_unit(vector_D: Vector) -> Double:
 
 
 def _scale_to_unit(vector_D: Double) -> Double:
-    """Return the vector at length 1; zeros stay."""
+    """Return the vector with norm 1; a zero vector stays."""
     norm = np.linalg.norm(vector_D)
     return vector_D / norm if norm else vector_D
