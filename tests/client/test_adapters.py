@@ -130,7 +130,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return files
 
 
-def test_a_break_in_the_middle_is_followed_by_whole_files(
+def test_an_interrupted_upload_is_sent_again_from_the_start(
     call: Caller, pauses: list[float], directory: Path, opened: list[Any]
 ) -> None:
     transport = Breaking(lambda: opened[-1].tell())
@@ -142,7 +142,7 @@ def test_a_break_in_the_middle_is_followed_by_whole_files(
     assert max(map(len, transport.chunks)) == 64 * 1024
 
 
-def test_files_are_closed_whatever_comes(call: Caller, directory: Path, opened: list[Any]) -> None:
+def test_files_are_closed_after_errors(call: Caller, directory: Path, opened: list[Any]) -> None:
     broken = Breaking(lambda: 0)
     with pytest.raises(TransportError, match="reset") as caught:
         call(broken, lambda client: client.adapters.put("lora", directory), max_retries=0)

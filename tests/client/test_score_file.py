@@ -1,7 +1,7 @@
-"""score_file: rows of every kind through an endpoint, each exactly once.
+"""score_file: every row of a file goes through an endpoint exactly once.
 
-Jobs that end in their midst resume from files that are cut or changed, after a full disk and after
-kills; what is of another job is refused, and what others wrote is left.
+A job that was killed, or whose disk was full, resumes from its files, cut at any byte. Files of
+another job are refused, and files that no job wrote are left alone.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ def test_there_is_a_line_for_each_row_in_its_order(corpus: Path, tmp_path: Path)
     assert score(corpus, target, CorpusServer(OSError()), id_column="id") == scores
 
 
-def test_columns_that_are_called_otherwise(tmp_path: Path) -> None:
+def test_columns_with_other_names(tmp_path: Path) -> None:
     rows = [{"q": "2 + 2 =", "a": " 4"}, {"q": "I feel", "a": [" glad", " sad"]}, {"q": "Oh"}, "Hi"]
     source, server = write_rows(tmp_path / "in.jsonl", rows), CorpusServer()
     options = {"fields": {"context": "q", "targets": "a"}, "targets": ["!"]}
@@ -181,7 +181,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_asked(
 # ------------------------------------------------------------------ servers
 
 
-def test_what_passes_is_waited_for(corpus: Path, tmp_path: Path) -> None:
+def test_temporary_failures_are_retried(corpus: Path, tmp_path: Path) -> None:
     busy = problem("overloaded", 429, retryable=True, headers={"Retry-After": "1"})
     gone = problem("engine_restarting", 503, retryable=True, headers={"Retry-After": "0"})
     server = CorpusServer(busy, gone, httpx.ReadError("reset"), httpx.ConnectError("refused"))
@@ -193,9 +193,7 @@ def test_what_passes_is_waited_for(corpus: Path, tmp_path: Path) -> None:
     assert sorted(sent) == sorted(row["text"] for row in texts(50))
 
 
-def test_what_does_not_pass_ends_the_job_and_keeps_what_is_done(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_lasting_failures_end_the_job_and_keep_finished_rows(corpus: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     with pytest.raises(NotFoundError):
         score(corpus, target, CorpusServer(problem("unknown_model", 404)))
@@ -219,7 +217,7 @@ class Endless(list[Any]):
 
 
 @pytest.mark.parametrize("code", ["internal", "deadline_exceeded", "payload_too_large"])
-def test_what_is_too_much_is_halved(corpus: Path, tmp_path: Path, code: str) -> None:
+def test_a_batch_that_is_too_large_is_halved(corpus: Path, tmp_path: Path, code: str) -> None:
     status = {"internal": 500, "deadline_exceeded": 504, "payload_too_large": 413}[code]
     server = CorpusServer(*[problem(code, status) for _ in range(3)])
     assert score(corpus, tmp_path / "out.jsonl", server).failed == 0
@@ -255,7 +253,7 @@ def test_servers_with_different_models_do_not_share_a_job(corpus: Path, tmp_path
               transport=lambda url: servers[url]())  # fmt: skip
 
 
-def test_a_server_that_refuses_is_given_half_and_then_more() -> None:
+def test_concurrency_halves_after_a_refusal_and_grows_again() -> None:
     async def ask() -> list[int]:
         async with AsyncClient("http://there") as client:
             server = FleetServer(client, 16)
@@ -392,7 +390,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 10, f"MiB of 25,000 and 100,000 rows: {peaks}"
 
 
-def test_what_is_no_whole_answer_is_refused() -> None:
+def test_an_incomplete_answer_is_refused() -> None:
     _, document = answer("/logprob", {"items": [{"context": "a", "targets": ["b"]}] * 3})
     whole = encode(document)
     assert read_answer(whole, 3) == document
@@ -420,7 +418,7 @@ def test_answers_in_another_style_give_the_same_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_lines_cut_anywhere_are_gone_on_with(
+def test_a_job_resumes_from_a_file_cut_at_any_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is lost here
@@ -444,7 +442,7 @@ def test_lines_cut_anywhere_are_gone_on_with(
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_an_end_that_is_interrupted_is_made_again(
+def test_an_interrupted_end_of_a_job_is_repeated(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from logsteer.corpus import job, record
@@ -538,9 +536,7 @@ def test_ctrl_c_keeps_what_is_done_and_two_at_once_are_refused(tmp_path: Path) -
 # ------------------------------------------------------------------ another job
 
 
-def test_what_has_changed_is_refused_by_name_and_restart_begins_anew(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_changed_job_is_refused_and_restart_begins_anew(corpus: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     interrupt(corpus, target, after=3)
     with pytest.raises(LogsteerError, match=r"of another job: options was .* --restart"):

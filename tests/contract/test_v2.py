@@ -67,7 +67,7 @@ def test_v2_ran_was_preempted_and_read_its_prefix_cache(found: dict[str, dict[st
         assert deviate(wanted, own) < LIMIT
 
 
-def test_our_part_of_a_step_waits_for_nothing(found: dict[str, dict[str, Any]]) -> None:
+def test_our_code_never_waits_for_the_gpu_in_a_step(found: dict[str, dict[str, Any]]) -> None:
     """But for a cut, once a step, which shows that waits are seen."""
     waits = found["v2"]["waits"]
     cut = waits.pop("cut")

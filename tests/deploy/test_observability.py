@@ -60,13 +60,13 @@ def promtool(*arguments: str, given: str | None = None) -> str:
 
 
 @pytest.mark.parametrize(("panel", "expression"), list_queries())
-def test_a_query_of_the_dashboard_asks_for_what_there_is(panel: str, expression: str) -> None:
+def test_a_dashboard_query_names_existing_metrics(panel: str, expression: str) -> None:
     assert find_metrics(expression), expression
     assert find_metrics(expression) <= QUERIED, expression
 
 
 @pytest.mark.parametrize("rule", list_alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_names_existing_metrics_and_an_action(rule: dict[str, Any]) -> None:
     assert find_metrics(rule["expr"])
     assert find_metrics(rule["expr"]) <= QUERIED
     assert set(rule["annotations"]) == {"summary", "meaning", "action"}
@@ -212,7 +212,9 @@ def test_every_metric_was_scraped(watched: Prometheus) -> None:
 @needs_prometheus
 @pytest.mark.engine
 @pytest.mark.parametrize("rule", list_alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_looks_at_something(watched: Prometheus, rule: dict[str, Any]) -> None:
+def test_an_alert_has_data_and_is_quiet_without_cause(
+    watched: Prometheus, rule: dict[str, Any]
+) -> None:
     """Without its thresholds it has data; with them it is quiet, but for what the load provokes."""
     bare = drop_threshold(rule)
     # A scrape of a busy machine may be late or lost, for which alone no alert fires either.

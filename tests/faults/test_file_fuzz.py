@@ -328,13 +328,13 @@ def fuzz(name: str, count: int, place: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_files_are_taken_or_refused(name: str, tmp_path: Path) -> None:
+def test_changed_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     taken, refused = fuzz(name, INPUTS, tmp_path)
     assert taken, "some changes leave a file that can be read"
     assert name == "card" or refused > INPUTS / 4  # damage is no error there
 
 
-# ------------------------------------------------------------------ what it has found
+# ------------------------------------------------------------------ faults that it has found
 
 
 def with_shape(shape: list[int], data: bytes = b"") -> bytes:

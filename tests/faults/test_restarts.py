@@ -1,6 +1,6 @@
-"""Engines that die: how often they are started again, and what becomes of the server.
+"""Engines that die: how often they are restarted, and when the server ends with them.
 
-Where several replicas serve a model, one dies or hangs, and the others answer what it had.
+Where several replicas serve a model, one dies or hangs, and the others answer its requests.
 """
 
 import asyncio
@@ -254,7 +254,7 @@ async def test_poison_is_tried_on_a_second_replica_and_refused_then(poison: int)
 
 
 @pytest.mark.full
-async def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None:
+async def test_callers_of_jobs_that_two_replicas_lost_are_told_to_retry() -> None:
     """Killed by somebody, so the jobs are to blame for neither; the third one has its own."""
 
     async with started(make_spec(replicas=3, delay_s=600.0)) as engine:
@@ -269,7 +269,7 @@ async def test_jobs_that_two_replicas_have_lost_are_told_to_come_again() -> None
 
 
 @pytest.mark.full
-async def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
+async def test_a_generation_that_has_streamed_pieces_is_not_run_again() -> None:
     """One that has shown nothing yet is run again, and comes whole."""
 
     async with started(make_spec(delay_s=0.5)) as engine:
@@ -290,7 +290,7 @@ async def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() ->
 
 
 @pytest.mark.full
-async def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
+async def test_where_no_replica_is_left_callers_are_told_to_retry() -> None:
     async with started(make_spec(delay_s=0.05)) as engine:
         reading = asyncio.create_task(collect(engine, make_jobs(2000)))
         await until(lambda: all(own.jobs for own in engine._queue.replicas))

@@ -1,4 +1,4 @@
-"""What engines are set up with: environment, devices, arguments, the context that they read."""
+"""What engines start with: environment variables, devices, vLLM's arguments, context length."""
 
 import os
 import subprocess
@@ -85,7 +85,9 @@ class TestContext:
             (False, 32_767, True), (False, 32_768, False),
         ],
     )  # fmt: skip
-    def test_a_llama_4_is_scaled_as_it_says(self, tuned: bool, limit: int, fits: bool) -> None:
+    def test_llama_4_needs_a_length_at_which_its_attention_scale_is_kept(
+        self, tuned: bool, limit: int, fits: bool
+    ) -> None:
         text = config(**LLAMA_4, attn_temperature_tuning=tuned)
         text.max_position_embeddings = 10**6
         if fits:
@@ -102,7 +104,7 @@ class TestContext:
             None,
         ],
     )
-    def test_other_models_read_all_that_they_name(self, rope: Any) -> None:
+    def test_other_models_read_their_whole_context(self, rope: Any) -> None:
         assert limit_context("p", config(rope_parameters=rope), None, 1) == 256
 
 
@@ -160,7 +162,7 @@ class TestDevices:
             ("GPU-aa,GPU-bb,MIG-cc", "GPU-aa,MIG-cc"),
         ],
     )  # fmt: skip
-    def test_indices_count_what_a_scheduler_has_given(
+    def test_device_indices_count_the_visible_devices(
         self, environment: pytest.MonkeyPatch, given: str | None, wanted: str
     ) -> None:
         if given is not None:
@@ -169,7 +171,7 @@ class TestDevices:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
 
     @pytest.mark.parametrize(("given", "count"), [("4,5", 2), ("", 0), ("4,-1,5", 1)])
-    def test_an_index_beyond_them_is_refused(
+    def test_a_device_index_beyond_the_visible_ones_is_refused(
         self, environment: pytest.MonkeyPatch, given: str, count: int
     ) -> None:
         environment.setenv("CUDA_VISIBLE_DEVICES", given)
@@ -237,7 +239,7 @@ class TestDevices:
     ) -> None:
         assert widen_columns(256 * 2**20, left) == wanted * 2**20
 
-    def test_a_machine_is_told_by_its_libraries_and_its_processor(
+    def test_a_machine_is_described_by_its_libraries_and_its_processor(
         self, environment: pytest.MonkeyPatch
     ) -> None:
         found = describe_machine("cpu")
@@ -308,7 +310,7 @@ class TestArguments:
         with pytest.raises(ValueError, match=r"adapter_slots: on GPUs .* set dtype: bfloat16"):
             engine_args(spec, "p", False, 9)
 
-    def test_anything_else_is_vllms_own(self) -> None:
+    def test_other_arguments_are_passed_to_vllm(self) -> None:
         given = {"max_num_seqs": 7, "gpu_memory_utilization": 0.4, "kv_cache_dtype": "auto"}
         args = engine_args(EngineSpec("m", "vllm", "p", engine_args=given), "p", True, 9)
         assert given.items() <= args.items()
@@ -335,7 +337,7 @@ class TestThreads:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert f"OMP_WAIT_POLICY = '{used}'" in done.stderr
 
-    def test_an_engine_process_sets_it_before_it_builds_its_engine(
+    def test_an_engine_process_sets_the_policy_before_it_builds_its_engine(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

@@ -1,6 +1,7 @@
-"""Resident models: found by id, ready or not, and jobs that the result cache spares the engine.
+"""Resident models and the result cache.
 
-And the cache itself: keys, what is kept and what makes room, and answers without the engine.
+Which model a request means and when it is ready; which jobs have the same result, which results the
+cache keeps and evicts, and that a cached result is not computed again.
 """
 
 import asyncio
@@ -156,7 +157,7 @@ class TestJobs:
         assert handle.num_jobs == 2
 
     @pytest.mark.parametrize("at_once", [2, 1000])
-    async def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
+    async def test_a_caller_who_leaves_keeps_finished_results_and_ends_the_rest(
         self, results: ResultCache, monkeypatch: pytest.MonkeyPatch, at_once: int
     ) -> None:
         monkeypatch.setattr(model_module, "STORED_AT_ONCE", at_once)
@@ -171,7 +172,7 @@ class TestJobs:
         known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
         assert sorted(index for index, _ in known.hits) == [0, 1, 2]
 
-    def test_finished_work_teaches_how_long_to_wait(self) -> None:
+    def test_retry_after_follows_the_measured_speed(self) -> None:
         model = make_model(SlowHandle(), max_tokens=100)
         run_in_own_time(compute(model, score(*range(40))))
         model.admission.enter().cover(100)
@@ -297,7 +298,7 @@ def test_another_override_has_another_key_wherever_its_file_lies() -> None:
 
 
 @pytest.mark.parametrize("name", UNCACHED)
-def test_jobs_with_files_have_no_key(name: str) -> None:
+def test_jobs_that_use_files_are_not_cached(name: str) -> None:
     assert make_key(SCOPE, replace(JOB, **UNCACHED)) is None  # type: ignore[arg-type]
     assert make_key(SCOPE, replace(JOB, **{name: "file"})) is None  # type: ignore[arg-type]
 
@@ -333,13 +334,13 @@ def test_another_way_to_compute_has_another_scope(name: str, value: object) -> N
 
 
 @pytest.mark.parametrize("name", ["steering_probes", "capture_bytes"])
-def test_a_bound_on_what_is_read_leaves_the_scope(name: str) -> None:
+def test_limits_on_readings_do_not_change_the_scope(name: str) -> None:
     other = SETTINGS.model_copy(update={name: getattr(SETTINGS, name) + 1})
     assert digest_scope(ENGINE, SETTINGS) == digest_scope(ENGINE, other)
 
 
 @pytest.mark.parametrize(("name", "value"), [("capture_rows", 7), ("hook_widths", {"attn_out": 3})])
-def test_what_an_engine_gives_of_activations_leaves_the_scope(name: str, value: object) -> None:
+def test_what_an_engine_can_capture_does_not_change_the_scope(name: str, value: object) -> None:
     other = replace(ENGINE, **{name: value})  # type: ignore[arg-type]
     assert digest_scope(ENGINE, SETTINGS) == digest_scope(other, SETTINGS)
 
@@ -375,7 +376,7 @@ def test_equal_jobs_are_computed_once_and_others_each() -> None:
     assert [isinstance(key, bytes) for key, _ in found.missing] == [True, False, False]
 
 
-def test_the_least_recently_used_makes_room() -> None:
+def test_the_least_recently_used_result_is_evicted() -> None:
     ((_, rows, _),) = pack_outputs(ScoreOutputs.of([output_of(JOB)]))
     size = ENTRY_BYTES + len(rows)
     with closing(ResultCache(3 * size)) as cache:
@@ -386,7 +387,7 @@ def test_the_least_recently_used_makes_room() -> None:
         assert cache.num_bytes == 3 * size
 
 
-def test_what_is_larger_than_the_memory_is_not_kept() -> None:
+def test_a_result_larger_than_the_cache_is_not_kept() -> None:
     with closing(ResultCache(100)) as cache, closing(ResultCache(0)) as off:
         fill(cache, [JOB])
         assert known(cache, [JOB]) == []

@@ -78,7 +78,7 @@ def test_each_operation(name: str) -> None:
     np.testing.assert_allclose(steer(vector), wanted, atol=3e-6)
 
 
-def test_additions_behind_another_operation_stay_behind_it() -> None:
+def test_additions_after_an_operation_stay_after_it() -> None:
     np.testing.assert_allclose(
         steer({"op": "add", "scale": 5.0}, {"op": "ablate"}, {"op": "add", "scale": 2.0}),
         X - C * U + 2 * V,
@@ -106,7 +106,7 @@ def test_more_operations_than_places_are_refused() -> None:
         pack_ops([op, op], 1, WIDTH)
 
 
-def test_terms_that_do_not_count_are_left_out_without_a_trace() -> None:
+def test_terms_without_effect_are_skipped_with_the_same_result() -> None:
     """Tokens differ in their operations, so most forms are of several."""
     draw, other = np.random.default_rng(5), np.roll(U, 1).astype(np.float32)
     plain = ResidualOp(U.astype(np.float32), base=2.0, per_component=1.0)
