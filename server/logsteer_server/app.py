@@ -47,10 +47,13 @@ from logsteer_server.tasks.planning import Capacity
 log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, reread: Callable[[], Settings] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, reread: Callable[[], Settings] | None = None, *, has_engines: bool = True
+) -> FastAPI:
     """Create the application for these settings; engines start and end with its lifespan.
 
-    `reread` reads the configuration again for a reload; None: it is the same as now.
+    `reread` reads the configuration again for a reload; None: it is the same as now. Without
+    engines, models are `loading`.
     """
 
     @asynccontextmanager
@@ -60,8 +63,9 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
             changes = ModelChanges(models, settings, reread or (lambda: settings))
             app.state.changes = changes
             stack.callback(changes.close)
-            models.start(partial(prove, app) if settings.selftest else None)
-            app.state.captures.start()
+            if has_engines:
+                models.start(partial(prove, app) if settings.selftest else None)
+                app.state.captures.start()
             stack.push_async_callback(app.state.captures.close)
             yield
 

@@ -38,7 +38,7 @@ needs_all = pytest.mark.skipif(
 
 
 class Cluster:
-    """`make cluster`'s process with two models, and those below it.
+    """A process with two models on a Ray of several nodes, or `make cluster`'s, and those below it.
 
     `fake` has two replicas whose steps a file holds; `other` has one, and other scores.
     """
@@ -63,10 +63,11 @@ class Cluster:
         port = find_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = directory / "log"
-        command = [sys.executable, "-m", "logsteer_server.cluster", f"--nodes={nodes}"]
+        several = ["tests.cluster.nodes", str(self.config_path), str(nodes)]
+        alone = ["logsteer_server.cluster", "--config", str(self.config_path)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--config", str(self.config_path)],
+                [sys.executable, "-m", *(several if nodes else alone)],
                 env=os.environ | {"LOGSTEER_PORT": str(port)},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -51,10 +51,13 @@ class LimitedRequest(Request):
 
     memory_per_byte = BODY_MEMORY
 
-    async def body(self) -> bytes:
-        """Return the body. Errors: APIError `payload_too_large`, `overloaded`."""
+    async def body(self, setting: str = "max_body_bytes") -> bytes:
+        """Return the body, which a setting bounds.
+
+        Errors: APIError `payload_too_large`, `overloaded`.
+        """
         if not hasattr(self, "_body"):
-            limit = self.app.state.settings.max_body_bytes
+            limit = getattr(self.app.state.settings, setting)
             chunks, size = [], 0
             async for chunk in self.stream():
                 size += len(chunk)
@@ -63,7 +66,7 @@ class LimitedRequest(Request):
                     raise api_error(
                         "payload_too_large",
                         f"The body is larger than {limit} bytes: split the request, send long text "
-                        "to /perplexity/stream, or raise max_body_bytes.",
+                        f"to /perplexity/stream, or raise {setting}.",
                     )
                 chunks.append(chunk)
             self._body = b"".join(chunks)

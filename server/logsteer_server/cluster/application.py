@@ -5,13 +5,14 @@ shares nothing with others. Serve listens, places, balances, scales, checks and 
 """
 
 import asyncio
+import faulthandler
 import hashlib
 import os
 import re
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,23 @@ def read_document(config: Path) -> tuple[Settings, dict[str, Any]]:
     check_vllm_arguments(settings)
     document: dict[str, Any] = yaml.safe_load(config.read_text())
     faults = [
-        f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
-        for name, field in Settings.model_fields.items()
-        if name in document and not field.repr
+        *(
+            f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
+            for name, field in Settings.model_fields.items()
+            if name in document and not field.repr
+        ),
+        *(["uds is for one machine: remove it on Ray"] if settings.uds else []),
+        *(
+            f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN"
+            for model in settings.models
+            if "hf_token" in model.engine_args
+        ),
+        *(
+            f"model {model.id}: Ray chooses GPUs: devices takes auto or cpu there"
+            for model in settings.models
+            if isinstance(model.devices, list)
+        ),
     ]
-    if settings.uds is not None:
-        faults.append("uds is for one machine: remove it on Ray")
-    for model in settings.models:
-        if "hf_token" in model.engine_args:
-            faults.append(f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN")
-        if isinstance(model.devices, list):
-            faults.append(f"model {model.id}: Ray chooses GPUs: devices takes auto or cpu there")
     if faults:
         raise ConfigurationError(f"{config}: {'; '.join(faults)}")
     check_places(settings)
@@ -116,17 +123,14 @@ def plan(arguments: ClusterArguments) -> tuple[serve.Application, Versions]:
     servers: list[serve.Application] = []
     versions: dict[str, tuple[str, str]] = {}
     for name, group in groups.items():
-        deployment = _make_deployment(name, group, settings, arguments)
-        # Serve has the replicas of a group: each is a server with one engine for each model.
-        alone = {"replicas": 1, "max_replicas": None}
-        models = [model.model_dump(exclude_unset=True) | alone for model in group]
+        models = [model.model_dump(exclude_unset=True) for model in group]
+        deployment = _make_deployment(f"model-{name}", group, settings, arguments)
         # Serve replaces what has another version; without one, all at every change.
-        own = document | {"models": models}
-        numbers = [(model.replicas, model.max_replicas) for model in group]
-        deployment._version = _digest(own, numbers, arguments.cpus, arguments.gpus)
-        servers.append(deployment.bind(own))
-        version = (deployment.name, deployment._version)
-        versions |= dict.fromkeys((model.id for model in group), version)
+        deployment._version = _digest(document | {"models": models}, arguments)
+        # Serve has the replicas of a group: each is a server with one engine for each model.
+        alone = [model | {"replicas": 1, "max_replicas": None} for model in models]
+        servers.append(deployment.bind(document | {"models": alone}))
+        versions |= {model.id: (deployment.name, deployment._version) for model in group}
     ingress = serve.deployment(
         Ingress,
         name="ingress",
@@ -137,7 +141,7 @@ def plan(arguments: ClusterArguments) -> tuple[serve.Application, Versions]:
         user_config={"models": document["models"], "versions": versions},
         **COMMON,
     )
-    ingress._version = _digest(document | {"models": None}, arguments.ingresses)
+    ingress._version = _digest(document | {"models": None}, arguments)
     return ingress.bind(document, partial(reload, arguments), servers), versions
 
 
@@ -152,18 +156,16 @@ def _make_deployment(
     """Return the deployment of a group's servers."""
     on_gpus = [model for model in group if model.devices != "cpu"] if arguments.gpus else []
     gpus = sum(model.tensor_parallel * model.pipeline_parallel for model in on_gpus)
-    number: dict[str, Any] = {"num_replicas": max(model.replicas for model in group)}
-    if max_replicas := max(model.max_replicas or 0 for model in group):
-        scaling = AutoscalingConfig(
-            min_replicas=number["num_replicas"],
-            max_replicas=max_replicas,
-            target_ongoing_requests=arguments.calls_per_replica,
-        )
-        number = {"autoscaling_config": scaling}
+    scaling = AutoscalingConfig(
+        min_replicas=max(model.replicas for model in group),
+        max_replicas=max(model.max_replicas or model.replicas for model in group),
+        target_ongoing_requests=arguments.calls_per_replica,
+    )
     starts_beside = {"always": True, "never": False, "auto": not gpus}[settings.reload_beside]
     return serve.deployment(
         ModelServer,
-        name=f"model-{name}",
+        name=name,
+        autoscaling_config=scaling,
         max_surge_percent=100 if starts_beside else 0,
         # Serve kills a replica after three checks without an answer.
         health_check_timeout_s=settings.heartbeat_timeout_s / 3,
@@ -172,23 +174,32 @@ def _make_deployment(
         # Starts of a deployment's first replica that may fail before its change has failed.
         max_constructor_retry_count=3,
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": gpus},
-        **number,
         **COMMON,
     )
 
 
-def run(config: str) -> None:
-    """Have the Ray of this environment serve a configuration until an interrupt."""
-    application = build(ClusterArguments(config=Path(config)))
-    settings = load_settings(Path(config))
-    ray.init(logging_level="WARNING")
-    options = {"host": settings.host, "port": settings.port}
-    serve.start(http_options=options, logging_config=SERVE_LOG)
-    _deploy(application)
+def run(config: Path, **options: Any) -> None:
+    """Have a Ray serve a configuration until an interrupt; `options` are those of `ray.init`.
+
+    The process ends within `drain_s` and 30 s of it. Errors: ConfigurationError.
+    """
+    application, settings = build(ClusterArguments(config=config)), load_settings(config)
     try:
+        ray.init(logging_level="WARNING", **options)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own ends without more
+        host, port = settings.host, settings.port
+        serve.start(http_options={"host": host, "port": port}, logging_config=SERVE_LOG)
+        _deploy(application)
+        said = f"logsteer on Ray comes up at http://{host}:{port}; GET /models says how far."
+        print(said, flush=True)
         signal.pause()
     except KeyboardInterrupt:
-        serve.delete(SERVICE)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        faulthandler.dump_traceback_later(settings.drain_s + 30, exit=True)
+        with suppress(serve.exceptions.RayServeException):  # Serve has ended
+            serve.context._get_global_client().shutdown(settings.drain_s)
+        ray.shutdown()
 
 
 def _deploy(application: serve.Application) -> None:
@@ -208,19 +219,16 @@ async def reload(arguments: ClusterArguments, earlier: Versions, wait_s: float) 
     except ConfigurationError as error:
         raise refuse_configuration(error) from error
     await asyncio.to_thread(_deploy, application)
-    report = compare_models(earlier, versions)
+    report, deadline = compare_models(earlier, versions), time.monotonic() + wait_s
     report.pending = report.added + report.replaced
-    deadline = time.monotonic() + wait_s
     while report.pending and time.monotonic() < deadline:
         await asyncio.sleep(1.0)  # for less, the status may be that of before the change
-        status = await asyncio.to_thread(serve.status)
-        found = status.applications[SERVICE].deployments
-        for model_id in list(report.pending):
-            own = found.get(versions[model_id][0])
-            if own is not None and own.status in ("HEALTHY", "DEPLOY_FAILED"):
-                report.pending.remove(model_id)
-                if own.status == "DEPLOY_FAILED":
-                    report.failed[model_id] = own.message
+        found = (await asyncio.to_thread(serve.status)).applications[SERVICE].deployments
+        own = {name: found.get(versions[name][0]) for name in report.added + report.replaced}
+        failed = {name: one for name, one in own.items() if one and one.status == "DEPLOY_FAILED"}
+        report.failed = {name: one.message for name, one in failed.items()}
+        ended = {name for name, one in own.items() if one and one.status == "HEALTHY"}
+        report.pending = [name for name in own if name not in ended and name not in failed]
     return report
 
 
@@ -235,17 +243,13 @@ class ModelServer:
         settings = parse_settings(document, Path(document["directory"]))
         open_logs(settings)
         check_places(settings)
-        self._app = app = create_app(settings)
-        self._state = app.state
-        self._lifespan = AsyncExitStack()
-        await self._lifespan.enter_async_context(app.router.lifespan_context(app))
-        try:
-            while any(own.status[0] in COMES_UP for own in self._state.models.by_id.values()):
-                await asyncio.sleep(0.1)
-            await self.check_health()
-        except BaseException:
-            await self._lifespan.aclose()
-            raise
+        self._app = create_app(settings)
+        self._state = self._app.state
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+        while any(own.status[0] in COMES_UP for own in self._state.models.by_id.values()):
+            await asyncio.sleep(0.1)
+        await self.check_health()
 
     async def check_health(self) -> None:
         """Have Serve replace this replica if an engine is not started again. Errors: RuntimeError.
@@ -257,29 +261,22 @@ class ModelServer:
             if state == "failed" or model.handle.given_up:
                 raise RuntimeError(f"model {model.id}: {detail}")
 
-    async def answer(self, scope: Scope, parts: list[Any]) -> AsyncIterator[Message | None]:
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message | None]:
         """Yield None as the request has arrived, then the messages of the application's answer.
 
-        `parts` of the body are bytes, or references to bytes in Ray's store. A call that is
-        cancelled ends the request.
+        A call that is cancelled ends the request.
         """
         yield None
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        asked = [{"type": "http.request", "body": body}]
 
         async def receive() -> Message:
-            if not parts:  # all is read: a caller who hangs up cancels
+            if not asked:  # a caller who hangs up cancels
                 await asyncio.Event().wait()
-            part = parts.pop(0)
-            body = part if isinstance(part, bytes) else await part
-            return {"type": "http.request", "body": body, "more_body": bool(parts)}
-
-        def end(task: asyncio.Task[None]) -> None:
-            messages.put_nowait(None)
-            if not task.cancelled():
-                task.exception()  # the application has logged it
+            return asked.pop()
 
         running = asyncio.create_task(self._app(scope, receive, messages.put))
-        running.add_done_callback(end)
+        running.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
                 yield message
@@ -288,14 +285,13 @@ class ModelServer:
 
     async def describe(self, model_id: str) -> ModelCard:
         """Return a model's card."""
-        card: ModelCard = self._state.models.find(model_id).describe()
-        return card
+        return self._state.models.find(model_id).describe()  # type: ignore[no-any-return]
 
     async def read_metrics(self) -> list[str]:
         """Return the lines of the page of metrics, with this replica as the label `process`."""
         label = f'process="{ray.util.get_node_ip_address()}:{os.getpid()}"'
-        page = re.sub(r"(?m)^([\w:]+)\{", rf"\1{{{label},", self._state.metrics.render().decode())
-        return re.sub(r"(?m)^([\w:]+) ", rf"\1{{{label}}} ", page).splitlines(keepends=True)
+        page = re.sub(r"(?m)^([\w:]+) ", r"\1{} ", self._state.metrics.render().decode())
+        return re.sub(r"(?m)^([\w:]+)\{", rf"\1{{{label},", page).splitlines(keepends=True)
 
     async def reset_prefix_caches(self) -> None:
         """Have the models use nothing of earlier requests."""
@@ -303,9 +299,8 @@ class ModelServer:
 
     async def change_model(self, change: str, model_id: str, wait_s: float) -> None:
         """Load, unload or drain a model. Errors: APIError."""
-        work = getattr(self._state.changes, change)
-        await work(self._state.models.find(model_id), wait_s)
+        await getattr(self._state.changes, change)(self._state.models.find(model_id), wait_s)
 
     async def __del__(self) -> None:
         """End the engines; Serve has waited for the requests."""
-        await self._lifespan.aclose()
+        await self._lifespan.__aexit__(None, None, None)
