@@ -134,6 +134,10 @@ BARS = (
         "steered_decoding", "unsteered decoding, steering compiled in, against stock vLLM",
         "unsteered, 64 slots / stock vLLM", least=0.97,
     ),
+    Bar(
+        "hooks", "one sequence, five hooks compiled in and idle, against `resid_post` alone",
+        "one sequence, unsteered, all hooks / unsteered, resid_post alone", least=0.97,
+    ),
     *(
         Bar(
             "host_time", f"ms that a device waits in a step, {count} sequences, V2 runner",
@@ -261,4 +265,4 @@ def write_page(results: Mapping[str, Any]) -> str:
         "Written by `bench/run.py`; a figure is a median, with the smallest and the largest run."
     )
     rows = [write_result(name, result) for name, result in results.items()]
-    return "\n\n".join(["# Results", about, write_table(results), *rows]) + "\n"
+    return "\n\n".join(["# Results", about, write_table(results, set(results)), *rows]) + "\n"
