@@ -37,7 +37,6 @@ from tests.faults.processes import (
 )
 
 VECTOR = LayerVectors({1: np.arange(1, 17)}).content
-INVALID = b"no vector" * 20
 ROOM = 4096
 MIB = 2**20
 LARGE = 32 * MIB
@@ -63,17 +62,14 @@ def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
     refused = http.put("/vectors/b", content=bytes(ROOM + 1))
     assert (refused.status_code, "max_key_bytes" in refused.text) == (413, True), refused.text
     assert http.get("/vectors").json()["max_bytes"] == ROOM
-    with ExitStack() as opened:
-        for number in range(4):
-            line, key = f"PUT /vectors/half{number}", http.headers["authorization"]
-            half = open_request(server, line, b"", ROOM // 4, f"Authorization: {key}")
-            opened.enter_context(half)
-        wait_for(lambda: len(list((tmp_path / "store" / "uploads").glob("*.part"))) == 4)
-        answer = http.put("/vectors/b", content=INVALID)
-        assert (answer.status_code, "running uploads" in answer.text) == (429, True)
-        assert answer.headers["retry-after"]
-    # They are gone, and so is what they reserved.
-    wait_for(lambda: http.put("/vectors/b", content=INVALID).status_code == 422)
+    first, second = (LayerVectors({1: np.full(700, n)}).content for n in (1, 2))  # 2.8 of 4 KiB
+    line, key = "PUT /vectors/first", f"Authorization: {http.headers['authorization']}"
+    with open_request(server, line, first[:100], len(first), key) as begun:
+        wait_for(lambda: list((tmp_path / "store" / "uploads").glob("*.part")))
+        assert http.put("/vectors/second", content=second).status_code == 200
+        begun.sendall(first[100:])
+        assert begun.recv(12) == b"HTTP/1.1 413"
+    assert [one["name"] for one in http.get("/vectors").json()["vectors"]] == ["second"]
 
 
 @pytest.fixture(scope="module")

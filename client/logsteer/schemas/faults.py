@@ -68,6 +68,9 @@ PATTERNS: Mapping[str, str] = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": _NAME,
     r"^[A-Za-z0-9][A-Za-z0-9._:-]*$": _NAME.replace("`_`", "`_`, `:`"),
     r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$": f"{_NAME.replace('`.`, ', '')}, at most 64",
+    r"^store://[A-Za-z0-9][A-Za-z0-9._-]*$": f"must be store://NAME; NAME {_NAME}",
+    r"^store://([A-Za-z0-9_-][A-Za-z0-9._=-]*/)*[A-Za-z0-9_-][A-Za-z0-9._=-]*$": "must be "
+    "store://PATH, names of letters, digits, `.`, `_`, `=` and `-` with `/` between",
     r"^redis(s|\+unix)?://": "must begin with redis://, rediss:// or redis+unix://",
     r"^[a-z][a-z0-9+.-]*://": "must be a URL",
     r"^[0-9a-f]{64}$": "must be a SHA-256, 64 digits of 0 to 9 and a to f",
