@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from logsteer.errors import LogsteerError
@@ -61,12 +62,9 @@ def label_layers(layers: Sequence[int] | None) -> str:
     """Write layers as in 1-3, 7, in ascending order; "own" for the vectors' own."""
     if layers is None:
         return "own"
-    runs: list[list[int]] = []
-    for number in sorted(layers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # Neighbours have the same difference from their place.
+    places = enumerate(sorted(layers))
+    runs = [[n for _, n in run] for _, run in groupby(places, lambda place: place[1] - place[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
