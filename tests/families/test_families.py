@@ -17,9 +17,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.families.checkpoints import FAMILIES
 
-pytestmark = pytest.mark.engine
-
 EVERY = os.environ.get("FAMILIES") == "all"
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(7200 if EVERY else 900)]
 USUAL = ("llama", "mistral", "qwen3", "gemma3", "gpt_neox", "stablelm")
 CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation", "lens")
 TOLERANCE = 1e-4
