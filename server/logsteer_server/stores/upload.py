@@ -46,7 +46,7 @@ class Upload:
 
     def __init__(self, directory: Path, check: Callable[[int], None] | None = None) -> None:
         self._directory = directory
-        self.check: Callable[[int], object] = check or int
+        self.check = check or (lambda _size: None)
         self._handle, name = mkstemp(dir=directory, suffix=".part")
         self.path = Path(name)
         fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
