@@ -5,7 +5,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,6 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
-from logsteer.errors import APIError
 from logsteer.schemas import ModelCard
 from logsteer_server import __version__
 from logsteer_server.api.connections import LimitedProtocol
@@ -243,21 +241,6 @@ class DrainingServer(uvicorn.Server):
         return False
 
 
-async def _reload(state: State, asked: asyncio.Event) -> None:
-    """Read the configuration again whenever SIGHUP asks, and log what that changes."""
-    while True:
-        await asked.wait()
-        asked.clear()
-        try:
-            report = await state.changes.reload()
-        except APIError as error:
-            log.error("SIGHUP: %s", error.detail)
-            continue
-        for name in ("added", "removed", "replaced", "needs_restart"):
-            if found := getattr(report, name):
-                log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
-
-
 def configure_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Config:
     """Return how uvicorn is to serve an application: with the bounds of connections."""
     most = min(settings.max_connections, raise_descriptor_limit() - OWN_DESCRIPTORS)
@@ -283,8 +266,6 @@ async def _serve(
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings, reread)
     server = DrainingServer(configure_server(settings, app), app.state, settings)
-    hung_up = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -300,14 +281,10 @@ async def _serve(
         loop = asyncio.get_running_loop()
         log.debug("requests are served on a loop of %s", type(loop).__module__)
         reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")
-        others = [
-            asyncio.create_task(reporting),
-            asyncio.create_task(_reload(app.state, hung_up)),
-        ]
+        report = asyncio.create_task(reporting)
         await serving
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        report.cancel()
+        await asyncio.gather(report, return_exceptions=True)
     return (server.status, server.last_words) if server.started else (1, "")
 
 

@@ -201,17 +201,6 @@ class TestReload:
         assert told["needs_restart"] == ["max_items"]
         assert told["unchanged"] == ["a", "b", "slow"]
 
-    def test_sighup_does_the_same(self, server: Server) -> None:
-        write(server, config_of(fake_model("a", delay_s=0.05), fake_model("d"), max_items=7))
-        server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: score(server, "d").status_code == 200)
-        assert score(server, "b").status_code == 404
-        assert "needs restart: max_items" in server.output
-        server.config_path.write_text("models: [")
-        server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: "nothing was changed" in server.output)
-        assert score(server, "d").status_code == 200
-
     @pytest.mark.full
     def test_requests_longer_than_their_time_are_told_to_come_back(self, tmp_path: Path) -> None:
         config = config_of(fake_model("a", delay_s=30.0), model_drain_s=0.3)

@@ -153,7 +153,7 @@ class ModelChanges:
 
     # ------------------------------------------------------------------ all models
 
-    async def reload(self, wait_s: float = 0.0) -> ReloadAnswer:
+    async def reload(self, wait_s: float) -> ReloadAnswer:
         """Read the configuration again and apply the differences.
 
         Errors: APIError `invalid_request` if it is invalid, `overloaded` while a change is running;

@@ -4,17 +4,16 @@ Each metric is defined once: counters as objects of prometheus_client in the app
 values read at a scrape as rows of the tables below. The documentation page is generated from both.
 """
 
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import prometheus_client
+import psutil
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -35,11 +34,6 @@ from prometheus_client.utils import floatToGoString
 
 from logsteer_server import __version__
 from logsteer_server.contract.engine import TIME_BOUNDS_S, EngineReading, StepCounts
-
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
-MAX_FAMILY = 64
-"""Processes measured for one engine: its own and its ranks'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,36 +88,19 @@ class ProcessReading:
 
 
 def read_family(pid: int) -> ProcessReading | None:
-    """Measure a process and its children; None if it does not exist, and outside of Linux."""
-    members = map(_read_process, _list_family(pid))
-    found = [reading for reading in members if reading is not None]
-    if not found:
-        return None
-    return ProcessReading(
-        sum(reading.cpu_s for reading in found), sum(reading.resident_bytes for reading in found)
-    )
-
-
-def _list_family(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants that main threads started."""
-    waiting = [pid]
-    for _ in range(MAX_FAMILY):
-        if not waiting:
-            return
-        member = waiting.pop()
-        yield member
-        with suppress(OSError):
-            text = Path(f"/proc/{member}/task/{member}/children").read_text()
-            waiting += map(int, text.split())
-
-
-def _read_process(pid: int) -> ProcessReading | None:
+    """Measure a process and its descendants; None if the process does not exist."""
+    found = ProcessReading(0.0, 0)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # Fields 14, 15 and 24 of proc(5), of which the first two are in front of the bracket.
-        return ProcessReading((int(fields[11]) + int(fields[12])) / TICKS, int(fields[21]) * PAGE)
-    except (OSError, IndexError, ValueError):
+        parent = psutil.Process(pid)
+        for member in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.Error), member.oneshot():
+                times, memory = member.cpu_times(), member.memory_info()
+                found = ProcessReading(
+                    found.cpu_s + times.user + times.system, found.resident_bytes + memory.rss
+                )
+    except psutil.Error:
         return None
+    return found if found.resident_bytes else None
 
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4

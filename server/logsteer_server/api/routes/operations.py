@@ -135,8 +135,7 @@ async def drain_model(
 async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     """Read the configuration again; add, remove and replace models while others answer.
 
-    An invalid configuration changes nothing. SIGHUP does the same. During another change it is
-    refused as `overloaded`.
+    An invalid configuration changes nothing. During another change it is refused as `overloaded`.
     """
     return await changes.reload(query.wait_s)
 
