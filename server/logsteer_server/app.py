@@ -31,7 +31,6 @@ from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry, make_handles
-from logsteer_server.observation.logs import ACCESS, AUDIT, LogStyle, configure_logs
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import RequestTracer
@@ -155,23 +154,4 @@ def open_tracer() -> RequestTracer:
         return RequestTracer.open()
     except ImportError as error:
         detail = f"tracing needs what is missing ({error.name}): install logsteer-server[otel]"
-        raise ConfigurationError(detail) from error
-
-
-def open_logs(settings: Settings) -> None:
-    """Configure all logs of this process; called once, by whatever runs the application.
-
-    Errors: ConfigurationError for a file that cannot be written to.
-    """
-    asked = {AUDIT: settings.audit_log_file}
-    if settings.access_log:
-        asked[ACCESS] = settings.access_log_file
-    files = {
-        name: None if path is None else settings.directory / path.expanduser()
-        for name, path in asked.items()
-    }
-    try:
-        configure_logs(LogStyle(settings.log_format, settings.log_level), files)
-    except OSError as error:
-        detail = f"{error.filename} cannot be written to ({error.strerror}): name another file"
         raise ConfigurationError(detail) from error

@@ -22,7 +22,7 @@ from logsteer.schemas import ModelCard
 from logsteer_server import __version__
 from logsteer_server.api.connections import LimitedProtocol
 from logsteer_server.api.gate import Drain
-from logsteer_server.app import create_app, open_logs
+from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.engines.weights import check_path
 from logsteer_server.flags import ServerParser, add_settings, add_vllm_flags, read_settings
@@ -35,6 +35,7 @@ from logsteer_server.listening import (
 )
 from logsteer_server.models.fit import describe_fit
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import (
     MODEL_TOPICS,
     SERVER_TOPICS,
@@ -118,7 +119,8 @@ def _run(arguments: argparse.Namespace) -> int:
         for line in examine_machine(settings):
             print(line)
         return 0
-    open_logs(settings)
+    style = LogStyle(settings.log_format, settings.log_level)
+    configure_logs(style, access=settings.access_log)
     listener = open_listener(settings)
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         status, last_words = runner.run(_serve(settings, listener, reread))

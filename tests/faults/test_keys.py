@@ -66,7 +66,6 @@ def server(
         ],
         "log_format": "json",
         "access_log": True,
-        "access_log_file": "access.log",
         "key_file": str(key_file),
         "cache_bytes": 0,
     }
@@ -87,8 +86,8 @@ def count_jobs(server: Server, token: str, model: str = "quick") -> int:
 
 def read_callers(server: Server) -> list[str]:
     """Whose requests to score were answered, in the server's order."""
-    lines = map(json.loads, (server.directory / "access.log").read_text().splitlines())
-    return [line["key"] for line in lines if line["route"] == "/logprob"]
+    lines = map(json.loads, filter(None, server.output.splitlines()))
+    return [line["key"] for line in lines if line.get("route") == "/logprob"]
 
 
 # ------------------------------------------------------------------ who is let in

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,7 +24,6 @@ from safetensors.numpy import save
 from logsteer import Client
 from logsteer._endpoints import ENDPOINTS
 from logsteer_server import app as app_module
-from logsteer_server.app import open_logs
 from logsteer_server.observation import tracing
 from logsteer_server.observation.logs import (
     ACCESS,
@@ -153,7 +151,6 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "log_level": "debug",
         "log_format": "json",
         "access_log": True,
-        "access_log_file": "access.log",
     }
     with serve(config, directory / "server") as server:
         with connect(server, KEYS["ann"]) as http:
@@ -178,9 +175,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def read_lines(server: Server, *, from_file: bool = False) -> list[dict[str, Any]]:
-    text = (server.directory / "access.log").read_text() if from_file else server.output
-    return [json.loads(line) for line in text.splitlines() if line]
+def read_lines(server: Server, logger: str = "") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in server.output.splitlines() if line]
+    return [line for line in lines if line["logger"].startswith(logger)]
 
 
 def test_every_endpoint_is_asked() -> None:
@@ -188,7 +185,7 @@ def test_every_endpoint_is_asked() -> None:
 
 
 def test_no_line_has_a_prompt_a_number_of_a_vector_or_a_key(logged: Server) -> None:
-    text = logged.output + (logged.directory / "access.log").read_text()
+    text = logged.output
     assert '"level":"debug"' in text, "everything is logged"
     secrets = [token[-43:] for token in (*KEYS.values(), WRONG)]
     for secret in (MARK, str(NUMBER)[:8], *KEYS.values(), WRONG, *secrets):
@@ -206,7 +203,7 @@ def test_lines_have_the_fields_that_the_documentation_lists(logged: Server) -> N
              for line in ("all", "access", "audit")}  # fmt: skip
     needed = {line: {name for name, lines in fields.items() if line in lines} for line in known}
     seen: set[str] = set()
-    for line in [*read_lines(logged), *read_lines(logged, from_file=True)]:
+    for line in read_lines(logged):
         kind = line["logger"].removeprefix("logsteer.")
         kind = kind if kind in ("access", "audit") else "all"
         assert set(line) <= known[kind], line
@@ -216,8 +213,7 @@ def test_lines_have_the_fields_that_the_documentation_lists(logged: Server) -> N
 
 
 def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
-    lines = read_lines(logged, from_file=True)
-    assert {line["logger"] for line in lines} == {"logsteer.access"}
+    lines = read_lines(logged, ACCESS)
     (steered,) = [line for line in lines if line["route"] == "/steer"]
     assert (steered["key"], steered["model"], steered["status"]) == ("ann", "fake", 200)
     assert steered["generated_tokens"] == 4
@@ -231,7 +227,7 @@ def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
 
 
 def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:
-    lines = [line for line in read_lines(logged) if line["logger"] == "logsteer.audit"]
+    lines = read_lines(logged, AUDIT)
     scopes = {
         (ENDPOINTS[name].method, ENDPOINTS[name].path.partition("{")[0].rstrip("/")): name
         for name in ENDPOINTS
@@ -275,33 +271,18 @@ def test_text_has_the_fields_behind_the_message() -> None:
 @pytest.fixture
 def restored() -> Iterator[None]:
     """The logs of this process are afterwards as they were."""
-    root, audit = logging.getLogger(), logging.getLogger(AUDIT)
-    before = root.handlers[:], root.level, audit.handlers[:], audit.propagate
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
     yield
-    for handler in audit.handlers:
-        handler.close()
-    root.handlers[:], root.level, audit.handlers[:], audit.propagate = before
+    root.handlers[:], root.level = before
     logging.captureWarnings(False)
 
 
-def test_a_file_is_for_its_owner_alone_and_opened_anew_once_moved(
-    tmp_path: Path, restored: None
-) -> None:
-    path = tmp_path / "audit.log"
-    configure_logs(LogStyle("json"), {AUDIT: path})
-    log = logging.getLogger(AUDIT)
-    log.info("first")
-    path.rename(tmp_path / "old.log")
-    log.info("second")
-    assert json.loads(path.read_text())["message"] == "second"
-    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
-    assert not logging.getLogger(ACCESS).isEnabledFor(logging.INFO)
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, restored: None) -> None:
-    settings = Settings(models=[fake_model()], audit_log_file=tmp_path / "none/audit.log")
-    with pytest.raises(ConfigurationError, match=r"none/audit\.log cannot be written"):
-        open_logs(settings)
+def test_access_is_logged_if_asked_for_and_changes_always(restored: None) -> None:
+    for access in (False, True):
+        configure_logs(LogStyle("json", "error"), access=access)
+        shown = [logging.getLogger(name).isEnabledFor(logging.INFO) for name in (ACCESS, AUDIT)]
+        assert shown == [access, True]
 
 
 def test_an_engine_logs_warnings_unless_all_is_asked_for(restored: None) -> None:

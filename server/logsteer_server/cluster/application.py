@@ -26,9 +26,10 @@ from starlette.types import Message, Scope
 
 from logsteer.schemas import ModelCard, ReloadAnswer
 from logsteer_server.api.routes.vllm import reset_prefix_cache
-from logsteer_server.app import create_app, open_logs
+from logsteer_server.app import create_app
 from logsteer_server.cluster.ingress import SERVICE, Ingress, Versions
 from logsteer_server.models.changes import COMES_UP, compare_models, refuse_configuration
+from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.serving import check_places, check_vllm_arguments
 from logsteer_server.settings import (
     ConfigurationError,
@@ -241,7 +242,8 @@ class ModelServer:
 
     async def __init__(self, document: dict[str, Any]) -> None:  # type: ignore[misc]
         settings = parse_settings(document, Path(document["directory"]))
-        open_logs(settings)
+        style = LogStyle(settings.log_format, settings.log_level)
+        configure_logs(style, access=settings.access_log)
         check_places(settings)
         self._app = create_app(settings)
         self._state = self._app.state

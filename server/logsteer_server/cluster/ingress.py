@@ -83,7 +83,7 @@ class Ingress:
         # Serve deploys what is bound to its argument; where it is, `reconfigure` says.
         self._document, self._apply_reload = document, reload
         settings = parse_settings(document, Path(document["directory"]))
-        configure_logs(LogStyle(settings.log_format, settings.log_level), {})
+        configure_logs(LogStyle(settings.log_format, settings.log_level))
         self._app = create_app(settings, has_engines=False)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -6,14 +6,10 @@ a vector's numbers or a key: the fields of a request are those of `RequestRecord
 
 import logging
 import logging.config
-import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import TextIOWrapper
-from logging.handlers import WatchedFileHandler
-from pathlib import Path
 from typing import Any, Literal
 
 import orjson
@@ -74,46 +70,24 @@ class TextFormatter(logging.Formatter):
         return super().format(record) + "".join(shown)
 
 
-class PrivateFileHandler(WatchedFileHandler):
-    """Write to a file, created with mode 0600; an existing file keeps its mode. Reopen the file
-    after it was renamed, as logrotate does.
-    """
-
-    def _open(self) -> TextIOWrapper:
-        os.close(os.open(self.baseFilename, os.O_CREAT | os.O_WRONLY, 0o600))
-        return super()._open()
-
-
-def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = None) -> None:
+def configure_logs(style: LogStyle, *, access: bool = False) -> None:
     """Configure all logs of this process: standard error in a style.
 
-    `files`: ACCESS and AUDIT, whose every line is written, to a file, or to standard error for
-    None. ACCESS is off if it is not listed.
-    Errors: OSError for a file that cannot be written to.
+    The audit log is always written, the access log if asked for, both whatever the lowest level.
     """
     formatter = JsonFormatter if style.format == "json" else TextFormatter
-    handlers: dict[str, dict[str, Any]] = {
-        "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
-    }
-    loggers: dict[str, dict[str, Any]] = {"httpx": {"level": "WARNING"}}
-    for name, path in (files or {}).items():
-        loggers[name] = {"level": "INFO", "propagate": False, "handlers": ["stderr"]}
-        if path is not None:
-            handlers[name] = {"()": PrivateFileHandler, "filename": path, "formatter": "line"}
-            loggers[name]["handlers"] = [name]
-    try:
-        logging.config.dictConfig({
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"line": {"()": formatter}},
-            "handlers": handlers,
-            "loggers": loggers,
-            "root": {"level": style.level.upper(), "handlers": ["stderr"]},
-        })  # fmt: skip
-    except ValueError as error:
-        raise error.__cause__ or error from None
-    if files is not None and ACCESS not in files:
-        logging.getLogger(ACCESS).setLevel(logging.WARNING)
+    logging.config.dictConfig({
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"()": formatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {
+            "httpx": {"level": "WARNING"},
+            ACCESS: {"level": "INFO" if access else "WARNING"},
+            AUDIT: {"level": "INFO"},
+        },
+        "root": {"level": style.level.upper(), "handlers": ["stderr"]},
+    })  # fmt: skip
     logging.captureWarnings(style.format == "json")
 
 

@@ -23,9 +23,7 @@ class ConfigurationError(ValueError):
 SERVER_TOPICS = {
     "Address": "host port uds insecure allowed_hosts allowed_origins trust_request_chat_template",
     "Keys": "api_key key_file limits_url share_caches max_key_bytes",
-    "Logs, metrics, traces": (
-        "log_level log_format access_log access_log_file audit_log_file tracing metrics_key"
-    ),
+    "Logs, metrics, traces": ("log_level log_format access_log tracing metrics_key"),
     "Bounds": (
         "max_connections stall_timeout_s request_timeout_s max_body_bytes max_text_chars max_items "
         "max_answer_bytes max_activation_bytes max_vector_bytes max_upload_bytes "
@@ -110,14 +108,6 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(
         False, description="Log every request: caller, endpoint, times, sizes."
-    )
-    access_log_file: Path | None = Field(
-        None, description="File of the access log, opened again once moved; null: standard error."
-    )
-    audit_log_file: Path | None = Field(
-        None,
-        description="File of the audit log, of what keys with the scopes write and admin did; "
-        "null: standard error.",
     )
     tracing: bool = Field(
         False,
