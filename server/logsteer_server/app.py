@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 from fastapi import FastAPI
 
@@ -24,7 +23,6 @@ from logsteer_server.api.routes import (
     vllm,
 )
 from logsteer_server.api.routing import BodyTurns
-from logsteer_server.api.selftest import prove
 from logsteer_server.engines.lifetime import sweep
 from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
@@ -63,7 +61,7 @@ def create_app(
             app.state.changes = changes
             stack.callback(changes.close)
             if has_engines:
-                models.start(partial(prove, app) if settings.selftest else None)
+                models.start()
                 app.state.captures.start()
             stack.push_async_callback(app.state.captures.close)
             yield

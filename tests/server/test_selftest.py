@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from logsteer import AsyncClient
-from logsteer.errors import APIError, api_error
+from logsteer.errors import APIError
 from logsteer.schemas import ModelCard, SelftestAnswer, SelftestCheck, SelftestRequest
 from logsteer.schemas.perplexity import StreamStart
 from logsteer.selftest import EPSILON, PROMISES, Compared, judge, measure_noise, run_selftest
 from logsteer_server import app as app_module
-from logsteer_server.contract.jobs import GenerateJob, Job, Routing, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
@@ -54,7 +54,7 @@ async def serve(
         transport = httpx.ASGITransport(app)
         client = AsyncClient("http://localhost", transport=transport, max_retries=0, api_key=key)
         async with app.router.lifespan_context(app), client:
-            while {m.status[0] for m in app.state.models.by_id.values()} & {"loading", "testing"}:
+            while any(m.status[0] == "loading" for m in app.state.models.by_id.values()):
                 await asyncio.sleep(0.01)
             yield client
 
@@ -330,40 +330,3 @@ class TestEndpoint:
         async with serve(HonestEngine(), key_file=path) as client:
             with refused("unauthorized"):
                 await client.tokenize(["a"])
-
-
-class TestAtStart:
-    async def test_a_model_answers_once_it_has_passed(self) -> None:
-        async with serve(HonestEngine(), selftest=True) as client:
-            assert (await client.model("any")).state == "ready"
-
-    @pytest.mark.parametrize(
-        ("fault", "settings", "words"),
-        [
-            (lambda _: 0.0, {"max_pending_tokens": 10}, "could not be run: The request needs"),
-            (by_step, {}, "failed its self-test: chunked (value "),
-            (lambda _: 1 / 0, {}, "could not be run: "),
-        ],
-    )
-    async def test_one_that_cannot_be_tested_or_fails_does_not_answer(
-        self, fault: Any, settings: Any, words: str
-    ) -> None:
-        async with serve(HonestEngine(fault), selftest=True, **settings) as client:
-            found = await client.model("any")
-            assert found.state == "failed" and words in found.detail
-            with refused("internal", "selftest shows more"):
-                await client.tokenize(["a"])
-
-    async def test_an_engine_that_is_restarted_is_tested_again(self) -> None:
-        class Restarted(HonestEngine):
-            def run(self, jobs: Sequence[Job], routing: Routing | None = None) -> Any:
-                if len(self.calls) == 9:
-                    self.calls.append([])
-                    raise api_error("engine_restarting", "It died.", retry_after=0.01)
-                return super().run(jobs)
-
-        engine = Restarted()
-        async with serve(engine, selftest=True) as client:
-            assert (await client.model("any")).state == "ready"
-        first = engine.calls[0][0].tokens.tolist()
-        assert sum(call[0].tokens.tolist() == first for call in engine.calls if call) > 1

@@ -16,7 +16,7 @@ from logsteer.schemas.common import (
 )
 from logsteer.schemas.interventions import VariantCard
 
-ModelState = Literal["loading", "testing", "ready", "restarting", "failed", "draining", "unloaded"]
+ModelState = Literal["loading", "ready", "restarting", "failed", "draining", "unloaded"]
 """`testing`: the engine is ready, and the self-test that `--selftest` asks for runs. `draining`:
 running requests are answered, and new ones get `model_loading`. `unloaded`: it has no engine
 until it is loaded again."""

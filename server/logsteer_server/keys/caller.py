@@ -195,8 +195,6 @@ class Requester:
     namespace: str | None = None
     routing: Routing = field(default_factory=Routing)
     allowance: Allowance = field(default_factory=Allowance)
-    passes_gate: bool = False
-    """Whether models answer before they pass their self-test; true for the test's own requests."""
 
     def require(self, scope: KeyScope) -> None:
         """Require a scope of the key. Errors: APIError `forbidden`, which names the scope."""

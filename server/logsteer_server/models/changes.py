@@ -32,7 +32,7 @@ QUIET_S = 1.0
 still arrive."""
 POLL_S = 0.02
 RETRY_S = 5.0
-COMES_UP: tuple[ModelState, ...] = ("loading", "testing", "restarting")
+COMES_UP: tuple[ModelState, ...] = ("loading", "restarting")
 
 
 class ChangeError(Exception):

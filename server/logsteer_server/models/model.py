@@ -93,8 +93,6 @@ class ResidentModel:
         self._fault: str | None = None
         self._scope: tuple[EngineInfo, ModelSettings, bytes] | None = None
         """Arguments and value of the latest key prefix of results."""
-        self.gate: tuple[ModelState, str] | None = None
-        """State and detail of a model that its self-test keeps from answering."""
         self.closed: tuple[ModelState, str] | None = None
         """State and detail of a model that is drained or unloaded."""
         self.note = ""
@@ -111,7 +109,7 @@ class ResidentModel:
     def restart_with(self, handle: EngineHandle) -> None:
         """Replace the closed engine with another, which is not ready yet."""
         self.handle = handle
-        self.closed = self.gate = self._fault = self._codec = None
+        self.closed = self._fault = self._codec = None
 
     async def load_codec(self) -> None:
         """Load the tokenizer when the engine is ready; a failure shows in the model's state."""
@@ -126,26 +124,21 @@ class ResidentModel:
 
     @property
     def status(self) -> tuple[ModelState, str]:
-        """State and detail: the engine's, then the tokenizer's, then the gate's."""
+        """State and detail: the engine's, then the tokenizer's."""
         if self.closed is not None:
             return self.closed
         if self._fault is not None:
             return "failed", self._fault
-        own = self.handle.state, self.handle.detail
-        if own[0] != "ready":
-            return own
-        return ("loading", own[1]) if self._codec is None else self.gate or own
+        state, detail = self.handle.state, self.handle.detail
+        return ("loading" if state == "ready" and self._codec is None else state), detail
 
     @property
     def is_ready(self) -> bool:
         """Whether requests can be answered."""
         return self.status[0] == "ready"
 
-    def require(self, *, through_gate: bool = False) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine; `through_gate` ignores the gate.
-
-        Errors: APIError if the model does not answer now.
-        """
+    def require(self) -> tuple[TextCodec, EngineInfo]:
+        """Return tokenizer and engine. Errors: APIError if the model does not answer now."""
         if self.closed is not None:
             detail = f"Model {self.id} takes no requests: {self.closed[1]}. Try again later."
             raise api_error("model_loading", detail, retry_after=CLOSED_RETRY_S)
@@ -156,12 +149,6 @@ class ResidentModel:
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
             raise api_error("model_loading", detail, retry_after=2)
-        if self.gate is not None and not through_gate:
-            state, why = self.gate
-            detail = f"Model {self.id} does not answer: {why}."
-            if state == "failed":
-                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
-            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
         return self._codec, info
 
     async def prepare(

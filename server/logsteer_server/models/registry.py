@@ -1,7 +1,7 @@
 """The configured models, by id: start, lookup, shutdown."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from logsteer.errors import api_error
 from logsteer_server.models.admission import KEY_SHARE, SCRATCH, Admission
@@ -13,9 +13,6 @@ from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.runtime.supervision import SupervisionLimits
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import JobContents
-
-Prove = Callable[[ResidentModel], Awaitable[None]]
-"""Tests a model, and opens its gate or sets the reason."""
 
 MakeHandle = Callable[[ModelSettings], EngineHandle]
 """Creates the handle of a model's engine, without starting it."""
@@ -66,7 +63,6 @@ class ModelRegistry:
         metrics.read_models = lambda: [model.read() for model in self.by_id.values()]
         self.scratch = Admission(settings.max_reference_bytes, SCRATCH)
         """Room for the log-probabilities of one model that another one reads."""
-        self._prove: Prove | None = None
         self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
         self._running: set[ResidentModel] = set()
         """Models with an engine: registered ones, and those being added or removed."""
@@ -83,21 +79,18 @@ class ModelRegistry:
             self._metrics.for_model(model.id),
         )
 
-    def start(self, prove: Prove | None = None) -> None:
-        """Start every engine in the background. With `prove`, models answer once they pass."""
-        self._prove = prove
+    def start(self) -> None:
+        """Start every engine in the background."""
         for model in self.by_id.values():
             self.start_one(model)
 
     def start_one(self, model: ResidentModel) -> None:
         """Start a model's engine in the background."""
-        if self._prove is not None:
-            model.gate = ("testing", "its self-test has not ended")
         model.handle.start()
         self._running.add(model)
         if (earlier := self._loading.get(model)) is not None:
             earlier.cancel()
-        self._loading[model] = asyncio.create_task(_load(model, self._prove))
+        self._loading[model] = asyncio.create_task(model.load_codec())
         self._loading[model].add_done_callback(lambda _: self._loading.pop(model, None))
 
     def restart(self, model: ResidentModel) -> None:
@@ -155,9 +148,3 @@ class ModelRegistry:
         """Look up a model by id, None for the default. Errors: as `choose_model`."""
         default = None if self.default is None else self.default.id
         return self.by_id[choose_model(model_id, self.by_id, default)]
-
-
-async def _load(model: ResidentModel, prove: Prove | None) -> None:
-    await model.load_codec()
-    if prove is not None and model.status[0] != "failed":
-        await prove(model)

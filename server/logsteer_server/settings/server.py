@@ -33,7 +33,7 @@ SERVER_TOPICS = {
         "cache_bytes store_directory store_url store_options store_cache_bytes store_grace_s"
     ),
     "Models while the server runs": (
-        "models variants selftest heartbeat_timeout_s max_step_s max_load_s max_restarts "
+        "models variants heartbeat_timeout_s max_step_s max_load_s max_restarts "
         "exit_when_given_up model_drain_s reload_beside drain_s"
     ),
 }
@@ -202,9 +202,6 @@ class Settings(BaseSettings):
         128 * 2**20,
         ge=2**10,
         description="Maximum bytes of activations in one answer, estimated before any work.",
-    )
-    selftest: bool = Field(
-        False, description="Test each model at its start; one that fails does not answer."
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest time for a request without streaming."

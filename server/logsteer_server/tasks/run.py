@@ -169,9 +169,9 @@ class Task(ABC):
         `payload_too_large`.
         """
 
-    def require(self, *, through_gate: bool) -> None:
+    def require(self) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
-        self.codec, self.info = self.model.require(through_gate=through_gate)
+        self.codec, self.info = self.model.require()
         if self.special_tokens == "text":
             self.codec = self.codec.literal
 
@@ -289,7 +289,7 @@ class Run:
         record.model = task.model.id
         self.task.request_id = self.caller.routing.request_id
         self.task.check_limits(self.capacity.settings)
-        self.task.require(through_gate=self.caller.passes_gate)
+        self.task.require()
         await self.caller.allowance.check_tokens()
         with self._room:
             tokens = self._reserve(self.task.model.admission)

@@ -1121,7 +1121,7 @@ export interface components {
             restarts?: number;
             rounding?: number | null;
             /** @enum {string} */
-            state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
+            state: "loading" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
             variant_of?: string | null;
             vocab_size?: number | null;
         } & {
@@ -1396,7 +1396,7 @@ export interface components {
             num_jobs?: number;
             restarts?: number;
             /** @enum {string} */
-            state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
+            state: "loading" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
         } & {
             [key: string]: unknown;
         };

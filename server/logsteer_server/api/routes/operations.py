@@ -89,7 +89,7 @@ async def selftest(
     meanwhile, and share its batches. `logsteer selftest URL` measures the same from anywhere.
     """
     model, record = models.find(model_id), find_record(request.scope)
-    model.require(through_gate=True)
+    model.require()
     record.model = model.id
     events = stream_selftest(request.app, request.state.caller, model.id, body)
     timeout_s: float | None = request.app.state.settings.request_timeout_s
