@@ -44,11 +44,8 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
     For a hub id that is not on this machine, only the configuration is fetched. Errors: ValueError.
     """
     path = wanted.to_spec(settings.directory).path
-    try:
-        directory = find_checkpoint(path)
-    except ValueError:
-        if Path(path).exists() or path.startswith((".", "/", "~")):
-            raise
+    directory = find_checkpoint(path)
+    if directory is None:
         _fetch_config(path)
         return
     if wanted.engine != "fake" and directory.is_dir():
@@ -125,14 +122,15 @@ def _count_bytes(model: ModelSettings, settings: Settings) -> int:
     return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
 
 
-def _fetch_config(hub_id: str) -> None:
+def _fetch_config(path: str) -> None:
     """Check that the hub has a model. Errors: ValueError."""
     from huggingface_hub import hf_hub_download
 
+    hub_id, _, revision = path.partition("@")
     try:
-        hf_hub_download(hub_id, "config.json")
+        hf_hub_download(hub_id, "config.json", revision=revision or None)
     except Exception as error:  # of the hub, of the network, of the disk
-        raise ValueError(f"{hub_id} cannot be had of the hub: {error}") from error
+        raise ValueError(f"{path} cannot be had of the hub: {error}") from error
 
 
 def list_gpus() -> dict[int, int]:
