@@ -166,12 +166,6 @@ def read_components(stream_ND: Tensor, directions_ND: Tensor) -> Tensor:
     return torch.stack([components_N, x_ND.norm(dim=-1).expand_as(components_N)], dim=-1)
 
 
-def pack_conditions(conditions: Sequence[Condition]) -> Tensor:
-    """Return the numbers of conditions: float32 [C, P]."""
-    packed = [condition.numbers for condition in conditions]
-    return torch.tensor(packed, dtype=torch.float32).reshape(-1, CONDITION_NUMBERS)
-
-
 def hold(
     components: Numbers, norms: Numbers, above: Numbers, below: Numbers, relative: Numbers
 ) -> Numbers:

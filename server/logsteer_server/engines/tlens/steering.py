@@ -154,7 +154,6 @@ class _SiteGroup:
         self._probes = probes
         self.point, self._width, self._depth = first.point, first.width, len(first.site.ops)
         self._measured = [(rows[part][1], placed.site.name) for part, placed in sites.items()]
-        self._rows_S = torch.tensor([rows[part][0] for part in sites])
         self._slot_Q = np.full(len(rows), -1)
         self._slot_Q[list(sites)] = range(len(sites))
         self._offsets_SW = torch.zeros(len(sites), self._width)
@@ -202,8 +201,7 @@ class _SiteGroup:
         slot_M = slot_n.repeat_interleave(groups)
         open_MK = None
         if self._has_conditions:
-            row_n = self._rows_S.to(slot_n.device)[slot_n]
-            open_nK = self._probes.decide(token_n, row_n, self._numbers_SKP[slot_n][..., -1])
+            open_nK = self._probes.decide(token_n, self._numbers_SKP[slot_n][..., -1])
             open_MK = open_nK.to(x_nGW.device).repeat_interleave(groups, dim=0)
         change_MW = change_stream(
             stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M], open_MK
