@@ -101,6 +101,9 @@ MAX_EXACT_ID = 2**24
 class Rows:
     """Hold R rows of logits z and their targets x; compute once what several columns need.
 
+    Columns of the model's distribution or the policy's can be differentiated, with the set of
+    tokens that the policy draws held fixed: it changes in jumps.
+
     Args:
         logits_RV: logits of any floating dtype, read in float32 or, with `double`, float64.
         targets_R: int64, the token that follows each row.
@@ -177,7 +180,10 @@ class Rows:
     @property
     def entropy_R(self) -> Tensor:
         """-sum p log p per row, in nats."""
-        return -_expect(self.log_probs_RV, self.log_probs_RV)
+        # A token with p = 0 adds nothing, and has a derivative of 0: its log p is made finite.
+        log_p_RV = self.logits_RV - self._log_sums_R1
+        log_p_RV.clamp_(min=torch.finfo(log_p_RV.dtype).min)
+        return -(log_p_RV.exp() * log_p_RV).sum(-1)
 
     @property
     def finite_R(self) -> Tensor:
@@ -219,11 +225,6 @@ class Rows:
             histories, counts = zip(*self._before, strict=True)
             logits_RV = adjust_rows(logits_RV, [own] * len(policies), histories, counts)
         return shape_rows(logits_RV, policies)
-
-    @cached_property
-    def sampling_entropy_R(self) -> Tensor:
-        """-sum q log q per row, in nats."""
-        return self.shaped.entropy_R
 
     @cached_property
     def two_largest_R2(self) -> Tensor:
@@ -296,7 +297,7 @@ def log_q(rows: Rows) -> Tensor:
 
 def rb_entropy(rows: Rows) -> Tensor:
     """Return -sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
-    return rows.sampling_entropy_R
+    return rows.shaped.entropy_R
 
 
 def head_mass(rows: Rows) -> Tensor:
@@ -322,8 +323,9 @@ def margin(rows: Rows) -> Tensor:
 def two_point_entropy(rows: Rows) -> Tensor:
     """Return -t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
     top_R = rows.two_largest_R2[:, 0]
-    rest_R = (1 - top_R).clamp(min=0)
-    return -torch.xlogy(top_R, top_R) - torch.xlogy(rest_R, rest_R)
+    both_R2 = torch.stack([top_R, (1 - top_R).clamp(min=0)], dim=-1)
+    # The logarithm of 1 in place of that of 0, which has no derivative.
+    return -(both_R2 * both_R2.where(both_R2 > 0, 1.0).log()).sum(-1)
 
 
 def collision(rows: Rows) -> Tensor:
@@ -338,7 +340,7 @@ def renyi2(rows: Rows) -> Tensor:
 
 def effective_support(rows: Rows) -> Tensor:
     """Return exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
-    return rows.sampling_entropy_R.exp()
+    return rows.shaped.entropy_R.exp()
 
 
 def logit_mean(rows: Rows) -> Tensor:

@@ -1,7 +1,4 @@
-"""A model in TransformerLens's bridge: hidden states, logits and hook points.
-
-The bridge wraps transformers' own model and puts hook points between its modules.
-"""
+"""A model of transformers with TransformerLens's hook points between its modules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +14,9 @@ from transformers.utils import logging as transformers_logging
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.needs import choose_dtype
-from logsteer_server.engines.tlens.causal import CausalModel, check_layers
-from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.placement import (
-    follow_devices,
-    load_options,
-    place_model,
-    unwrap,
-)
+from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.parameters import HALF
+from logsteer_server.engines.tlens.placement import copy_modules, follow_devices, place_model
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
@@ -33,7 +25,7 @@ from logsteer_server.engines.tlens.points import (
     act_on_stream,
     find_points,
 )
-from logsteer_server.engines.weights import find_eos, limit_context
+from logsteer_server.engines.weights import find_eos
 from logsteer_server.imports import load_tokenizer
 from logsteer_server.numerics.hidden_rows import multiply_wide
 
@@ -51,43 +43,45 @@ class _WideLinear(nn.Module):
 
 
 class BridgeModel(CausalModel):
-    """A causal model loaded into TransformerLens's bridge.
+    """A causal model of a directory, and a copy of its modules in TransformerLens's bridge.
 
-    Errors: ValueError where it cannot be served.
+    The bridge puts several Python calls around each module, which for one new token cost more than
+    the arithmetic. So it runs only where a hook needs what it has inside of blocks.
+
+    Errors: ValueError where the model cannot be served.
     """
+
+    _is_bridged = False
+    _fuses_attention = False
 
     def __init__(self, spec: EngineSpec, path: Path) -> None:
         from transformer_lens.model_bridge import TransformerBridge
+        from transformer_lens.model_bridge.sources.transformers.helpers import (
+            get_hf_model_class_for_architecture,
+        )
 
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
-        config = AutoConfig.from_pretrained(path)
-        check_layers(config, str(path))
-        devices = place_model(spec)
+        architecture = (AutoConfig.from_pretrained(path).architectures or [""])[0]
         dtype: torch.dtype = getattr(torch, choose_dtype(spec.dtype, path))
-        bridge = TransformerBridge.boot_transformers(
-            str(path), dtype=dtype, **load_options(devices, config, dtype)
+        causal: Any = get_hf_model_class_for_architecture(architecture).from_pretrained(
+            path, dtype=dtype, device_map=place_model(spec), attn_implementation="eager"
         )
-        self.num_devices = len(devices)
-        bridged: Any = bridge.original_model
-        bridged.eval().requires_grad_(False)
-        bridged.config.output_attentions = False  # fused attention has no pattern to give
-        follow_devices(bridged)
-        plain: Any = unwrap(bridged)
-        super().__init__(plain, str(path))
-        # The bridge puts several Python calls around each module, which for one new token cost more
-        # than the arithmetic. So it runs only where a hook needs what it has inside of blocks.
-        self._bodies.append(bridged.base_model)
-        self._is_bridged = False
-        self._fuses_attention = False
-        self.parameters = Parameters(plain, bridged.parameters())
-        text = plain.config.get_text_config()
-        self.context_length = limit_context(path, text, spec.max_model_len)
-        self.quantization = _name_quantization(plain.config)
-        self.tokenizer = load_tokenizer(path).backend_tokenizer
-        self._detach_head(unwrap(bridged))
-        self.vocab_size = self._compare_head(bridged)
+        causal.eval().requires_grad_(False)
+        super().__init__(causal, load_tokenizer(path), spec.max_model_len)
         self.eos_ids = find_eos(path, path, self.vocab_size)
+        self.num_devices = len({parameter.device for parameter in causal.parameters()})
+        method = getattr(causal, "quantization_method", None)
+        self.quantization = None if method is None else str(getattr(method, "value", method))
+        modules: Any = copy_modules(causal)
+        bridge = TransformerBridge.boot_transformers(
+            str(path), hf_model=modules, dtype=dtype, device=str(self.device)
+        )
+        follow_devices(modules)
+        self._bodies.append(modules.base_model)
+        # The bridge's blocks may hold parts of a parameter as parameters of their own.
+        own, bridged = (set(map(id, one.parameters())) for one in (causal, modules))
+        self._are_shared = bridged <= own
         if dtype in HALF:
             self._widen_head()
         with torch.inference_mode():
@@ -101,12 +95,12 @@ class BridgeModel(CausalModel):
         # 0.026 nats a token in bfloat16 and 0.003 in float16, as much as either differs from
         # float32 (mean of 4 texts of 100 to 160 tokens). Transformers' function leaves a cap on
         # scores out, and attention in parts has a softmax in float32.
-        is_capped = getattr(text, "attn_logit_softcapping", None)
-        self._fuses_attention = plain._supports_sdpa and not is_capped and dtype != torch.float64
+        is_capped = getattr(causal.config.get_text_config(), "attn_logit_softcapping", None)
+        self._fuses_attention = causal._supports_sdpa and not is_capped and dtype != torch.float64
 
     def _choose_body(self) -> Any:
-        # Fused attention has no forward derivative, and bridged blocks have no fused attention.
-        fused = self._fuses_attention and not self._is_bridged and torch.is_inference_mode_enabled()
+        # Fused attention has no forward derivative.
+        fused = self._fuses_attention and torch.is_inference_mode_enabled()
         name = "sdpa" if fused else "eager"
         if self._causal.config._attn_implementation != name:  # the attention that modules look up
             self._causal.config._attn_implementation = name
@@ -145,7 +139,7 @@ class BridgeModel(CausalModel):
                 f"the model is quantised ({self.quantization}), and what multiplies by such "
                 f"parameters computes in a precision of its own, not in {cast}; leave cast out",
             )
-        if self.parameters.are_shared or self._stays_plain(points):
+        if self._are_shared or self._stays_plain(points):
             return
         raise RefusedJobError(
             "unsupported_by_engine",
@@ -165,11 +159,3 @@ class BridgeModel(CausalModel):
         hidden_BTD = self.read(self._probe_tokens(length))
         logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
         return logits_RV.log_softmax(-1)[:, ::3].sum()
-
-
-def _name_quantization(config: Any) -> str | None:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(name, "value", name))

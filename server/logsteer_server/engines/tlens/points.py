@@ -28,8 +28,8 @@ SHORT_NAMES = {
 RECOMPUTING = (".hook_normalized", ".hook_scale")
 """Points to leave alone: a hook on them makes the bridge compute every row by another formula."""
 
-PROBE_LENGTHS = (5, 7)
-"""Lengths of the test sequences: the axis of 5 in one and 7 in the other is the token axis."""
+PROBE_LENGTH = 23
+"""Tokens of a test sequence: as many as no model has heads, so that an axis of 23 is of tokens."""
 
 HOOK_LEVEL = 1001
 """The level under which hooks are added, by which they are removed again."""
@@ -154,38 +154,7 @@ def find_points(
     """
     hooks = {name: hook for name, hook in hooks.items() if not name.endswith(RECOMPUTING)}
     named = {id(hook): hook for name, hook in hooks.items() if name.startswith("blocks.")}
-    short, long = (_observe(named, probe, length) for length in PROBE_LENGTHS)
-    shapes = {
-        i: shape[2:]
-        for i, shape in short.items()
-        if long.get(i) == (shape[0], PROBE_LENGTHS[1], *shape[2:])
-        and shape[:2] == (2, PROBE_LENGTHS[0])
-        and len(shape) > 2
-    }
-    order = {i: place for place, i in enumerate(short)}
-    layers: list[dict[str, Point]] = []
-    for layer in range(num_layers):
-        prefix = f"blocks.{layer}."
-        points: dict[str, Point] = {}
-        for name, hook in hooks.items():
-            if name.startswith(prefix) and id(hook) in shapes:
-                key = str(hook.name or name)
-                own = name.removeprefix(prefix)
-                is_shared = own == SHORT_NAMES["resid_mid"]
-                points[own] = Point(layer, key, hook, shapes[id(hook)], order[id(hook)], is_shared)
-        points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
-        layers.append(points)
-    return PointMap(layers)
-
-
-def _observe(
-    hooks: Mapping[int, Any], probe: Callable[[int], Tensor], length: int
-) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of activations that the probe's number depends on, by id of the hook.
-
-    They are in the order in which they come in the forward pass.
-    """
-    added: dict[int, Tensor] = {}
+    added: dict[int, Tensor] = {}  # in the order of the forward pass
 
     def add_zeros(activation: Tensor, hook: Any) -> Tensor | None:
         if not isinstance(activation, Tensor) or not activation.is_floating_point():
@@ -194,15 +163,29 @@ def _observe(
         return activation + added[id(hook)]
 
     try:
-        for hook in hooks.values():
+        for hook in named.values():
             hook.add_hook(add_zeros, level=HOOK_LEVEL)
         with torch.enable_grad():
-            probe(length).backward()  # type: ignore[no-untyped-call]
+            probe(PROBE_LENGTH).backward()  # type: ignore[no-untyped-call]
     finally:
-        for hook in hooks.values():
+        for hook in named.values():
             hook.remove_hooks("fwd", level=HOOK_LEVEL)
-    return {
-        i: tuple(zeros.shape)
-        for i, zeros in added.items()
+    found: dict[int, tuple[int, tuple[int, ...]]] = {
+        i: (order, tuple(zeros.shape[2:]))
+        for order, (i, zeros) in enumerate(added.items())
+        if zeros.shape[:2] == (2, PROBE_LENGTH) and zeros.ndim > 2
         if zeros.grad is not None and bool((zeros.grad != 0).any())
     }
+    layers: list[dict[str, Point]] = []
+    for layer in range(num_layers):
+        prefix = f"blocks.{layer}."
+        points: dict[str, Point] = {}
+        for name, hook in hooks.items():
+            if name.startswith(prefix) and id(hook) in found:
+                order, shape = found[id(hook)]
+                own = name.removeprefix(prefix)
+                is_shared = own == SHORT_NAMES["resid_mid"]
+                points[own] = Point(layer, str(hook.name or name), hook, shape, order, is_shared)
+        points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
+        layers.append(points)
+    return PointMap(layers)
