@@ -108,13 +108,18 @@ class JobQueue(ABC, Generic[E]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a waiting job may start now."""
+        """Whether there is a batch to run."""
         return bool(self._sorted or self._arrived)
 
     @property
     def num_waiting(self) -> int:
         """The number of waiting jobs."""
         return len(self._sorted) + len(self._arrived)
+
+    @property
+    def num_running(self) -> int:
+        """The number of jobs that have begun and go on."""
+        return 0
 
     @property
     def _first(self) -> E:
