@@ -29,7 +29,8 @@ from logsteer_server.contract.plan import (
     Site,
     SteeringPlan,
 )
-from logsteer_server.engines.tlens.placement import find_blocks, place_model
+from logsteer_server.engines.tlens.causal import find_blocks
+from logsteer_server.engines.tlens.model import place_model
 from logsteer_server.stores.formats.tensor_file import join_files
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import draw_direction, load_model, write_direction

@@ -30,11 +30,7 @@ def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -
             return set(old.devices).isdisjoint(wanted.devices)
         if list_gpus():
             return False  # each takes its share of all of a GPU's memory
-    try:
-        needed = _count_bytes(wanted, settings)
-    except ValueError:
-        return False
-    return needed <= (1 - SPARE) * measure_memory()[1]
+    return 0 < _count_bytes(wanted, settings) <= (1 - SPARE) * measure_memory()[1]
 
 
 def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> None:
@@ -53,11 +49,7 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
             raise ValueError(f"{directory}: its tokenizer cannot be read: {error}") from error
-    try:
-        freed = _count_bytes(old, settings)
-    except ValueError:
-        freed = 0
-    check_fit(wanted, settings, freed)
+    check_fit(wanted, settings, _count_bytes(old, settings))
 
 
 def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> ModelNeeds:
@@ -119,7 +111,11 @@ def _write(num_bytes: int) -> str:
 
 
 def _count_bytes(model: ModelSettings, settings: Settings) -> int:
-    return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
+    """Return the memory that a model needs; 0 where its files do not say."""
+    try:
+        return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
+    except ValueError:
+        return 0
 
 
 def _fetch_config(path: str) -> None:

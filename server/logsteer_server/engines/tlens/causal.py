@@ -21,7 +21,6 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.placement import find_blocks
 from logsteer_server.engines.tlens.points import (
     BlockEdge,
     HookFunction,
@@ -264,6 +263,17 @@ def check_layers(config: Any, name: str) -> None:
         raise ValueError(
             f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
         )
+
+
+def find_blocks(model: Any) -> nn.ModuleList:
+    """Return the list of a language model's blocks. Errors: ValueError where there is none."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(model).__name__}: no list of {count} layers to hook; serve it with vllm"
+    )
 
 
 def describe_model(model: CausalModel) -> EngineInfo:

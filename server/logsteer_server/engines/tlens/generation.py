@@ -26,7 +26,7 @@ from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.tlens.captures import CapturedRow
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
+from logsteer_server.engines.tlens.points import HookFunction, PassTokens, Point
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
@@ -36,7 +36,6 @@ from logsteer_server.engines.tlens.queue import (
     hooked,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
-from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import RowSampler
 
@@ -211,9 +210,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
     """
 
     def __init__(self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits) -> None:
-        super().__init__(limits)
-        self._model = model
-        self._deltas = deltas
+        super().__init__(model, deltas, limits)
         # The first takes the next step.
         self._running: deque[RunningBatch] = deque()
 
@@ -246,8 +243,6 @@ class GenerateQueue(JobQueue[GenerationRow]):
         self._running = deque(batch for batch in self._running if batch.rows)
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
-        if job.max_tokens < 1:
-            raise RefusedJobError("invalid_request", "max_tokens must be at least 1")
         return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
 
     def run(self, batch: list[GenerationRow]) -> Results:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from logsteer_server.contract.gradients import GradientJob, GradientOutput
-from logsteer_server.contract.jobs import JobFailure, Scores
-from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.contract.jobs import Scores
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import (
@@ -25,7 +25,6 @@ from logsteer_server.engines.tlens.queue import (
     Entry,
     ModelQueue,
     Results,
-    accept_row,
     read_batch,
 )
 from logsteer_server.numerics.sampling import log_softmax
@@ -40,35 +39,21 @@ class GradientQueue(ModelQueue):
     """Sequences to differentiate; a chunk of logits takes at most `chunk_bytes`."""
 
     def __init__(
-        self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
+        self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
     ) -> None:
         tokens = max(1, limits.max_batch_tokens // BATCH_SHARE)
         super().__init__(model, deltas, replace(limits, max_batch_tokens=tokens))
         self._chunk_bytes = chunk_bytes
 
     def _accept(self, job_id: int, job: GradientJob) -> Entry:
-        steered = accept_row(self._model, job)
-        points = self._find_points(job)
+        entry = super()._accept(job_id, job)
+        entry.points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
         if job.input_point and job.input_point.baseline is not None:
             self._model.check_tokens(np.array([job.input_point.baseline]))
         if job.delta or job.along:
-            hooked = [*(steered.points if steered else ()), *points]
+            hooked = [*(entry.steered.points if entry.steered else ()), *entry.points]
             self._model.check_delta(hooked, job.delta.cast)
-        return Entry(job_id, job, steered, points)
-
-    def _find_points(self, job: GradientJob) -> tuple[Point, ...]:
-        points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
-        if sum(map(bool, (points, job.along, job.input_point))) != 1:
-            detail = "differentiate with respect to activations, a direction or the input: give one"
-            raise RefusedJobError("invalid_request", detail)
-        widest = max((point.width for point in points), default=0)
-        if job.max_width is not None and widest > job.max_width:
-            detail = (
-                f"the gradients would be {widest} numbers a token, the request may have "
-                f"{job.max_width}: name fewer layers, positions or targets"
-            )
-            raise RefusedJobError("payload_too_large", detail)
-        return points
+        return entry
 
     def _group(self, entry: Entry) -> object:
         keys = tuple(point.key for point in entry.points)
@@ -88,8 +73,7 @@ class GradientQueue(ModelQueue):
                 return call_with(dict(parameters) | duals, lambda: self._run_forward_mode(batch))
         except NotImplementedError as error:
             detail = f"an operation of this model has no forward-mode derivative: {error}"
-            failure = JobFailure("unsupported_by_engine", detail)
-            return [(entry.job_id, failure) for entry in batch]
+            raise RefusedJobError("unsupported_by_engine", detail) from error
 
     def _make_duals(
         self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]

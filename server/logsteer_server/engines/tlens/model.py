@@ -1,5 +1,10 @@
-"""A model of transformers with TransformerLens's hook points between its modules."""
+"""A model of transformers with TransformerLens's hook points between its modules.
 
+Accelerate spreads its weights evenly over several GPUs, and has each module of transformers move
+its inputs to its own device; here the bridge's modules do so, too.
+"""
+
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,15 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.sources.transformers.helpers import (
+    get_hf_model_class_for_architecture,
+)
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
+from logsteer_server.engines.machine import show_devices
 from logsteer_server.engines.needs import choose_dtype
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import HALF
-from logsteer_server.engines.tlens.placement import copy_modules, follow_devices, place_model
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
@@ -55,11 +65,6 @@ class BridgeModel(CausalModel):
     _fuses_attention = False
 
     def __init__(self, spec: EngineSpec, path: Path) -> None:
-        from transformer_lens.model_bridge import TransformerBridge
-        from transformer_lens.model_bridge.sources.transformers.helpers import (
-            get_hf_model_class_for_architecture,
-        )
-
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         architecture = (AutoConfig.from_pretrained(path).architectures or [""])[0]
@@ -159,3 +164,60 @@ class BridgeModel(CausalModel):
         hidden_BTD = self.read(self._probe_tokens(length))
         logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
         return logits_RV.log_softmax(-1)[:, ::3].sum()
+
+
+def place_model(spec: EngineSpec) -> str:
+    """Return the `device_map` of a model: a device, or `balanced` for several GPUs.
+
+    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used. Errors:
+    ValueError where the specification asks for what cannot be.
+    """
+    if spec.tensor_parallel > 1:
+        raise ValueError("transformer_lens spreads layers, not tensors: set pipeline_parallel")
+    num_gpus = spec.pipeline_parallel
+    if spec.devices == "cpu":
+        if num_gpus > 1:
+            raise ValueError("pipeline_parallel spreads layers over GPUs; leave it out for a CPU")
+        return "cpu"
+    if not isinstance(spec.devices, str):
+        if num_gpus not in (1, len(spec.devices)):
+            raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
+        num_gpus = len(spec.devices)
+    if isinstance(spec.devices, str) and num_gpus == 1:
+        return "cuda:0" if torch.cuda.device_count() else "cpu"
+    show_devices(range(num_gpus) if isinstance(spec.devices, str) else spec.devices)
+    if (found := torch.cuda.device_count()) < num_gpus:
+        raise ValueError(f"devices: {num_gpus} GPUs are wanted, and {found} are here")
+    return "balanced" if num_gpus > 1 else "cuda:0"
+
+
+def copy_modules(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose modules have the dictionaries of the original's tensors.
+
+    So the copy takes no memory, and a tensor replaced in one of them is replaced in both.
+    """
+    own = [d for module in model.modules() for d in (module._parameters, module._buffers)]
+    return copy.deepcopy(model, {id(tensors): tensors for tensors in own})
+
+
+def follow_devices(causal: nn.Module) -> None:
+    """Have the bridge's modules move their inputs to the devices of the modules they wrap.
+
+    Some use the weights of transformers' module without calling its forward, so that accelerate's
+    hook does not run. On one device there are no such hooks, and nothing changes.
+    """
+    for module in causal.modules():
+        if isinstance(module, GeneralizedComponent) and module.original_component is not None:
+            _bring_inputs(module, module.original_component)
+
+
+def _bring_inputs(module: nn.Module, placed: nn.Module) -> None:
+    """Have a module move its inputs to the device on which accelerate has placed another one."""
+    hook = getattr(placed, "_hf_hook", None)
+    if hook is None or not hook.place_submodules:
+        return
+
+    def bring(_: nn.Module, args: Any, options: Any) -> Any:
+        return hook.pre_forward(placed, *args, **options)
+
+    module.register_forward_pre_hook(bring, with_kwargs=True)

@@ -47,7 +47,7 @@ class _CallingModel(nn.Module):
 class Parameters:
     """The parameters of a causal model by transformers' names, with the buffers of its state_dict.
 
-    Copies by `placement.copy_modules` have the same dictionaries of tensors: a tensor replaced in
+    Copies by `model.copy_modules` have the same dictionaries of tensors: a tensor replaced in
     one is replaced in all. `are_replaced`: whether the current call replaces any.
     """
 

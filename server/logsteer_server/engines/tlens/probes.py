@@ -16,11 +16,11 @@ from logsteer_server.contract.plan import MAX_CONDITIONS, SteeringPlan
 from logsteer_server.engines.readings import SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
+    PassTokens,
     Point,
     PointMap,
     RefusedJobError,
 )
-from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.residual_ops import READINGS, read_components
 
 

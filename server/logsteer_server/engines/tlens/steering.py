@@ -1,7 +1,7 @@
 """Steering of a batch: each row by its own plan, in the hooks of the model's activations.
 
 Rows are steered together: their vectors are in tables with a slot for each part of each steered
-row's plan (one, unless vectors have positions of their own). In the example of `tokens.PassTokens`,
+row's plan (one, unless vectors have positions of their own). In the example of `points.PassTokens`,
 with both prompts steered at `last_prompt`, tokens 1 and 5 are steered, at places 3 and 7. The next
 pass has one column, no steered token, and no hooks.
 
@@ -23,6 +23,8 @@ from logsteer_server.contract.plan import Positions, Readings, Site, SteeringPla
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
+    Integers,
+    PassTokens,
     Point,
     PointMap,
     RefusedJobError,
@@ -32,7 +34,6 @@ from logsteer_server.engines.tlens.probes import (
     ProbedRow,
     place_probes,
 )
-from logsteer_server.engines.tlens.tokens import Integers, PassTokens
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 from logsteer_server.numerics.sinks import average_changes
 
@@ -71,11 +72,7 @@ def place_sites(plan: SteeringPlan, points: PointMap) -> tuple[PlacedSite, ...]:
 
 
 def _place_site(site: Site, point: Point) -> PlacedSite:
-    vectors = [op.direction for op in site.ops]
-    if site.offset is not None:
-        vectors.append(site.offset)
-    if not vectors:
-        raise _invalid_plan(f"{site.name}: the site changes nothing; leave it out")
+    vectors = [*(op.direction for op in site.ops), *([] if site.offset is None else [site.offset])]
     widths = {vector.shape for vector in vectors}
     width = len(vectors[0])
     if widths != {(width,)} or width not in (point.width, point.shape[-1]):
@@ -84,9 +81,6 @@ def _place_site(site: Site, point: Point) -> PlacedSite:
         raise _invalid_plan(
             f"{site.name}: the activation is {wanted} wide, and the vectors are {found}"
         )
-    numbers = np.array([op.numbers for op in site.ops])
-    if not all(np.isfinite(vector).all() for vector in vectors) or np.isnan(numbers).any():
-        raise _invalid_plan(f"{site.name}: a vector or number is not finite")
     return PlacedSite(site, point, width)
 
 
