@@ -67,7 +67,8 @@ def place_sites(plan: SteeringPlan, points: PointMap) -> tuple[PlacedSite, ...]:
     keys = [site.point.key for site in placed]
     if len(set(keys)) < len(keys):
         twice = next(s.site.name for s in placed if keys.count(s.point.key) > 1)
-        raise _invalid_plan(f"{twice}: two sites change the same activation; join them")
+        detail = f"{twice}: two sites change the same activation; join them"
+        raise RefusedJobError("invalid_vector", detail)
     return placed
 
 
@@ -78,14 +79,11 @@ def _place_site(site: Site, point: Point) -> PlacedSite:
     if widths != {(width,)} or width not in (point.width, point.shape[-1]):
         found = sorted(vector.size for vector in vectors)
         wanted = " or ".join(map(str, sorted({point.width, point.shape[-1]}, reverse=True)))
-        raise _invalid_plan(
-            f"{site.name}: the activation is {wanted} wide, and the vectors are {found}"
+        raise RefusedJobError(
+            "invalid_vector",
+            f"{site.name}: the activation is {wanted} wide, and the vectors are {found}",
         )
     return PlacedSite(site, point, width)
-
-
-def _invalid_plan(detail: str) -> RefusedJobError:
-    return RefusedJobError("invalid_vector", detail)
 
 
 @dataclass(slots=True)
