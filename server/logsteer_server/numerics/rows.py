@@ -94,10 +94,6 @@ class RowFiles:
         )
 
 
-MAX_EXACT_ID = 2**24
-"""Largest token id or rank that is exact in float32, which all values of a row have."""
-
-
 class Rows:
     """Hold R rows of logits z and their targets x; compute once what several columns need.
 
@@ -171,7 +167,7 @@ class Rows:
     def larger_R(self) -> Tensor:
         """How many tokens have a strictly larger logit than the target, per row."""
         logits_RV = self.logits_RV.detach()
-        # Counted in the dtype of the logits, exact up to MAX_EXACT_ID and above: a CPU adds floats
+        # Counted in the dtype of the logits, float32 being exact up to 2^24: a CPU adds floats
         # up many times as fast as booleans.
         is_larger_RV = torch.empty_like(logits_RV)
         torch.gt(logits_RV, self.target_logits_R.detach()[:, None], out=is_larger_RV)
@@ -491,10 +487,8 @@ class RowSpec:
 def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
     """Compute the values that `spec` names [R, width]: columns, then `lists`.
 
-    Errors: ValueError if the vocabulary is too large for ids to be exact in float32.
+    Ids and ranks are exact in float32 up to 2^24.
     """
-    if rows.size > MAX_EXACT_ID:
-        raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
     parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
     by_policy = spec.is_listed_by_policy
     logits_RV = rows.shaped.logits_RV if by_policy and spec.lists else rows.logits_RV

@@ -152,7 +152,7 @@ class _SiteGroup:
         for slot, placed in enumerate(sites.values()):
             if placed.site.offset is not None:
                 self._offsets_SW[slot] = torch.from_numpy(placed.site.offset)
-        packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
+        packed = [pack_ops(p.site.ops, self._width) for p in sites.values()]
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
