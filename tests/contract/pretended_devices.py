@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import modeling_utils
+from transformers.integrations.accelerate import infer_auto_device_map
 
-from logsteer_server.engines.tlens import model, placement
+from logsteer_server.engines.tlens import model
 
 KIND = "lazy"
 """A kind of device that torch knows without support for it, and runs backward passes for."""
@@ -133,11 +135,19 @@ def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
 @contextmanager
 def pretend(count: int) -> Iterator[None]:
     """Have GPUs be pretended devices: everything with models on them belongs in the context."""
+
+    def spread(causal: Any, *_: Any) -> dict[str, str]:
+        """Return the device of each part, as accelerate finds it for GPUs of little memory."""
+        blocks = [m for m in causal.modules() if type(m).__name__ in causal._no_split_modules]
+        whole, block = (sum(p.nbytes for p in m.parameters()) for m in (causal, blocks[0]))
+        memory = dict.fromkeys(range(count - 1), whole // count + block) | {count - 1: 2**60}
+        places = infer_auto_device_map(causal, memory, causal._no_split_modules)
+        return {name: f"{KIND}:{place}" for name, place in places.items()}
+
     with pytest.MonkeyPatch.context() as patch, _Pretence(), _TensorFactory():
         patch.setattr(torch.cuda, "device_count", lambda: count)
-        places = tuple(f"{KIND}:{index}" for index in range(count))
-        patch.setattr(model, "place_model", lambda spec: places)
-        patch.setattr(placement, "measure_free_bytes", lambda device: 1)
+        patch.setattr(model, "place_model", lambda spec: "balanced")
+        patch.setattr(modeling_utils, "_get_device_map", spread)
         # The pretence holds in this thread.
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
         yield

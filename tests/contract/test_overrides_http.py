@@ -261,7 +261,7 @@ def test_gradients_too_large_for_an_answer_are_refused(tlens_limited_server: Ser
     long = {"context_ids": (CONTEXT * 400)[:1000], "target_ids": [TARGET]}
     with (
         Client(tlens_limited_server.url, timeout=300) as client,
-        refusals.refused("payload_too_large", "128 numbers a token"),
+        refusals.refused("payload_too_large", "rows of 128 numbers"),
     ):
         client.gradient([long] * 7, {"layers": [0, 1, 2, 3, 4]})
 

@@ -7,15 +7,14 @@ derivatives along a direction: torch has no forward mode for tensors that preten
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import EngineSpec
@@ -30,7 +29,8 @@ from logsteer_server.contract.plan import (
     Site,
     SteeringPlan,
 )
-from logsteer_server.engines.tlens.placement import place_model, spread_blocks
+from logsteer_server.engines.tlens.causal import find_blocks
+from logsteer_server.engines.tlens.model import place_model
 from logsteer_server.stores.formats.tensor_file import join_files
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import draw_direction, load_model, write_direction
@@ -70,12 +70,13 @@ def compare(engine: Any, spread: Any, *jobs: Job) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_blocks_are_on_their_devices_and_all_else_on_the_first(spread: Any) -> None:
+def test_blocks_are_spread_and_none_is_split(spread: Any) -> None:
     model = spread._model
     devices = {name: str(tensor.device) for name, tensor in model.parameters.by_name.items()}
     blocks = [{d for name, d in devices.items() if f".layers.{layer}." in name} for layer in LAYERS]
-    assert blocks == [{f"{KIND}:{int(layer > 1)}"} for layer in LAYERS]
-    assert {d for name, d in devices.items() if ".layers." not in name} == {f"{KIND}:0"}
+    places = [place for (place,) in blocks]
+    assert places == sorted(places)
+    assert set(places) == {f"{KIND}:0", f"{KIND}:1"}
     assert spread.info.pipeline_parallel == 2
     # The shortcut is that of one device.
     assert model._fuses_attention
@@ -197,52 +198,28 @@ def test_families(name: str, tmp_path: Path) -> None:
         assert score(three, *jobs) == [pytest.approx(values, abs=PER_TOKEN) for values in wanted]
 
 
-class _Toy(nn.Module):
-    """Embeddings of 3 numbers and 6 blocks of 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Module()
-        self.body.embed = nn.Embedding(3, 1)
-        self.body.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
-        text = SimpleNamespace(num_hidden_layers=6)
-        self.config = SimpleNamespace(get_text_config=lambda: text)
-
-    def get_decoder(self) -> nn.Module:
-        return self.body
-
-
-@pytest.mark.parametrize(
-    ("free", "firsts"), [((1, 1), 2), ((1, 3), 0), ((3, 1), 4), ((1, 1, 10**6), 0)]
-)
-def test_free_memory_decides_how_many_blocks_a_device_has(
-    free: tuple[int, ...], firsts: int
-) -> None:
-    devices = ["a", "b", "c"][: len(free)]
-    found = spread_blocks(_Toy(), devices, free)
-    assert found.pop("body.embed") == "a"
-    assert list(found) == [f"body.layers.{n}" for n in range(6)]
-    assert list(found.values()) == ["a"] * firsts + [devices[-1]] * (6 - firsts)
-
-
-def test_a_model_without_a_list_of_blocks_is_not_spread() -> None:
-    toy = _Toy()
-    toy.config.get_text_config().num_hidden_layers = 7
+def test_a_model_without_a_list_of_blocks_is_refused() -> None:
+    model = load_model(DEMO_MODEL)
+    model.config.num_hidden_layers = 7
     with pytest.raises(ValueError, match="no list of 7 layers"):
-        spread_blocks(toy, ["a", "b"], [1, 1])
+        find_blocks(model)
 
 
 def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
 
-    def place(**fields: Any) -> tuple[str, ...]:
+    def place(**fields: Any) -> str:
         return place_model(EngineSpec("demo", "transformer_lens", "demo", **fields))
 
-    assert place() == ("cuda:0",)
-    assert place(pipeline_parallel=2) == ("cuda:0", "cuda:1")
-    assert place(devices="cpu") == ("cpu",)
-    with pytest.raises(ValueError, match="3 GPUs are wanted, and 2 are here"):
-        place(pipeline_parallel=3)
+    assert place() == "cuda:0"
+    assert place(devices="cpu") == "cpu"
     with pytest.raises(ValueError, match=r"pipeline_parallel is 3, devices \[0, 1\]"):
         place(pipeline_parallel=3, devices=(0, 1))
+    with pytest.raises(ValueError, match="3 GPUs are wanted, and 2 are here"):
+        place(pipeline_parallel=3)
+    assert place(devices=(2, 1)) == "balanced"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,1"
+    assert place(pipeline_parallel=2) == "balanced"
+    assert place(devices=(1,)) == "cuda:0"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError
-from logsteer_server.engines.lifetime import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
+from logsteer_server.engines.lifetime import PREFIX, ScratchDirectory, sweep
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import OVERRIDES, Store
 from logsteer_server.stores.threads import FairTurns, StoreThreads
@@ -280,11 +279,7 @@ def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}link").symlink_to(target)
     (tmp_path / f"{PREFIX}file").touch()
     (tmp_path / "other").mkdir()
-    new = tmp_path / f"{PREFIX}new"
-    new.mkdir()
-    assert sweep(tmp_path) == [], "one without a lock may be about to be locked"
-    os.utime(new, (0, time.time() - NEW_S - 1))
-    assert sweep(tmp_path) == [new]
+    assert sweep(tmp_path) == []
     assert (target / "precious").exists()
 
 
@@ -294,7 +289,7 @@ def test_a_server_sweeps_at_its_start(tmp_path: Path) -> None:
     left, process = leave(scratch)
     with process:
         process.kill()
-    assert (left / LOCK).exists()
+    assert left.exists()
     with running({"models": [fake_model()]}, tmp_path, TMPDIR=str(scratch)) as server:
         server.wait_until_ready()
         assert not left.exists()

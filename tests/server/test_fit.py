@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -163,14 +164,19 @@ class TestNeeds:
     def test_a_hub_id_is_found_where_it_was_downloaded(
         self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
-        snapshot.parent.mkdir(parents=True)
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-        snapshot.mkdir()
+        repository = tmp_path / "models--org--name"
+        snapshot = repository / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
         for file in checkpoint.glob("model*.safetensors"):
             (snapshot / file.name).write_bytes(file.read_bytes())
         (snapshot / "config.json").write_text(json.dumps(CONFIG))
         assert estimate(EngineSpec("m", "vllm", "org/name")).weights_bytes > 0
+        assert estimate(EngineSpec("m", "vllm", "org/name@abc")).weights_bytes > 0
+        with pytest.raises(ValueError, match="not on this machine"):
+            estimate(EngineSpec("m", "vllm", "org/name@def"))
 
 
 def test_lines_of_nvidia_smi_are_read() -> None:
@@ -372,9 +378,9 @@ class TestLoadable:
                 self.check(new, monkeypatch, sizes)
 
     def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(hub_id: str, file: str) -> None:
-            raise OSError(f"{hub_id} has no {file}")
+        def fail(hub_id: str, file: str, revision: str | None) -> None:
+            raise OSError(f"{hub_id} has no {file} in {revision}")
 
         monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-        with pytest.raises(ValueError, match="cannot be had of the hub: no/such has no config"):
-            self.check({"path": "no/such"}, monkeypatch)
+        with pytest.raises(ValueError, match="of the hub: no/such has no config"):
+            self.check({"path": "no/such@v1"}, monkeypatch)

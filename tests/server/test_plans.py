@@ -159,28 +159,25 @@ class TestTargets:
 class TestGradients:
     ITEMS = ({"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},)
 
-    def test_rows_bound_the_width(self) -> None:
+    def test_numbers_are_bounded(self) -> None:
         """Targets that read 4 and 3 tokens, at 2 sites: 14 rows."""
         sites = ((0, "resid_post"), (2, "resid_post"))
         targets = plan(*self.ITEMS)
-        jobs = plan_gradients(targets, sites, Positions(), None, 140)
-        assert [job.max_width for job in jobs] == [10, 10]
+        jobs = plan_gradients(targets, sites, Positions(), None, 10, 140)
         assert all(job.sites == sites and job.along is None for job in jobs)
-        with refused("payload_too_large", "14 rows", param="wrt"):
-            plan_gradients(targets, sites, Positions(), None, 13)
+        with refused("payload_too_large", "14 rows of 10 numbers", param="wrt"):
+            plan_gradients(targets, sites, Positions(), None, 10, 139)
 
-    def test_along_a_direction_there_is_no_width(self) -> None:
+    def test_along_a_direction_there_are_no_sites(self) -> None:
         direction = Direction("file", "0" * 64)
-        jobs = plan_gradients(plan(*self.ITEMS), (), Positions(), direction, 1)
-        assert [(job.along, job.sites, job.max_width) for job in jobs] == [
-            (direction, (), None)
-        ] * 2
+        jobs = plan_gradients(plan(*self.ITEMS), (), Positions(), direction, 10, 1)
+        assert [(job.along, job.sites) for job in jobs] == [(direction, ())] * 2
 
     def test_what_was_truncated_is_not_read(self) -> None:
         options = options_of(on_overflow="truncate_left")
         info = replace(INFO, context_length=3)
         targets = plan(*self.ITEMS, info=info, options=options)
-        jobs = plan_gradients(targets, ((0, "resid_post"),), Positions(), None, 1000)
+        jobs = plan_gradients(targets, ((0, "resid_post"),), Positions(), None, 10, 1000)
         assert [job.tokens.tolist() for job in jobs] == [[6, 7, 8], [5, 6, 7]]
 
 

@@ -504,7 +504,7 @@ def take_all(queue: JobQueue[Any]) -> list[list[int]]:
 
 def queue_of(*jobs: tuple[int, int], **limits: int) -> PlainQueue:
     """A queue of jobs of these lengths and groups, whose ids are their lengths."""
-    queue = PlainQueue(EngineLimits(**limits))
+    queue = PlainQueue(None, None, EngineLimits(**limits))
     for length, group in jobs:
         queue.add(length, Job(np.full(length, group, np.int32)))
     return queue

@@ -28,15 +28,13 @@ class GradientJob(Job):
     It is differentiated with respect to the activations at `sites`, (layer, hook) each, of the
     tokens at `positions`; or with `along`, along that direction of the parameters; or with
     `input_point`, with respect to the input embeddings at that point. `plan`, `override` and
-    `adapter` apply; an activation is the output of its site after steering. Activations of more
-    than `max_width` numbers are refused.
+    `adapter` apply; an activation is the output of its site after steering.
     """
 
     targets: Ids
     sites: tuple[tuple[int, str], ...] = ()
     positions: Positions = field(default_factory=Positions)
     along: Direction | None = None
-    max_width: int | None = None
     input_point: InputPoint | None = None
 
     @property

@@ -6,8 +6,8 @@ rows, V vocabulary, F features.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -31,7 +31,6 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.tlens.causal import CausalModel, describe_model
 from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
-from logsteer_server.engines.tlens.live import LiveModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import Entry, accept_row, read_batch
@@ -40,7 +39,7 @@ from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import COLUMNS, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
-from logsteer_server.numerics.sampling import ShapedRows, is_greedy, log_softmax, shape_rows
+from logsteer_server.numerics.sampling import is_greedy, log_softmax
 from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
@@ -54,71 +53,17 @@ FEATURES = (
 """What `baseline_features` are, in their order."""
 
 
-class _GraphRows(Rows):
-    """Rows whose columns have finite derivatives, also where a probability is 0.
-
-    Derivatives are those with the set of tokens that the policy draws held fixed: it changes in
-    jumps.
-    """
-
-    @cached_property
-    def shaped(self) -> ShapedRows:
-        """What the policy draws from."""
-        kept_RV = self._find_support(self._policy)
-        before_RV = kept_RV
-        if self._policy.top_p < 1:
-            before_RV = self._find_support(replace(self._policy, top_p=1.0))
-        scaled_RV = self.logits_RV / self._policy.temperature
-        kept_RV, before_RV = (
-            scaled_RV.masked_fill(~mask_RV, -torch.inf) for mask_RV in (kept_RV, before_RV)
-        )
-        # The mass that is kept, of what top_p was given.
-        head_mass_R = (kept_RV.logsumexp(-1) - before_RV.logsumexp(-1)).exp()
-        return ShapedRows(kept_RV, head_mass_R)
-
-    @torch.no_grad()
-    def _find_support(self, policy: Policy) -> Tensor:
-        logits_RV = self.logits_RV.detach()
-        return shape_rows(logits_RV, [policy] * len(logits_RV)).logits_RV > -torch.inf
-
-    @cached_property
-    def sampling_entropy_R(self) -> Tensor:
-        """-sum q log q per row, in nats."""
-        return _find_entropy(log_softmax(self.shaped.logits_RV))
-
-
-def _find_entropy(log_p_RV: Tensor) -> Tensor:
-    # A token with p = 0 adds nothing, and its derivative is 0, too; minus infinity gives neither.
-    finite_RV = log_p_RV.masked_fill(log_p_RV == -torch.inf, 0.0)
-    return -(log_p_RV.exp() * finite_RV).sum(-1)
-
-
-def _entropy(rows: Rows) -> Tensor:
-    return _find_entropy(rows.log_probs_RV)
-
-
-def _two_point_entropy(rows: Rows) -> Tensor:
-    top_R = rows.two_largest_R2[:, 0]
-    both_R2 = torch.stack([top_R, (1 - top_R).clamp(min=0)], dim=-1)
-    # 1 where it is 0, whose logarithm has a derivative.
-    return -(both_R2 * both_R2.where(both_R2 > 0, 1.0).log()).sum(-1)
-
-
-_OF_GRAPH = COLUMNS | {"entropy": _entropy, "two_point_entropy": _two_point_entropy}
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class DifferentiableRows:
     """The logits [R, V] that predict the R tokens of one target, and numbers computed from them.
 
-    Float32, or float64 where the model is. All of it carries the graph of the parameters.
-    `eos_ids` are the tokens that end a sequence.
+    Float32, or float64 where the model is. All of it carries the graph of the parameters; the set
+    of tokens that a policy draws is held fixed. `eos_ids` are the tokens that end a sequence.
     """
 
     logits_RV: Tensor
     targets_R: Tensor
     eos_ids: tuple[int, ...] = ()
-    _rows: dict[Policy, _GraphRows] = field(default_factory=dict, init=False)
 
     def columns(self, names: Sequence[str], policy: Policy = NEUTRAL) -> dict[str, Tensor]:
         """Return columns [R] by name, those of `PUBLIC_COLUMNS`; ranks carry no graph.
@@ -131,7 +76,7 @@ class DifferentiableRows:
         if not POLICY_COLUMNS.keys().isdisjoint(names):
             _check_derivative(policy)
         rows = self._read(policy)
-        return {name: _OF_GRAPH[name](rows).to(self.logits_RV.dtype) for name in names}
+        return {name: COLUMNS[name](rows).to(self.logits_RV.dtype) for name in names}
 
     def log_q_RV(self, policy: Policy) -> Tensor:
         """Return log q of every token, q what the policy draws from; -inf where it draws nothing.
@@ -141,13 +86,9 @@ class DifferentiableRows:
         _check_derivative(policy)
         return log_softmax(self._read(policy).shaped.logits_RV)
 
-    def _read(self, policy: Policy) -> _GraphRows:
-        if policy not in self._rows:
-            double = self.logits_RV.dtype == torch.float64
-            self._rows[policy] = _GraphRows(
-                self.logits_RV, self.targets_R, None, policy, self.eos_ids, double
-            )
-        return self._rows[policy]
+    def _read(self, policy: Policy) -> Rows:
+        is_double = self.logits_RV.dtype == torch.float64
+        return Rows(self.logits_RV, self.targets_R, None, policy, self.eos_ids, is_double)
 
 
 def _check_derivative(policy: Policy) -> None:
@@ -232,7 +173,7 @@ class LocalModel:
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are the module's own; leave them out")
-            self._model = LiveModel(model, tokenizer)
+            self._model = CausalModel(model, tokenizer)
         else:
             if tokenizer is not None:
                 raise ValueError(f"{model} has a tokenizer of its own; leave yours out")
@@ -350,8 +291,8 @@ class LocalModel:
             detached = {name: tensor.detach() for name, tensor in self._fit(changes).items()}
             batch = RunningBatch(self._model, rows, detached, self._find_hooks(changes))
             found: dict[int, np.ndarray] = {}
-            while batch.has_work:
-                for index, output in batch.run(batch.rows):
+            while batch.rows:
+                for index, output in batch.run():
                     if not isinstance(output, GenerateOutput):
                         raise ValueError(f"sample {index}: {output}")
                     found[index] = output.token_ids
@@ -455,17 +396,11 @@ class _NoVectors(VectorStore):
     def __init__(self) -> None:
         pass
 
-    def find(self, name: str) -> StoredVectors:
+    def find(self, name: str, *_: object, **__: object) -> StoredVectors:
         """Refuse a name."""
         raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
 
-    def find_content(self, sha256: str) -> StoredVectors:
-        """Refuse a content."""
-        return self.find(sha256)
-
-    def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:  # noqa: ARG002
-        """Refuse an autoencoder."""
-        return self.find(name)
+    find_content = find_feature = find
 
 
 def _open_vectors(directory: Path) -> VectorStore:

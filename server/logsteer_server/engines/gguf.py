@@ -4,7 +4,6 @@ Its BOS setting and its chat template come from the file.
 """
 
 import hashlib
-import json
 import os
 import tempfile
 from collections import Counter
@@ -119,27 +118,11 @@ def _write_checkpoint(file: Path, directory: Path, header: GgufHeader) -> None:
         "pretrained_model_name_or_path": file.parent, "gguf_file": file.name,
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    tokenizer.save_pretrained(directory)
     if header.add_bos is not None and tokenizer.bos_token is not None:
-        _set_bos(directory / "tokenizer.json", tokenizer, header.add_bos)
+        tokenizer.add_bos_token = header.add_bos  # in the post-processor of tokenizer.json
+    tokenizer.save_pretrained(directory)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The model is dequantised; marked as quantised, it could not be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(directory)
-
-
-def _set_bos(file: Path, tokenizer: Any, add_bos: bool) -> None:
-    """Set whether a tokenizer puts BOS before each text."""
-    bos = tokenizer.bos_token
-    parts = [{"SpecialToken": {"id": bos, "type_id": 0}}] * add_bos
-    content = json.loads(file.read_text())
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [*parts, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [
-            *parts, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-        ],
-        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_token_id], "tokens": [bos]}},
-    }  # fmt: skip
-    file.write_text(json.dumps(content, ensure_ascii=False))

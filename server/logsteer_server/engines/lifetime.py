@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -155,9 +155,6 @@ def measure_progress(sessions: Collection[int]) -> float | None:
 
 
 PREFIX = "logsteer-run-"
-LOCK = ".lock"
-NEW_S = 60.0
-"""Seconds for which a directory without a lock file is kept: its owner may still create it."""
 
 
 class ScratchDirectory(AbstractContextManager[Path]):
@@ -168,15 +165,13 @@ class ScratchDirectory(AbstractContextManager[Path]):
 
     def __init__(self, parent: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        new = self.path / f"{LOCK}.new"
-        self._lock = new.open("wb")
+        self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)  # so that LOCK is never there without being locked
 
     def close(self) -> None:
         """Remove the directory and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        os.close(self._lock)
 
     def __enter__(self) -> Path:
         return self.path
@@ -189,27 +184,13 @@ def sweep(parent: Path | None = None) -> list[Path]:
     """Remove this user's scratch directories below `parent` that no process owns; return them."""
     removed = []
     for path in Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            facts = path.lstat()
-            if facts.st_uid != os.geteuid() or path.is_symlink() or not path.is_dir():
-                continue
-            if not (path / LOCK).exists() and time.time() - facts.st_mtime < NEW_S:
-                continue
-            if _is_owned(path / LOCK):
-                continue
-            shutil.rmtree(path)
-        except OSError:
-            continue  # another server was faster, or it cannot be removed
-        removed.append(path)
+        with suppress(OSError):  # it is owned or no directory, or another server was faster
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(path)
+                    removed.append(path)
+            finally:
+                os.close(lock)
     return removed
-
-
-def _is_owned(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    with lock.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from logsteer_server.contract.engine import DeviceMemory, EngineSpec
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-CPU_FACTS = ("model name", "flags", "Features")
+CPU_FACTS = re.compile(r"^(?:model name|flags|Features)\s*: (.*\S)", re.MULTILINE)
 """Lines of Linux's cpuinfo; `Features` is ARM's name for flags."""
 COMPILED = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
 """Environment variable of a cache of compiled code -> its directory in the user's cache."""
@@ -133,11 +134,10 @@ def measure_memory() -> tuple[int, int]:
     A container's control group (version 2) limits both.
     """
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        text = Path("/proc/meminfo").read_text()
     except OSError:
         return 0, 0
-    parts = (line.partition(":") for line in lines)
-    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in parts}
+    values = {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+): +(\d+) kB", text)}
     total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -150,12 +150,7 @@ def measure_memory() -> tuple[int, int]:
 def _read_cpu() -> list[str]:
     """Return the first processor's name and instruction sets from Linux's cpuinfo."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return []
-    found: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in CPU_FACTS:
-            found.setdefault(name.strip(), value.strip())
-    return list(found.values())
+    return CPU_FACTS.findall(text.partition("\n\n")[0])

@@ -6,15 +6,17 @@ model library is imported.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.gguf import find_converted, is_gguf, read_header
 from logsteer_server.engines.vllm.arguments import check_checkpoint
+from logsteer_server.engines.weights import check_path
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -32,7 +34,6 @@ PROCESS_BYTES: Mapping[str, int] = {
 """Resident memory of an engine's process without weights and cache, for the demo model on a CPU."""
 CPU_CACHE_BYTES = 2**30
 """Default size of vLLM's key-value cache on a CPU."""
-MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +64,21 @@ def parse_bytes(size: str) -> int:
     raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
 
 
-def find_checkpoint(path: str) -> Path:
-    """Return a checkpoint's directory, from its path or the id of a downloaded hub model.
+def find_checkpoint(path: str) -> Path | None:
+    """Return a checkpoint's directory, from its path or a hub id; None if that is not downloaded.
 
-    A GGUF file's directory exists only after its first load. Errors: ValueError if the model is not
-    on this machine.
+    A GGUF file's directory exists only after its first load. Errors: ValueError as `check_path`.
     """
     if is_gguf(path):
         return find_converted(Path(path))
+    check_path(path)
     if Path(path).is_dir():
         return Path(path)
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    from huggingface_hub import try_to_load_from_cache
+
     hub_id, _, revision = path.partition("@")
-    repository = hub / f"models--{hub_id.replace('/', '--')}"
-    named = repository / "refs" / revision
-    commit = named.read_text() if revision and named.is_file() else revision or "*"
-    found = sorted((repository / "snapshots").glob(f"{commit}/config.json"))
-    if path.startswith((".", "/", "~")):
-        raise ValueError(f"{path}: no such directory")
-    if not found:
-        raise ValueError(f"{path} is not on this machine; a hub id is downloaded at the first load")
-    return found[-1].parent
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision or None)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def estimate(spec: EngineSpec) -> ModelNeeds:
@@ -94,6 +88,10 @@ def estimate(spec: EngineSpec) -> ModelNeeds:
     """
     process = PROCESS_BYTES[spec.engine]
     directory = find_checkpoint(spec.path)
+    if directory is None:
+        raise ValueError(
+            f"{spec.path} is not on this machine; a hub id is downloaded at the first load"
+        )
     if spec.engine == "fake":
         return ModelNeeds(0, 0, process)
     if is_gguf(spec.path) and not directory.is_dir():
@@ -169,12 +167,10 @@ def estimate_weights(directory: Path, dtype: str) -> int:
 
 def _list_tensors(file: Path) -> Iterator[tuple[str, int]]:
     """Yield the dtype and the number of elements of each tensor, from a file's header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(stream.read(length))
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        yield entry["dtype"], math.prod(entry["shape"])
+    try:
+        with safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                tensor = tensors.get_slice(name)
+                yield tensor.get_dtype(), math.prod(tensor.get_shape())
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error

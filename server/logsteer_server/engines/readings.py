@@ -41,19 +41,20 @@ class ReadRequest:
 class SequenceReadings:
     """The readings of one sequence so far.
 
-    `counted`: tokens before it were counted, or came from the prefix cache. `decided`: bit c says
-    whether condition c holds at the prompt's last token; None before that token was read.
+    `counted`: tokens before it were counted, or came from the prefix cache.
     """
 
     request: ReadRequest
     counted: int = 0
-    decided: int | None = None
+    _decided_C: npt.NDArray[np.bool_] = field(init=False)
+    """Whether each condition holds at the prompt's last token; false before that was read."""
     _passed_C: npt.NDArray[np.int64] = field(init=False)
     _last_C: npt.NDArray[np.int64] = field(init=False)
     _parts: list[tuple[int, Values]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._passed_C = np.zeros(len(self.request.conditions), np.int64)
+        self._decided_C = np.zeros(len(self.request.conditions), np.bool_)
 
     @property
     def passed(self) -> tuple[int, ...]:
@@ -66,20 +67,26 @@ class SequenceReadings:
             return self.passed
         return tuple((self._passed_C - self._last_C).tolist())
 
+    def hold(self, begin: int, values_TGR: Values) -> npt.NDArray[np.bool_]:
+        """Return whether each condition holds at the tokens from position `begin` on: bool [T, C].
+
+        The prompt's last token decides the conditions on the prompt, for itself and later ones.
+        """
+        holds_TC = hold_all(self.request.conditions, values_TGR)
+        after_last_T = np.arange(begin, begin + len(values_TGR)) - (self.request.prompt_len - 1)
+        if (is_last_T := after_last_T == 0).any():
+            self._decided_C = holds_TC[is_last_T][0]
+        for c, condition in enumerate(self.request.conditions):
+            if condition.of == "prompt":
+                holds_TC[:, c] = (after_last_T >= 0) & self._decided_C[c]
+        return holds_TC
+
     def add(self, begin: int, values_TGR: Values) -> None:
         """Add the readings of the tokens from position `begin` on."""
         request, end = self.request, begin + len(values_TGR)
         own_TGR = values_TGR[:, : request.num_probes]
-        holds_TC = hold_all(request.conditions, own_TGR)
-        last = request.prompt_len - 1
-        if begin <= last < end:
-            held_C = holds_TC[last - begin].tolist()
-            self.decided = sum(1 << c for c, holds in enumerate(held_C) if holds)
+        holds_TC = self.hold(begin, own_TGR)
         if request.conditions and end > self.counted:
-            from_last_T = np.arange(begin, end) >= last
-            for c, condition in enumerate(request.conditions):
-                if condition.of == "prompt":
-                    holds_TC[:, c] = from_last_T & bool((self.decided or 0) >> c & 1)
             new = max(0, self.counted - begin)
             passed_TC = np.zeros((end - begin - new, len(request.conditions)), np.int64)
             for c, of_sites in enumerate(request.positions):

@@ -30,11 +30,7 @@ def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -
             return set(old.devices).isdisjoint(wanted.devices)
         if list_gpus():
             return False  # each takes its share of all of a GPU's memory
-    try:
-        needed = _count_bytes(wanted, settings)
-    except ValueError:
-        return False
-    return needed <= (1 - SPARE) * measure_memory()[1]
+    return 0 < _count_bytes(wanted, settings) <= (1 - SPARE) * measure_memory()[1]
 
 
 def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> None:
@@ -44,11 +40,8 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
     For a hub id that is not on this machine, only the configuration is fetched. Errors: ValueError.
     """
     path = wanted.to_spec(settings.directory).path
-    try:
-        directory = find_checkpoint(path)
-    except ValueError:
-        if Path(path).exists() or path.startswith((".", "/", "~")):
-            raise
+    directory = find_checkpoint(path)
+    if directory is None:
         _fetch_config(path)
         return
     if wanted.engine != "fake" and directory.is_dir():
@@ -56,11 +49,7 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
             TextCodec.load(str(directory))
         except Exception as error:  # a tokenizer's own code may raise anything
             raise ValueError(f"{directory}: its tokenizer cannot be read: {error}") from error
-    try:
-        freed = _count_bytes(old, settings)
-    except ValueError:
-        freed = 0
-    check_fit(wanted, settings, freed)
+    check_fit(wanted, settings, _count_bytes(old, settings))
 
 
 def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> ModelNeeds:
@@ -122,17 +111,22 @@ def _write(num_bytes: int) -> str:
 
 
 def _count_bytes(model: ModelSettings, settings: Settings) -> int:
-    return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
+    """Return the memory that a model needs; 0 where its files do not say."""
+    try:
+        return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
+    except ValueError:
+        return 0
 
 
-def _fetch_config(hub_id: str) -> None:
+def _fetch_config(path: str) -> None:
     """Check that the hub has a model. Errors: ValueError."""
     from huggingface_hub import hf_hub_download
 
+    hub_id, _, revision = path.partition("@")
     try:
-        hf_hub_download(hub_id, "config.json")
+        hf_hub_download(hub_id, "config.json", revision=revision or None)
     except Exception as error:  # of the hub, of the network, of the disk
-        raise ValueError(f"{hub_id} cannot be had of the hub: {error}") from error
+        raise ValueError(f"{path} cannot be had of the hub: {error}") from error
 
 
 def list_gpus() -> dict[int, int]:

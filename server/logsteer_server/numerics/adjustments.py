@@ -36,10 +36,6 @@ class TokenHistory:
         """Return the history of a prompt that nothing follows yet, at most `max_tokens` tokens."""
         return cls.of(prompt, np.zeros(max_tokens), device)
 
-    def before(self, count: int) -> Tensor:
-        """Return the first `count` tokens that follow the prompt."""
-        return self.following_N[:count]
-
 
 def place_targets(
     prompt: np.ndarray, targets: np.ndarray, shares_row: bool, device: torch.device
@@ -65,10 +61,10 @@ def adjust_rows(
     once per occurrence, and the presence penalty once.
     """
     adjusted_RV = logits_RV.clone()
-    for row, (own, history, count) in enumerate(zip(adjustments, histories, counts, strict=True)):
-        _ban(adjusted_RV[row], own, history.before(count))
+    following = [one.following_N[:count] for one, count in zip(histories, counts, strict=True)]
+    for row, (own, following_N) in enumerate(zip(adjustments, following, strict=True)):
+        _ban(adjusted_RV[row], own, following_N)
     if any(own.has_penalty for own in adjustments):
-        following = [one.before(count) for one, count in zip(histories, counts, strict=True)]
         times_RV = _count(following, adjusted_RV)
         seen_RV = (times_RV > 0) | (_count([one.prompt_N for one in histories], adjusted_RV) > 0)
         numbers = [(own.repetition, own.frequency, own.presence) for own in adjustments]

@@ -200,9 +200,11 @@ class RowSampler:
             history.following_N[count] = id_
         if not spec.width:
             return Drawn(ids_r, finite_r, own_rV[:, :0])
-        rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
-        if part.listed_K is not None:
-            rows.alternatives_RK = part.listed_K.expand(len(ids_r), -1)
+        others_rK = None if part.listed_K is None else part.listed_K.expand(len(ids_r), -1)
+        rows = Rows(
+            own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped,
+            alternatives_RK=others_rK,
+        )  # fmt: skip
         return Drawn(ids_r, finite_r, read_rows(rows, spec))
 
     def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:

@@ -163,33 +163,6 @@ class HiddenRows:
         return logits_rV[torch.from_numpy(row_t).to(logits_rV.device)]
 
 
-def make_rows(
-    logits_RV: Tensor,
-    targets_R: Tensor,
-    reference_RV: Tensor | None,
-    spec: RowSpec,
-    before: Sequence[tuple[TokenHistory, int]] = (),
-    alternatives_RK: Tensor | None = None,
-) -> Rows:
-    """Return the rows of logits, which a kernel reads on a GPU, except in float64."""
-    kind = Rows
-    if logits_RV.is_cuda and not spec.double:  # imported here, because a CPU may have no Triton
-        from logsteer_server.numerics.row_kernel import FusedRows
-
-        kind = FusedRows
-    return kind(
-        logits_RV,
-        targets_R,
-        reference_RV,
-        spec.policy,
-        spec.eos_ids,
-        spec.double,
-        before=before,
-        alternatives_RK=alternatives_RK,
-        beta=spec.beta,
-    )
-
-
 def read_hidden(
     rows: HiddenRows,
     project: Callable[[Tensor], Tensor],
@@ -250,9 +223,22 @@ def _read_targets(
         if files.are_hidden:
             reference_tV = log_softmax(project(reference_tV.to(rows.hidden_RD)).to(spec.dtype))
     logits_tV = rows.pick(logits_rV, chunk.start, targets)
-    before, others_TK = rows.before[targets], rows.alternatives_TK
-    others_tK = None if others_TK is None else others_TK[targets]
-    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec, before, others_tK)
+    kind, others_TK = Rows, rows.alternatives_TK
+    if logits_tV.is_cuda and not spec.double:  # imported here, because a CPU may have no Triton
+        from logsteer_server.numerics.row_kernel import FusedRows
+
+        kind = FusedRows
+    found = kind(
+        logits_tV,
+        rows.targets_T[targets],
+        reference_tV,
+        spec.policy,
+        spec.eos_ids,
+        spec.double,
+        before=rows.before[targets],
+        alternatives_RK=None if others_TK is None else others_TK[targets],
+        beta=spec.beta,
+    )
     if files.export and files.are_hidden:
         files.export.write(place, rows.pick(rows.hidden_RD[chunk], chunk.start, targets))
     elif files.export:

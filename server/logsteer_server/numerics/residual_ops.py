@@ -20,19 +20,11 @@ UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0, -1.0)
 """The `numbers` of a `ResidualOp` that changes nothing, in their order."""
 
 
-def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
-
-    Unused entries change nothing. Errors: ValueError for more than `depth` operations.
-    """
-    if len(ops) > depth:
-        raise ValueError(f"{len(ops)} operations do not fit into {depth} places")
-    directions_KD = torch.zeros((depth, width))
-    numbers_KP = torch.tensor(UNCHANGED).repeat(depth, 1)
-    for k, op in enumerate(ops):
-        directions_KD[k] = torch.tensor(op.direction)
-        numbers_KP[k] = torch.tensor(op.numbers)
-    return directions_KD, numbers_KP
+def pack_ops(ops: Sequence[ResidualOp], width: int) -> tuple[Tensor, Tensor]:
+    """Return directions [K, D] and numbers [K, P] of a site's operations, float32."""
+    directions_KD = torch.tensor(np.array([op.direction for op in ops]), dtype=torch.float32)
+    numbers_KP = torch.tensor([op.numbers for op in ops], dtype=torch.float32)
+    return directions_KD.reshape(-1, width), numbers_KP.reshape(-1, len(UNCHANGED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +156,6 @@ def read_components(stream_ND: Tensor, directions_ND: Tensor) -> Tensor:
     x_ND = stream_ND.float()
     components_N = (x_ND * directions_ND).sum(-1)
     return torch.stack([components_N, x_ND.norm(dim=-1).expand_as(components_N)], dim=-1)
-
-
-def pack_conditions(conditions: Sequence[Condition]) -> Tensor:
-    """Return the numbers of conditions: float32 [C, P]."""
-    packed = [condition.numbers for condition in conditions]
-    return torch.tensor(packed, dtype=torch.float32).reshape(-1, CONDITION_NUMBERS)
 
 
 def hold(

@@ -94,12 +94,11 @@ class RowFiles:
         )
 
 
-MAX_EXACT_ID = 2**24
-"""Largest token id or rank that is exact in float32, which all values of a row have."""
-
-
 class Rows:
     """Hold R rows of logits z and their targets x; compute once what several columns need.
+
+    Columns of the model's distribution or the policy's can be differentiated, with the set of
+    tokens that the policy draws held fixed: it changes in jumps.
 
     Args:
         logits_RV: logits of any floating dtype, read in float32 or, with `double`, float64.
@@ -168,7 +167,7 @@ class Rows:
     def larger_R(self) -> Tensor:
         """How many tokens have a strictly larger logit than the target, per row."""
         logits_RV = self.logits_RV.detach()
-        # Counted in the dtype of the logits, exact up to MAX_EXACT_ID and above: a CPU adds floats
+        # Counted in the dtype of the logits, float32 being exact up to 2^24: a CPU adds floats
         # up many times as fast as booleans.
         is_larger_RV = torch.empty_like(logits_RV)
         torch.gt(logits_RV, self.target_logits_R.detach()[:, None], out=is_larger_RV)
@@ -177,7 +176,10 @@ class Rows:
     @property
     def entropy_R(self) -> Tensor:
         """-sum p log p per row, in nats."""
-        return -_expect(self.log_probs_RV, self.log_probs_RV)
+        # A token with p = 0 adds nothing, and has a derivative of 0: its log p is made finite.
+        log_p_RV = self.logits_RV - self._log_sums_R1
+        log_p_RV.clamp_(min=torch.finfo(log_p_RV.dtype).min)
+        return -(log_p_RV.exp() * log_p_RV).sum(-1)
 
     @property
     def finite_R(self) -> Tensor:
@@ -219,11 +221,6 @@ class Rows:
             histories, counts = zip(*self._before, strict=True)
             logits_RV = adjust_rows(logits_RV, [own] * len(policies), histories, counts)
         return shape_rows(logits_RV, policies)
-
-    @cached_property
-    def sampling_entropy_R(self) -> Tensor:
-        """-sum q log q per row, in nats."""
-        return self.shaped.entropy_R
 
     @cached_property
     def two_largest_R2(self) -> Tensor:
@@ -296,7 +293,7 @@ def log_q(rows: Rows) -> Tensor:
 
 def rb_entropy(rows: Rows) -> Tensor:
     """Return -sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
-    return rows.sampling_entropy_R
+    return rows.shaped.entropy_R
 
 
 def head_mass(rows: Rows) -> Tensor:
@@ -322,8 +319,9 @@ def margin(rows: Rows) -> Tensor:
 def two_point_entropy(rows: Rows) -> Tensor:
     """Return -t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
     top_R = rows.two_largest_R2[:, 0]
-    rest_R = (1 - top_R).clamp(min=0)
-    return -torch.xlogy(top_R, top_R) - torch.xlogy(rest_R, rest_R)
+    both_R2 = torch.stack([top_R, (1 - top_R).clamp(min=0)], dim=-1)
+    # The logarithm of 1 in place of that of 0, which has no derivative.
+    return -(both_R2 * both_R2.where(both_R2 > 0, 1.0).log()).sum(-1)
 
 
 def collision(rows: Rows) -> Tensor:
@@ -338,7 +336,7 @@ def renyi2(rows: Rows) -> Tensor:
 
 def effective_support(rows: Rows) -> Tensor:
     """Return exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
-    return rows.sampling_entropy_R.exp()
+    return rows.shaped.entropy_R.exp()
 
 
 def logit_mean(rows: Rows) -> Tensor:
@@ -489,10 +487,8 @@ class RowSpec:
 def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
     """Compute the values that `spec` names [R, width]: columns, then `lists`.
 
-    Errors: ValueError if the vocabulary is too large for ids to be exact in float32.
+    Ids and ranks are exact in float32 up to 2^24.
     """
-    if rows.size > MAX_EXACT_ID:
-        raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
     parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
     by_policy = spec.is_listed_by_policy
     logits_RV = rows.shaped.logits_RV if by_policy and spec.lists else rows.logits_RV

@@ -184,8 +184,8 @@ class Cuts:
     def apply(self, logits_RV: Tensor) -> Tensor:
         """Set cut tokens to minus infinity, in place; return the mass that `top_p` keeps [R]."""
         p_RV = logits_RV.softmax(-1)
-        if p_RV.is_cuda and p_RV.dtype == torch.float32:  # a CPU may have no Triton
-            from logsteer_server.numerics.cut_kernel import cut_rows
+        if p_RV.is_cuda and p_RV.dtype == torch.float32 and not p_RV.requires_grad:
+            from logsteer_server.numerics.cut_kernel import cut_rows  # a CPU may have no Triton
 
             return cut_rows(p_RV, self.limits, logits_RV)
         support_RV, mass_R = self.find_support(p_RV)

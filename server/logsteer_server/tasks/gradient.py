@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,11 @@ def plan_gradients(
     sites: tuple[tuple[int, str], ...],
     positions: Positions,
     along: Direction | None,
+    width: int,
     max_numbers: int,
 ) -> list[GradientJob]:
-    """Plan a job for each target: along a direction, or for the activations at the sites.
+    """Plan a job for each target: along a direction, or for the activations at the sites, which
+    have `width` numbers a token.
 
     Errors: APIError `payload_too_large` for gradients of more than `max_numbers`, `invalid_request`
     for none.
@@ -53,7 +55,8 @@ def plan_gradients(
     if along is not None:
         return [GradientJob(*each, along=along) for each in _lay_out(targets)]
     jobs = [GradientJob(*each, sites, positions) for each in _lay_out(targets)]
-    return _bound_width(jobs, max_numbers)
+    _check_size(jobs, width, max_numbers)
+    return jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +126,8 @@ def _lay_out(plan: TargetPlan) -> Iterator[tuple[Ids, Ids]]:
         yield plan.jobs[target.job].tokens, np.array(target.token_ids, dtype=np.int32)
 
 
-def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[GradientJob]:
-    """Set the jobs' `max_width` to the largest one for which all gradients fit."""
+def _check_size(jobs: Sequence[GradientJob], width: int, max_numbers: int) -> None:
+    """Check that there are gradients, and that all fit. Errors: APIError."""
     rows = sum(len(_positions(job)) * len(job.sites) for job in jobs)
     if not rows:
         raise api_error(
@@ -133,14 +136,12 @@ def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[Gradient
             "reads here (the last token is only predicted). Choose other positions.",
             param="wrt.positions",
         )
-    width = max_numbers // rows
-    if not width:
+    if rows * width > max_numbers:
         detail = (
-            f"The gradients would have {rows} rows, and at most {max_numbers} numbers are allowed: "
-            "name fewer layers, positions or targets, or ask for parts of them."
+            f"The gradients would have {rows} rows of {width} numbers, {max_numbers} numbers are "
+            "allowed in all: name fewer layers, positions or targets, or ask for parts of them."
         )
         raise api_error("payload_too_large", detail, param="wrt")
-    return [replace(job, max_width=width) for job in jobs]
 
 
 def _positions(job: GradientJob) -> list[int]:
@@ -239,7 +240,8 @@ class GradientTask(BodyTask[GradientRequest]):
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
-        plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
+        width = info.hook_widths.get(wrt.hook, info.hidden_size)
+        plain = plan_gradients(targets, sites, positions, direction, width, MAX_NUMBERS)
         return targets, self.interventions.apply(plain)
 
     def report(self) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from logsteer_server.contract.captures import Capture, CapturedActivations, Places
 from logsteer_server.contract.jobs import Job
 from logsteer_server.engines.tlens.causal import CausalModel
-from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.tokens import PassTokens
+from logsteer_server.engines.tlens.points import HookFunction, PassTokens, Point, RefusedJobError
 from logsteer_server.numerics.sinks import finish_capture
 
 
@@ -35,8 +34,6 @@ class CapturedRow:
         capture = job.capture
         if capture is None:
             return None
-        if not capture.layers:
-            raise RefusedJobError("invalid_request", "layers: name at least one")
         points = tuple(model.points.find(layer, capture.hook) for layer in capture.layers)
         if len({point.width for point in points}) > 1:
             detail = f"{capture.hook} is not equally wide in layers {list(capture.layers)}; "

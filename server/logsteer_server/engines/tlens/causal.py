@@ -4,6 +4,7 @@ So only the scored rows go through the head. Axis letters: B sequences, T tokens
 V vocabulary, D hidden size.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,14 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Cast
 from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.placement import find_blocks
 from logsteer_server.engines.tlens.points import (
     BlockEdge,
     HookFunction,
@@ -28,6 +28,7 @@ from logsteer_server.engines.tlens.points import (
     PointMap,
     RefusedJobError,
 )
+from logsteer_server.engines.weights import choose_eos, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 PADDED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -55,43 +56,65 @@ class _GivenBody(nn.Module):
 
 
 class CausalModel:
-    """A causal model of transformers; hooks on `points` act in `read`.
+    """A causal model of transformers in this program, or one in PEFT's wrapper, used as it is.
 
-    `name` is for messages. Errors: ValueError where it has no body and head, no list of blocks,
-    or layers whose state cannot be padded.
+    So what the program does to it applies at once: optimizer steps, adapters, hooks, training mode.
+    Hooks on its points, resid_pre and resid_post, act in `read`. Parameters have the names of the
+    module given. `limit`: the most tokens of a sequence; None: the configuration's.
+
+    Errors: ValueError for a module or tokenizer of another kind; for a model without a list of
+    blocks, or with layers whose state cannot be padded; and for one whose forward does more than
+    its body and head do, as those of prompt tuning.
     """
 
-    context_length: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    tokenizer: Any
-    points: PointMap
-    parameters: Parameters
-
-    def __init__(self, causal: Any, name: str) -> None:
-        self._causal = causal
+    def __init__(self, module: nn.Module, tokenizer: Any, limit: int | None = None) -> None:
+        unwrap: Any = getattr(module, "get_base_model", lambda: module)
+        causal: Any = unwrap()
+        kind = type(causal).__name__
+        is_causal = isinstance(causal, PreTrainedModel) and causal.base_model is not causal
+        if not is_causal or causal.get_output_embeddings() is None:
+            raise ValueError(
+                f"{kind} is not a causal language model of transformers, with a body and a head, "
+                "with or without PEFT; give the model itself, without what spreads or compiles it "
+                "around it"
+            )
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            name = type(tokenizer).__name__
+            raise ValueError(f"tokenizer: give the model's fast tokenizer, not a {name}")
+        self._name = causal.name_or_path or kind
+        check_layers(causal.config, self._name)
+        self._causal, self._module = causal, module
         self._is_hooked = False
-        self._name = name
         self._body = causal.base_model
-        if self._body is causal:
-            raise ValueError(f"{name}: no causal language model with a body and a head")
         self._bodies = [self._body]
         # A body that takes no positions finds them in the mask.
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
-        check_layers(causal.config, name)
-        self._embedding = causal.get_input_embeddings()
-        self.device: torch.device = self._embedding.weight.device
+        self._input_device: torch.device = causal.get_input_embeddings().weight.device
+        self.device: torch.device = causal.get_output_embeddings().weight.device
         self.dtype: torch.dtype = causal.dtype
         text = causal.config.get_text_config()
         self.num_layers = int(text.num_hidden_layers)
         self.hidden_size = int(text.hidden_size)
+        self.context_length = limit_context(self._name, text, limit)
+        self.tokenizer = tokenizer.backend_tokenizer
+        self.parameters = Parameters(module)
         edges = [
             BlockEdge(f"blocks.{layer}.hook_{end}", block, enters=end == "in")
-            for layer, block in enumerate(find_blocks(causal)[1])
+            for layer, block in enumerate(find_blocks(causal))
             for end in ("in", "out")
         ]
         self._edges = {edge.name: edge for edge in edges}
+        layers: list[dict[str, Point]] = [{} for _ in range(self.num_layers)]
+        for order, edge in enumerate(edges):
+            name, layer = "resid_pre" if edge.enters else "resid_post", order // 2
+            layers[layer][name] = Point(layer, edge.name, edge, (self.hidden_size,), order)
+        self.points = PointMap(layers)
+        with self.evaluating():
+            self._detach_head()
+            self.vocab_size = self._compare_head()
+        named = [getattr(causal.generation_config, "eos_token_id", None), tokenizer.eos_token_id]
+        self.eos_ids = choose_eos(named, self.vocab_size)
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache of keys and values."""
@@ -123,13 +146,19 @@ class CausalModel:
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input embeddings [B, T, D] of tokens."""
-        found: Tensor = self._body.get_input_embeddings()(tokens_BT.to(self.device))
+        found: Tensor = self._body.get_input_embeddings()(tokens_BT.to(self._input_device))
         return found
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Turn off dropout and the like in this context."""
-        yield
+        """Put the module into evaluation mode in this context."""
+        training = [module for module in self._module.modules() if module.training]
+        self._module.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
     def read(
         self,
@@ -149,9 +178,9 @@ class CausalModel:
         if cache is not None:
             options["past_key_values"] = cache
         if mask_BT is not None:
-            options["attention_mask"] = mask_BT.to(self.device)
+            options["attention_mask"] = mask_BT.to(self._input_device)
         if positions_BT is not None and self._takes_positions:
-            options["position_ids"] = positions_BT.to(self.device)
+            options["position_ids"] = positions_BT.to(self._input_device)
         body = self._choose_body()
         # Steering by at most `LARGEST_CHANGE` makes no score overflow in float32 or bfloat16.
         is_checked = self.parameters.are_replaced or (
@@ -159,8 +188,8 @@ class CausalModel:
         )
         is_padded = mask_BT is not None and self.dtype == torch.float64
         with CheckedAttention(mask_BT) if is_checked or is_padded else nullcontext():
-            output = body(input_ids=tokens_BT.to(self.device), **options)
-        hidden_BTD: Tensor = output.last_hidden_state
+            output = body(input_ids=tokens_BT.to(self._input_device), **options)
+        hidden_BTD: Tensor = output.last_hidden_state.to(self.device)
         if cast and hidden_BTD.dtype in HALF:
             raise RefusedJobError(
                 "unsupported_by_engine",
@@ -195,22 +224,25 @@ class CausalModel:
         self._given_body.hidden_1RD = None
         return logits_1RV[0]
 
-    def _detach_head(self, copy: nn.Module) -> None:
-        """Use a copy of the causal model, with shared weights and a stand-in body, as the head.
+    def _detach_head(self) -> None:
+        """Make a copy of the causal model, with shared weights and a stand-in body: the head.
 
         So the architecture's own code scales and caps logits.
         """
         with torch.inference_mode():
             output = self._body(input_ids=self._probe_tokens(2), use_cache=False)
         self._given_body = _GivenBody(type(output))
-        self._head: Any = copy
-        self._head._modules[self._causal.base_model_prefix] = self._given_body
+        self._head = copy.copy(self._causal)
+        prefix = self._causal.base_model_prefix
+        self._head.__dict__["_modules"] = self._causal._modules | {prefix: self._given_body}
+        self._head.__dict__.pop("forward", None)  # accelerate's, which runs the original
 
     @torch.inference_mode()
-    def _compare_head(self, whole: Any) -> int:
-        """Return V. Errors: ValueError where the parts and the `whole` model differ."""
+    def _compare_head(self) -> int:
+        """Return V. Errors: ValueError where the parts and the whole module differ."""
         tokens_BT = self._probe_tokens(4)
-        whole_RV = whole(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1)
+        whole_BTV = self._module(input_ids=tokens_BT, use_cache=False).logits
+        whole_RV = whole_BTV.flatten(0, 1).to(self.device)
         logits_RV = self.project(self.read(tokens_BT).flatten(0, 1))
         same_shape = logits_RV.shape == whole_RV.shape
         bound = HEAD_TOLERANCE * whole_RV.abs().max()
@@ -222,7 +254,7 @@ class CausalModel:
         return logits_RV.shape[-1]
 
     def _probe_tokens(self, length: int) -> Tensor:
-        return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
+        return (torch.arange(2 * length, device=self._input_device) % 7 + 1).view(2, length)
 
 
 def check_layers(config: Any, name: str) -> None:
@@ -231,6 +263,17 @@ def check_layers(config: Any, name: str) -> None:
         raise ValueError(
             f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
         )
+
+
+def find_blocks(model: Any) -> nn.ModuleList:
+    """Return the list of a language model's blocks. Errors: ValueError where there is none."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(model).__name__}: no list of {count} layers to hook; serve it with vllm"
+    )
 
 
 def describe_model(model: CausalModel) -> EngineInfo:

@@ -1,8 +1,7 @@
 """The TransformerLens engine: jobs in, batches through the bridged model, results out.
 
-Each step runs one batch from one of the queues, or draws the next token of a running batch of
-continuations. Queues and running batches take turns, so that none waits for a long one. All jobs of
-a batch use the same parameters.
+Each step runs one batch from one of the queues, which take turns. All jobs of a batch use the same
+parameters.
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine, name_devices, read_memory
 from logsteer_server.engines.tlens.causal import describe_model
-from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
+from logsteer_server.engines.tlens.generation import GenerateQueue, GenerationRow
 from logsteer_server.engines.tlens.gradient import GradientQueue
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -42,8 +41,6 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.engines.tlens.scoring import CaptureQueue, ScoreQueue
 from logsteer_server.engines.weights import digest_weights, find_kind, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
-
-Turn = JobQueue[Any] | RunningBatch
 
 
 class TransformerLensEngine:
@@ -60,19 +57,18 @@ class TransformerLensEngine:
         self._deltas = DeltaCache(self._model.parameters, limits.override_cache_bytes)
         self._known: Results = []
         """Results of jobs that need no step."""
-        # The first has the next turn.
-        self._turns: deque[Turn] = deque()
-        model, deltas, start = self._model, self._deltas, self._turns.append
+        model, deltas = self._model, self._deltas
         bounds = RowBounds(spec.chunk_bytes, spec.column_bytes)
         self._queues: dict[type[Job], JobQueue[Any]] = {
             ScoreJob: ScoreQueue(model, deltas, limits, bounds),
             CaptureJob: CaptureQueue(model, deltas, limits),
             GradientJob: GradientQueue(model, deltas, limits, bounds.logits),
-            GenerateJob: GenerateQueue(model, deltas, limits, start),
+            GenerateJob: GenerateQueue(model, deltas, limits),
         }
         # Continuations under a parameter delta may have to wait; the others need not.
-        self._delta_queue = GenerateQueue(model, deltas, limits, start)
-        self._turns.extend([*self._queues.values(), self._delta_queue])
+        self._delta_queue = GenerateQueue(model, deltas, limits)
+        # The first has the next turn.
+        self._turns = deque([*self._queues.values(), self._delta_queue])
 
     def _describe(
         self, spec: EngineSpec, path: str, digest: str, limits: EngineLimits
@@ -103,7 +99,7 @@ class TransformerLensEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._known) or any(turn.has_work for turn in self._turns)
+        return bool(self._known) or any(queue.has_work for queue in self._turns)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Accept jobs; results that need no step come with the next one."""
@@ -126,44 +122,39 @@ class TransformerLensEngine:
         if isinstance(job, CheckAdapterJob):
             assert job.adapter is not None
             return CheckAdapterOutput(len(self._deltas.read_adapter(job.adapter)))
-        self._find_queue(job).add(job_id, job)
-        return None
-
-    def _find_queue(self, job: Job) -> JobQueue[Any]:
         has_copy = isinstance(job, GenerateJob) and job.delta
-        return self._delta_queue if has_copy else self._queues[type(job)]
+        queue = self._delta_queue if has_copy else self._queues[type(job)]
+        queue.add(job_id, job)
+        return None
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Drop jobs, queued or running."""
         ids = frozenset(job_ids)
         self._known = [(job_id, result) for job_id, result in self._known if job_id not in ids]
-        for turn in self._turns:
-            turn.drop(ids)
-        self._remove_ended()
+        for queue in self._turns:
+            queue.drop(ids)
 
     def step(self) -> Results:
         """Run the next batch in turn and return its results."""
         results, self._known = self._known, []
         for _ in range(len(self._turns)):
-            turn = self._turns.popleft()
-            self._turns.append(turn)
-            if turn.has_work:
-                results += self._run(turn)
+            self._turns.rotate(-1)
+            if self._turns[-1].has_work:
+                results += self._run(self._turns[-1])
                 break
-        self._remove_ended()
         if not self.busy:
             self._deltas.trim()
         return results
 
-    def _run(self, turn: Turn) -> Results:
-        """Run the turn's next batch and return its results.
+    def _run(self, queue: JobQueue[Any]) -> Results:
+        """Run a queue's next batch and return its results.
 
         If memory runs out, all its jobs fail. After any other error they run again one by one, so
         that only the job that causes it fails.
         """
-        batch = turn.take()
+        batch = queue.take()
         try:
-            return turn.run(batch)
+            return queue.run(batch)
         except RefusedJobError as error:
             failure = error.failure
         except Exception as error:
@@ -171,23 +162,17 @@ class TransformerLensEngine:
         # Only here, outside the handler, does no traceback hold the batch's tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        turn.drop(frozenset(entry.job_id for entry in batch))
+        queue.drop(frozenset(entry.job_id for entry in batch))
         if failure.code != "internal" or len(batch) == 1:
             return [(entry.job_id, failure) for entry in batch]
         results: Results = []
         for entry in batch:
-            job = entry.job
-            streams = isinstance(job, GenerateJob) and job.stream
-            if streams and isinstance(turn, RunningBatch):
+            has_part = isinstance(entry, GenerationRow) and entry.drawn.num_tokens > 0
+            if has_part and entry.job.stream:
                 results.append((entry.job_id, failure))  # the caller has part of it already
             else:
-                self._find_queue(job).add(entry.job_id, job, alone=True)
+                queue.add(entry.job_id, entry.job, alone=True)
         return results
-
-    def _remove_ended(self) -> None:
-        running = [turn for turn in self._turns if isinstance(turn, RunningBatch)]
-        for ended in [batch for batch in running if not batch.has_work]:
-            self._turns.remove(ended)
 
     def take_load(self) -> None:
         """Return nothing: continuations are admitted by the most tokens that they may take."""
@@ -195,8 +180,8 @@ class TransformerLensEngine:
     def read(self) -> EngineReading:
         """Return the numbers of running and waiting jobs, and the GPUs' memory."""
         return EngineReading(
-            running=sum(len(turn.rows) for turn in self._turns if isinstance(turn, RunningBatch)),
-            waiting=sum(turn.num_waiting for turn in self._turns if isinstance(turn, JobQueue)),
+            running=sum(queue.num_running for queue in self._turns),
+            waiting=sum(queue.num_waiting for queue in self._turns),
             memory=read_memory(),
         )
 
@@ -204,7 +189,7 @@ class TransformerLensEngine:
         """Free the model."""
         self._turns.clear()
         self._queues.clear()
-        del self._model, self._deltas
+        del self._model, self._deltas, self._delta_queue
 
 
 def _describe_shortage(batch: Sequence[Entry]) -> JobFailure:

@@ -6,9 +6,10 @@ until their row ends. Axis letters: B rows, T tokens, V vocabulary, K alternativ
 row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from weakref import WeakSet
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from logsteer_server.engines.drawn import DrawnTokens
 from logsteer_server.engines.tlens.captures import CapturedRow
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
+from logsteer_server.engines.tlens.points import HookFunction, PassTokens, Point
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
@@ -35,7 +36,6 @@ from logsteer_server.engines.tlens.queue import (
     hooked,
 )
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
-from logsteer_server.engines.tlens.tokens import PassTokens
 from logsteer_server.numerics.adjustments import TokenHistory
 from logsteer_server.numerics.drawing import RowSampler
 
@@ -69,17 +69,14 @@ class GenerationRow(Entry):
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
         """Return the tokens since the last output; with a reason, the final output."""
+        others: dict[str, Any] = {}
+        if self.steered:
+            # The last token was sampled and never read.
+            others["trace"] = self.steered.trace(self.length - 1) if finish_reason else None
+            others["readings"] = self.steered.take_readings()
         if self.captured and self.captured.capture.read == "each" and not finish_reason:
-            return replace(self._take(None), activations=self.captured.take())
-        return self._take(finish_reason)
-
-    def _take(self, finish_reason: str | None) -> GenerateOutput:
-        if not self.steered:
-            return self.drawn.pop(finish_reason)
-        # The last token was sampled and never read.
-        trace = self.steered.trace(self.length - 1) if finish_reason else None
-        readings = self.steered.take_readings()
-        return self.drawn.pop(finish_reason, trace=trace, readings=readings)
+            others["activations"] = self.captured.take()
+        return self.drawn.pop(finish_reason, **others)
 
 
 class RunningBatch:
@@ -91,14 +88,14 @@ class RunningBatch:
     def __init__(
         self,
         model: CausalModel,
-        rows: Sequence[GenerationRow],
+        rows: list[GenerationRow],
         parameters: Mapping[str, Tensor],
         hooks: Sequence[tuple[Point, HookFunction]] = (),
     ) -> None:
         self._model = model
         self.parameters = parameters
         self._hooks = hooks
-        self.rows = list(rows)
+        self.rows = rows
         self._cache = model.new_cache()
         lengths = [len(row.job.tokens) for row in rows]
         width = max(lengths)
@@ -115,16 +112,7 @@ class RunningBatch:
         delta: ParameterDelta = self.rows[0].job.delta
         return delta
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a row is unfinished."""
-        return bool(self.rows)
-
-    def take(self) -> list[GenerationRow]:
-        """Return the rows of the next step, which are all."""
-        return self.rows
-
-    def run(self, rows: Sequence[GenerationRow]) -> Results:  # noqa: ARG002
+    def run(self) -> Results:
         """Read the newest tokens and sample the next of each row.
 
         Returns the outputs of rows that end, and the new pieces of streamed rows.
@@ -215,48 +203,58 @@ class RunningBatch:
 
 
 class GenerateQueue(JobQueue[GenerationRow]):
-    """Prompts to continue, all jobs of a batch under one parameter delta.
+    """Prompts to continue, and the batches that run, each under one parameter delta.
 
-    Running batches use at most MAX_RUNNING_DELTAS deltas; jobs under another one wait. `enlist` is
-    called with each new batch that has unfinished rows after its first step.
+    A waiting batch starts before a running one takes its next step. Running batches use at most
+    MAX_RUNNING_DELTAS deltas; jobs under another one wait.
     """
 
-    def __init__(
-        self,
-        model: CausalModel,
-        deltas: DeltaCache,
-        limits: EngineLimits,
-        enlist: Callable[[RunningBatch], None],
-    ) -> None:
-        super().__init__(limits)
-        self._model = model
-        self._deltas = deltas
-        self._enlist = enlist
-        # Weak, so that a batch and its cache are freed as soon as the engine drops it.
-        self._running: WeakSet[RunningBatch] = WeakSet()
+    def __init__(self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits) -> None:
+        super().__init__(model, deltas, limits)
+        # The first takes the next step.
+        self._running: deque[RunningBatch] = deque()
 
     @property
     def has_work(self) -> bool:
-        """Whether a job waits that may start now."""
-        if not super().has_work:
-            return False
-        running = {batch.delta for batch in self._running if batch.has_work}
-        # The next job is not overtaken.
-        return len(running) < MAX_RUNNING_DELTAS or self._first.job.delta in running
+        """Whether a job waits or runs."""
+        return bool(self._running) or super().has_work
+
+    @property
+    def num_running(self) -> int:
+        """The number of running jobs."""
+        return sum(len(batch.rows) for batch in self._running)
+
+    def take(self) -> list[GenerationRow]:
+        """Return the rows of the next step: of a new batch, or of one that runs."""
+        running = {batch.delta for batch in self._running}
+        # The next waiting job is not overtaken.
+        if super().has_work and (
+            len(running) < MAX_RUNNING_DELTAS or self._first.job.delta in running
+        ):
+            return super().take()
+        self._running.rotate(-1)
+        return self._running[-1].rows
+
+    def drop(self, job_ids: frozenset[int]) -> None:
+        """Drop waiting and running jobs."""
+        super().drop(job_ids)
+        for batch in self._running:
+            batch.drop(job_ids)
+        self._running = deque(batch for batch in self._running if batch.rows)
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
-        if job.max_tokens < 1:
-            raise RefusedJobError("invalid_request", "max_tokens must be at least 1")
         return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
 
     def run(self, batch: list[GenerationRow]) -> Results:
-        """Start a batch and return the results of its first step. Errors: RefusedJobError."""
-        delta = batch[0].job.delta
-        same = [running for running in self._running if running.has_work and running.delta == delta]
-        parameters = same[0].parameters if same else self._deltas.apply(delta)
-        started = RunningBatch(self._model, batch, parameters)
-        results = started.run(batch)
-        if started.has_work:
-            self._running.add(started)
-            self._enlist(started)
+        """Take a step with these rows and return its results. Errors: RefusedJobError."""
+        same = [running for running in self._running if running.rows is batch]
+        if not same:
+            delta = batch[0].job.delta
+            alike = [running for running in self._running if running.delta == delta]
+            parameters = alike[0].parameters if alike else self._deltas.apply(delta)
+            same = [RunningBatch(self._model, batch, parameters)]
+            self._running.append(same[0])
+        results = same[0].run()
+        if not same[0].rows:
+            self._running.remove(same[0])
         return results

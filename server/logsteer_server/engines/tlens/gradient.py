@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from logsteer_server.contract.gradients import GradientJob, GradientOutput
-from logsteer_server.contract.jobs import JobFailure, Scores
-from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.contract.jobs import Scores
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import Point, RefusedJobError
+from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import (
     EngineLimits,
     Entry,
     ModelQueue,
     Results,
-    accept_row,
     read_batch,
 )
 from logsteer_server.numerics.sampling import log_softmax
@@ -40,35 +39,21 @@ class GradientQueue(ModelQueue):
     """Sequences to differentiate; a chunk of logits takes at most `chunk_bytes`."""
 
     def __init__(
-        self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
+        self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
     ) -> None:
         tokens = max(1, limits.max_batch_tokens // BATCH_SHARE)
         super().__init__(model, deltas, replace(limits, max_batch_tokens=tokens))
         self._chunk_bytes = chunk_bytes
 
     def _accept(self, job_id: int, job: GradientJob) -> Entry:
-        steered = accept_row(self._model, job)
-        points = self._find_points(job)
+        entry = super()._accept(job_id, job)
+        entry.points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
         if job.input_point and job.input_point.baseline is not None:
             self._model.check_tokens(np.array([job.input_point.baseline]))
         if job.delta or job.along:
-            hooked = [*(steered.points if steered else ()), *points]
+            hooked = [*(entry.steered.points if entry.steered else ()), *entry.points]
             self._model.check_delta(hooked, job.delta.cast)
-        return Entry(job_id, job, steered, points)
-
-    def _find_points(self, job: GradientJob) -> tuple[Point, ...]:
-        points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
-        if sum(map(bool, (points, job.along, job.input_point))) != 1:
-            detail = "differentiate with respect to activations, a direction or the input: give one"
-            raise RefusedJobError("invalid_request", detail)
-        widest = max((point.width for point in points), default=0)
-        if job.max_width is not None and widest > job.max_width:
-            detail = (
-                f"the gradients would be {widest} numbers a token, the request may have "
-                f"{job.max_width}: name fewer layers, positions or targets"
-            )
-            raise RefusedJobError("payload_too_large", detail)
-        return points
+        return entry
 
     def _group(self, entry: Entry) -> object:
         keys = tuple(point.key for point in entry.points)
@@ -88,8 +73,7 @@ class GradientQueue(ModelQueue):
                 return call_with(dict(parameters) | duals, lambda: self._run_forward_mode(batch))
         except NotImplementedError as error:
             detail = f"an operation of this model has no forward-mode derivative: {error}"
-            failure = JobFailure("unsupported_by_engine", detail)
-            return [(entry.job_id, failure) for entry in batch]
+            raise RefusedJobError("unsupported_by_engine", detail) from error
 
     def _make_duals(
         self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]
@@ -120,58 +104,56 @@ class GradientQueue(ModelQueue):
             return activation + leaf
 
         hooks = [(point, add_zeros) for point in dict.fromkeys(batch[0].points)]
-        with torch.enable_grad():
-            hidden_BTD = read_batch(self._model, batch, hooks)
-            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, batch)
-            inputs = [leaves[point.key] for point in batch[0].points]
-            found = torch.autograd.grad(hidden_BTD, inputs, pull_BTD)
+        logprob_R, found = self._differentiate(batch, leaves, hooks)
         others = []
         for b, entry in enumerate(batch):
             length = len(entry.job.tokens)
             mask_T = torch.from_numpy(entry.job.positions.mask(0, length, entry.job.prompt_len))
+            own = (found[point.key][b, :length] for point in entry.points)
             gradients = tuple(
-                _widen(gradient[b, :length][mask_T.to(gradient.device)].flatten(1)).cpu().numpy()
-                for gradient in found
+                _widen(own_TD[mask_T.to(own_TD.device)].flatten(1)).cpu().numpy() for own_TD in own
             )
             others.append({"gradients": gradients})
         return _conclude(batch, logprob_R, others)
 
     def _attribute(self, batch: Sequence[Entry]) -> Results:
         points = [entry.job.input_point for entry in batch]
-        device = self._model.device
-        alphas_B11 = torch.tensor([point.alpha for point in points], device=device)[:, None, None]
         own_B11 = torch.tensor([point.baseline is not None for point in points])[:, None, None]
         tokens_B1 = torch.tensor([point.baseline or 0 for point in points])[:, None]
-        base_B1D = self._model.embed(tokens_B1).detach() * own_B11.to(device)
-        found: list[Tensor] = []
+        base_B1D = self._model.embed(tokens_B1).detach()
+        base_B1D = base_B1D * own_B11.to(base_B1D.device)
+        alphas_B11 = base_B1D.new_tensor([point.alpha for point in points])[:, None, None]
+        away, moved = dict[str, Tensor](), dict[str, Tensor]()
 
         def move(embedding_BTD: Tensor) -> Tensor:
-            away_BTD = embedding_BTD.detach() - base_B1D
-            moved_BTD = base_B1D + alphas_B11.to(away_BTD.dtype) * away_BTD
-            found.extend((away_BTD, moved_BTD.requires_grad_()))
-            return moved_BTD
+            away["input"] = embedding_BTD.detach() - base_B1D
+            moved["input"] = base_B1D + alphas_B11 * away["input"]
+            return moved["input"].requires_grad_()
 
-        with torch.enable_grad(), self._model.embedding_changed(move):
-            hidden_BTD = read_batch(self._model, batch)
-            away_BTD, moved_BTD = found
-            logprob_R, pull_BTD = self._differentiate_head(hidden_BTD, batch)
-            (gradient_BTD,) = torch.autograd.grad(hidden_BTD, [moved_BTD], pull_BTD)
-        attributions_BT = (_widen(gradient_BTD) * _widen(away_BTD)).sum(-1).cpu().numpy()
+        with self._model.embedding_changed(move):
+            logprob_R, found = self._differentiate(batch, moved)
+        product_BTD = _widen(found["input"]) * _widen(away["input"])
+        attributions_BT = product_BTD.sum(-1).cpu().numpy()
         others = [
             {"attributions": attributions_BT[b, : len(entry.job.tokens)]}
             for b, entry in enumerate(batch)
         ]
         return _conclude(batch, logprob_R, others)
 
-    def _differentiate_head(
-        self, hidden_BTD: Tensor, batch: Sequence[Entry]
-    ) -> tuple[Scores, Tensor | None]:
-        """Return the targets' log-probabilities [R], and the gradient of their sum with respect to
-        the hidden states.
+    @torch.enable_grad()
+    def _differentiate(
+        self,
+        batch: Sequence[Entry],
+        inputs: Mapping[str, Tensor],
+        hooks: Sequence[tuple[Point, HookFunction]] = (),
+    ) -> tuple[Scores, dict[str, Tensor]]:
+        """Return the targets' log-probabilities [R], and the gradients of their sum with respect to
+        `inputs`, which are filled in while the model runs.
 
-        In chunks, so that nothing of size rows x vocabulary waits for the backward pass of the
-        body.
+        The head is differentiated in chunks, so that nothing of size rows x vocabulary waits for
+        the backward pass of the body.
         """
+        hidden_BTD = read_batch(self._model, batch, hooks)
         top_BTD = hidden_BTD.detach().requires_grad_()
         logprobs = []
         for targets_r1, logits_rV in self._project(top_BTD, batch):
@@ -179,7 +161,8 @@ class GradientQueue(ModelQueue):
             logprob_r = log_p_rV.gather(-1, targets_r1)[:, 0]
             logprob_r.sum().backward()  # type: ignore[no-untyped-call]
             logprobs.append(logprob_r.detach())
-        return torch.cat(logprobs).cpu().numpy(), top_BTD.grad
+        found = torch.autograd.grad(hidden_BTD, list(inputs.values()), top_BTD.grad)
+        return torch.cat(logprobs).cpu().numpy(), dict(zip(inputs, found, strict=True))
 
     def _run_forward_mode(self, batch: Sequence[Entry]) -> Results:
         hidden_BTD = read_batch(self._model, batch)

@@ -1,8 +1,10 @@
-"""A model in TransformerLens's bridge: hidden states, logits and hook points.
+"""A model of transformers with TransformerLens's hook points between its modules.
 
-The bridge wraps transformers' own model and puts hook points between its modules.
+Accelerate spreads its weights evenly over several GPUs, and has each module of transformers move
+its inputs to its own device; here the bridge's modules do so, too.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,20 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.sources.transformers.helpers import (
+    get_hf_model_class_for_architecture,
+)
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.plan import Cast
+from logsteer_server.engines.machine import show_devices
 from logsteer_server.engines.needs import choose_dtype
-from logsteer_server.engines.tlens.causal import CausalModel, check_layers
-from logsteer_server.engines.tlens.parameters import HALF, Parameters
-from logsteer_server.engines.tlens.placement import (
-    follow_devices,
-    load_options,
-    place_model,
-    unwrap,
-)
+from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.parameters import HALF
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
@@ -33,7 +35,7 @@ from logsteer_server.engines.tlens.points import (
     act_on_stream,
     find_points,
 )
-from logsteer_server.engines.weights import find_eos, limit_context
+from logsteer_server.engines.weights import find_eos
 from logsteer_server.imports import load_tokenizer
 from logsteer_server.numerics.hidden_rows import multiply_wide
 
@@ -51,43 +53,40 @@ class _WideLinear(nn.Module):
 
 
 class BridgeModel(CausalModel):
-    """A causal model loaded into TransformerLens's bridge.
+    """A causal model of a directory, and a copy of its modules in TransformerLens's bridge.
 
-    Errors: ValueError where it cannot be served.
+    The bridge puts several Python calls around each module, which for one new token cost more than
+    the arithmetic. So it runs only where a hook needs what it has inside of blocks.
+
+    Errors: ValueError where the model cannot be served.
     """
 
-    def __init__(self, spec: EngineSpec, path: Path) -> None:
-        from transformer_lens.model_bridge import TransformerBridge
+    _is_bridged = False
+    _fuses_attention = False
 
+    def __init__(self, spec: EngineSpec, path: Path) -> None:
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
-        config = AutoConfig.from_pretrained(path)
-        check_layers(config, str(path))
-        devices = place_model(spec)
+        architecture = (AutoConfig.from_pretrained(path).architectures or [""])[0]
         dtype: torch.dtype = getattr(torch, choose_dtype(spec.dtype, path))
-        bridge = TransformerBridge.boot_transformers(
-            str(path), dtype=dtype, **load_options(devices, config, dtype)
+        causal: Any = get_hf_model_class_for_architecture(architecture).from_pretrained(
+            path, dtype=dtype, device_map=place_model(spec), attn_implementation="eager"
         )
-        self.num_devices = len(devices)
-        bridged: Any = bridge.original_model
-        bridged.eval().requires_grad_(False)
-        bridged.config.output_attentions = False  # fused attention has no pattern to give
-        follow_devices(bridged)
-        plain: Any = unwrap(bridged)
-        super().__init__(plain, str(path))
-        # The bridge puts several Python calls around each module, which for one new token cost more
-        # than the arithmetic. So it runs only where a hook needs what it has inside of blocks.
-        self._bodies.append(bridged.base_model)
-        self._is_bridged = False
-        self._fuses_attention = False
-        self.parameters = Parameters(plain, bridged.parameters())
-        text = plain.config.get_text_config()
-        self.context_length = limit_context(path, text, spec.max_model_len)
-        self.quantization = _name_quantization(plain.config)
-        self.tokenizer = load_tokenizer(path).backend_tokenizer
-        self._detach_head(unwrap(bridged))
-        self.vocab_size = self._compare_head(bridged)
+        causal.eval().requires_grad_(False)
+        super().__init__(causal, load_tokenizer(path), spec.max_model_len)
         self.eos_ids = find_eos(path, path, self.vocab_size)
+        self.num_devices = len({parameter.device for parameter in causal.parameters()})
+        method = getattr(causal, "quantization_method", None)
+        self.quantization = None if method is None else str(getattr(method, "value", method))
+        modules: Any = copy_modules(causal)
+        bridge = TransformerBridge.boot_transformers(
+            str(path), hf_model=modules, dtype=dtype, device=str(self.device)
+        )
+        follow_devices(modules)
+        self._bodies.append(modules.base_model)
+        # The bridge's blocks may hold parts of a parameter as parameters of their own.
+        own, bridged = (set(map(id, one.parameters())) for one in (causal, modules))
+        self._are_shared = bridged <= own
         if dtype in HALF:
             self._widen_head()
         with torch.inference_mode():
@@ -101,12 +100,12 @@ class BridgeModel(CausalModel):
         # 0.026 nats a token in bfloat16 and 0.003 in float16, as much as either differs from
         # float32 (mean of 4 texts of 100 to 160 tokens). Transformers' function leaves a cap on
         # scores out, and attention in parts has a softmax in float32.
-        is_capped = getattr(text, "attn_logit_softcapping", None)
-        self._fuses_attention = plain._supports_sdpa and not is_capped and dtype != torch.float64
+        is_capped = getattr(causal.config.get_text_config(), "attn_logit_softcapping", None)
+        self._fuses_attention = causal._supports_sdpa and not is_capped and dtype != torch.float64
 
     def _choose_body(self) -> Any:
-        # Fused attention has no forward derivative, and bridged blocks have no fused attention.
-        fused = self._fuses_attention and not self._is_bridged and torch.is_inference_mode_enabled()
+        # Fused attention has no forward derivative.
+        fused = self._fuses_attention and torch.is_inference_mode_enabled()
         name = "sdpa" if fused else "eager"
         if self._causal.config._attn_implementation != name:  # the attention that modules look up
             self._causal.config._attn_implementation = name
@@ -145,7 +144,7 @@ class BridgeModel(CausalModel):
                 f"the model is quantised ({self.quantization}), and what multiplies by such "
                 f"parameters computes in a precision of its own, not in {cast}; leave cast out",
             )
-        if self.parameters.are_shared or self._stays_plain(points):
+        if self._are_shared or self._stays_plain(points):
             return
         raise RefusedJobError(
             "unsupported_by_engine",
@@ -167,9 +166,58 @@ class BridgeModel(CausalModel):
         return logits_RV.log_softmax(-1)[:, ::3].sum()
 
 
-def _name_quantization(config: Any) -> str | None:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(name, "value", name))
+def place_model(spec: EngineSpec) -> str:
+    """Return the `device_map` of a model: a device, or `balanced` for several GPUs.
+
+    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used. Errors:
+    ValueError where the specification asks for what cannot be.
+    """
+    if spec.tensor_parallel > 1:
+        raise ValueError("transformer_lens spreads layers, not tensors: set pipeline_parallel")
+    num_gpus = spec.pipeline_parallel
+    if spec.devices == "cpu":
+        if num_gpus > 1:
+            raise ValueError("pipeline_parallel spreads layers over GPUs; leave it out for a CPU")
+        return "cpu"
+    if not isinstance(spec.devices, str):
+        if num_gpus not in (1, len(spec.devices)):
+            raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
+        num_gpus = len(spec.devices)
+    if isinstance(spec.devices, str) and num_gpus == 1:
+        return "cuda:0" if torch.cuda.device_count() else "cpu"
+    show_devices(range(num_gpus) if isinstance(spec.devices, str) else spec.devices)
+    if (found := torch.cuda.device_count()) < num_gpus:
+        raise ValueError(f"devices: {num_gpus} GPUs are wanted, and {found} are here")
+    return "balanced" if num_gpus > 1 else "cuda:0"
+
+
+def copy_modules(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose modules have the dictionaries of the original's tensors.
+
+    So the copy takes no memory, and a tensor replaced in one of them is replaced in both.
+    """
+    own = [d for module in model.modules() for d in (module._parameters, module._buffers)]
+    return copy.deepcopy(model, {id(tensors): tensors for tensors in own})
+
+
+def follow_devices(causal: nn.Module) -> None:
+    """Have the bridge's modules move their inputs to the devices of the modules they wrap.
+
+    Some use the weights of transformers' module without calling its forward, so that accelerate's
+    hook does not run. On one device there are no such hooks, and nothing changes.
+    """
+    for module in causal.modules():
+        if isinstance(module, GeneralizedComponent) and module.original_component is not None:
+            _bring_inputs(module, module.original_component)
+
+
+def _bring_inputs(module: nn.Module, placed: nn.Module) -> None:
+    """Have a module move its inputs to the device on which accelerate has placed another one."""
+    hook = getattr(placed, "_hf_hook", None)
+    if hook is None or not hook.place_submodules:
+        return
+
+    def bring(_: nn.Module, args: Any, options: Any) -> Any:
+        return hook.pre_forward(placed, *args, **options)
+
+    module.register_forward_pre_hook(bring, with_kwargs=True)

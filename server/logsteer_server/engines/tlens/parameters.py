@@ -47,14 +47,13 @@ class _CallingModel(nn.Module):
 class Parameters:
     """The parameters of a causal model by transformers' names, with the buffers of its state_dict.
 
-    Transformers' modules, the bridge's and `unwrap`ped copies keep their tensors in the same
-    dictionaries: a tensor replaced in one is replaced in all. `computed_with` are the tensors that
-    a call may use. `are_replaced`: whether the current call replaces any.
+    Copies by `model.copy_modules` have the same dictionaries of tensors: a tensor replaced in
+    one is replaced in all. `are_replaced`: whether the current call replaces any.
     """
 
     are_replaced = False
 
-    def __init__(self, plain: nn.Module, computed_with: Iterable[Tensor] = ()) -> None:
+    def __init__(self, plain: nn.Module) -> None:
         self._calling = _CallingModel(plain)
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
@@ -63,9 +62,6 @@ class Parameters:
         self.by_name = {n: t for n, t in self._all.items() if n in parameters or n in saved}
         # Of the names of one tensor, the first is what it is replaced by.
         self._first = {id(tensor): name for name, tensor in reversed(self._all.items())}
-        known = {id(tensor) for tensor in parameters.values()}
-        # The bridge's blocks may hold parts of a parameter as parameters of their own.
-        self.are_shared = all(id(tensor) in known for tensor in computed_with)
 
     def call_with(self, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
         """Call with these tensors in place of the parameters of their names."""
@@ -144,9 +140,7 @@ def _name_saved_buffers(model: nn.Module) -> Iterator[str]:
     """Yield the names of the buffers that transformers' state_dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            # TransformerLens gives a head without a bias one of zeros, as a buffer.
-            if not isinstance(module, nn.Linear):
-                yield f"{prefix}.{name}".removeprefix(".")
+            yield f"{prefix}.{name}".removeprefix(".")
 
 
 def _add_scaled(parameter: Tensor, v: Tensor, eta: float) -> Tensor:

@@ -1,7 +1,9 @@
-"""Hook points of a bridge: the activations of each layer that can be steered and captured.
+"""Hook points: the activations of each layer that can be steered and captured, and the tokens of
+a forward pass, which steering, probes and captures choose from.
 
-They are found by experiment: two short sequences go through the model, and a point counts if it
-fires with one activation per token that the logits depend on.
+A bridge's points are found by experiment: two short sequences go through the model, and a point
+counts if it fires with one activation per token that the logits depend on. Axis letters: B rows, T
+columns, N tokens of a pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +12,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -28,13 +32,15 @@ SHORT_NAMES = {
 RECOMPUTING = (".hook_normalized", ".hook_scale")
 """Points to leave alone: a hook on them makes the bridge compute every row by another formula."""
 
-PROBE_LENGTHS = (5, 7)
-"""Lengths of the test sequences: the axis of 5 in one and 7 in the other is the token axis."""
+PROBE_LENGTH = 23
+"""Tokens of a test sequence: as many as no model has heads, so that an axis of 23 is of tokens."""
 
 HOOK_LEVEL = 1001
 """The level under which hooks are added, by which they are removed again."""
 
 HookFunction = Callable[..., Tensor | None]
+
+Integers = npt.NDArray[np.int64]
 
 
 class RefusedJobError(Exception):
@@ -154,38 +160,7 @@ def find_points(
     """
     hooks = {name: hook for name, hook in hooks.items() if not name.endswith(RECOMPUTING)}
     named = {id(hook): hook for name, hook in hooks.items() if name.startswith("blocks.")}
-    short, long = (_observe(named, probe, length) for length in PROBE_LENGTHS)
-    shapes = {
-        i: shape[2:]
-        for i, shape in short.items()
-        if long.get(i) == (shape[0], PROBE_LENGTHS[1], *shape[2:])
-        and shape[:2] == (2, PROBE_LENGTHS[0])
-        and len(shape) > 2
-    }
-    order = {i: place for place, i in enumerate(short)}
-    layers: list[dict[str, Point]] = []
-    for layer in range(num_layers):
-        prefix = f"blocks.{layer}."
-        points: dict[str, Point] = {}
-        for name, hook in hooks.items():
-            if name.startswith(prefix) and id(hook) in shapes:
-                key = str(hook.name or name)
-                own = name.removeprefix(prefix)
-                is_shared = own == SHORT_NAMES["resid_mid"]
-                points[own] = Point(layer, key, hook, shapes[id(hook)], order[id(hook)], is_shared)
-        points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
-        layers.append(points)
-    return PointMap(layers)
-
-
-def _observe(
-    hooks: Mapping[int, Any], probe: Callable[[int], Tensor], length: int
-) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of activations that the probe's number depends on, by id of the hook.
-
-    They are in the order in which they come in the forward pass.
-    """
-    added: dict[int, Tensor] = {}
+    added: dict[int, Tensor] = {}  # in the order of the forward pass
 
     def add_zeros(activation: Tensor, hook: Any) -> Tensor | None:
         if not isinstance(activation, Tensor) or not activation.is_floating_point():
@@ -194,15 +169,63 @@ def _observe(
         return activation + added[id(hook)]
 
     try:
-        for hook in hooks.values():
+        for hook in named.values():
             hook.add_hook(add_zeros, level=HOOK_LEVEL)
         with torch.enable_grad():
-            probe(length).backward()  # type: ignore[no-untyped-call]
+            probe(PROBE_LENGTH).backward()  # type: ignore[no-untyped-call]
     finally:
-        for hook in hooks.values():
+        for hook in named.values():
             hook.remove_hooks("fwd", level=HOOK_LEVEL)
-    return {
-        i: tuple(zeros.shape)
-        for i, zeros in added.items()
+    found: dict[int, tuple[int, tuple[int, ...]]] = {
+        i: (order, tuple(zeros.shape[2:]))
+        for order, (i, zeros) in enumerate(added.items())
+        if zeros.shape[:2] == (2, PROBE_LENGTH) and zeros.ndim > 2
         if zeros.grad is not None and bool((zeros.grad != 0).any())
     }
+    layers: list[dict[str, Point]] = []
+    for layer in range(num_layers):
+        prefix = f"blocks.{layer}."
+        points: dict[str, Point] = {}
+        for name, hook in hooks.items():
+            if name.startswith(prefix) and id(hook) in found:
+                order, shape = found[id(hook)]
+                own = name.removeprefix(prefix)
+                is_shared = own == SHORT_NAMES["resid_mid"]
+                points[own] = Point(layer, str(hook.name or name), hook, shape, order, is_shared)
+        points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
+        layers.append(points)
+    return PointMap(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTokens:
+    """The tokens that a forward pass [B, T] reads, row by row, without its padding.
+
+    `place_N` counts columns across the rows; `position_N` counts a sequence's tokens. Row b has the
+    tokens from `starts[b]` up to `starts[b + 1]`. Prompts of 2 and 4 tokens, padded on the left,
+
+        column    0    1    2    3
+        row 0     pad  pad  0    1
+        row 1     0    1    2    3
+
+    have places 2, 3, 4, 5, 6, 7, positions 0, 1, 0, 1, 2, 3, and starts 0, 2, 6.
+    """
+
+    place_N: Integers
+    position_N: Integers
+    starts: list[int]
+
+    @classmethod
+    def of(cls, first_B: Integers, end_B: Integers, num_columns: int) -> "PassTokens":
+        """Return the tokens of rows whose column 0 has position `first_B`, below 0 for padding, and
+        whose sequences end before position `end_B`.
+        """
+        position_BT = first_B[:, None] + np.arange(num_columns)
+        is_token_BT = (position_BT >= 0) & (position_BT < end_B[:, None])
+        place_N = np.flatnonzero(is_token_BT)
+        starts = [0, *is_token_BT.sum(1).cumsum().tolist()]
+        return cls(place_N, position_BT.ravel()[place_N], starts)
+
+    def of_row(self, row: int) -> slice:
+        """Return where a row's tokens are among N."""
+        return slice(self.starts[row], self.starts[row + 1])

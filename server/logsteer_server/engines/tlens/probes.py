@@ -1,32 +1,27 @@
 """Probes of a batch: readings of its tokens, taken by hooks on the model's activations.
 
-Axis letters: B rows, T columns, N tokens of a pass, n some of them, G probes, C conditions, P
-numbers of a condition, R numbers of a reading, K operations, W width of an activation.
+Axis letters: B rows, T columns, N tokens of a pass, n some of them, G probes, C conditions, R
+numbers of a reading, K operations, W width of an activation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.contract.plan import MAX_CONDITIONS, SteeringPlan
 from logsteer_server.engines.readings import SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
+    PassTokens,
     Point,
     PointMap,
     RefusedJobError,
 )
-from logsteer_server.engines.tlens.tokens import PassTokens
-from logsteer_server.numerics.residual_ops import (
-    CONDITION_NUMBERS,
-    READINGS,
-    hold,
-    pack_conditions,
-    read_components,
-)
+from logsteer_server.numerics.residual_ops import READINGS, read_components
 
 
 def place_probes(plan: SteeringPlan, points: PointMap) -> tuple[Point, ...]:
@@ -74,14 +69,9 @@ class BatchProbes:
 
     def __init__(self, rows: Sequence[ProbedRow | None]) -> None:
         self._rows = [(b, row) for b, row in enumerate(rows) if row is not None]
-        self._count = max((len(row.points) for _, row in self._rows), default=0)
-        most = max((len(row.plan.conditions) for _, row in self._rows), default=0)
-        self._conditions_BCP = torch.zeros((len(rows), most, CONDITION_NUMBERS))
         self._by_point: dict[str, list[tuple[int, int, Tensor]]] = {}
         self.points: dict[str, Point] = {}
         for b, row in self._rows:
-            packed_CP = pack_conditions(row.plan.conditions)
-            self._conditions_BCP[b, : len(packed_CP)] = packed_CP
             for g, (probe, point) in enumerate(zip(row.plan.probes, row.points, strict=True)):
                 self.points[point.key] = point
                 direction_W = torch.from_numpy(probe.direction)
@@ -89,19 +79,9 @@ class BatchProbes:
 
     def begin(self, tokens: PassTokens) -> None:
         """Begin a forward pass over these tokens."""
-        self._tokens, count = tokens, len(tokens.place_N)
-        self._readings_NGR = torch.zeros((count, self._count, READINGS))
-        # Where a token's condition on the prompt is decided: in this pass, by the prompt's last
-        # token; or by bits that an earlier pass has decided. Before that token none holds.
-        self._source_N = torch.full((count,), -1)
-        self._decided_N = torch.zeros((count,), dtype=torch.int64)
-        for b, row in self._rows:
-            own = tokens.of_row(b)
-            last = row.sequence.request.prompt_len - 1 - int(tokens.position_N[own.start])
-            if last < 0:
-                self._decided_N[own] = row.sequence.decided or 0
-            else:
-                self._source_N[own][last:] = own.start + last
+        self._tokens = tokens
+        most = max((len(row.points) for _, row in self._rows), default=0)
+        self._readings_NGR = np.zeros((len(tokens.place_N), most, READINGS), np.float32)
 
     def hook(self, *, after: bool) -> list[tuple[Point, HookFunction]]:
         """Return the hooks that read activations before or after they are steered."""
@@ -110,42 +90,40 @@ class BatchProbes:
     @torch.no_grad()
     def _read(self, key: str, after: bool, activation: Tensor, hook: object) -> None:  # noqa: ARG002
         wide_TW = activation.detach().flatten(2).flatten(0, 1)
-        self._readings_NGR = self._readings_NGR.to(activation.device)
-        for b, g, direction_W in self._by_point[key]:
-            own = self._tokens.of_row(b)
+        places = [self._tokens.of_row(b) for b, _, _ in self._by_point[key]]
+        read = []
+        for own, (_, _, direction_W) in zip(places, self._by_point[key], strict=True):
             start = int(self._tokens.place_N[own.start])  # a row's tokens are side by side
             own_nW = wide_TW[start : start + own.stop - own.start]
-            read_n2 = read_components(own_nW, direction_W.to(activation.device))
+            read.append(read_components(own_nW, direction_W.to(activation.device)))
+        # One array, because each copy from a GPU waits for it.
+        found = np.split(torch.cat(read).cpu().numpy(), np.cumsum([len(own_n2) for own_n2 in read]))
+        for own, (_, g, _), read_n2 in zip(places, self._by_point[key], found, strict=False):
             self._readings_NGR[own, g, 2:] = read_n2
             if not after:
                 self._readings_NGR[own, g, :2] = read_n2
 
-    @torch.no_grad()
-    def decide(self, token_n: Tensor, row_n: Tensor, conditions_nK: Tensor) -> Tensor:
+    def decide(self, token_n: Tensor, conditions_nK: Tensor) -> Tensor:
         """Return whether each operation of steered tokens acts: bool [n, K].
 
         `token_n` counts among N. `conditions_nK`: the number of its condition among its row's;
         below 0 it has none.
         """
-        device = self._readings_NGR.device
-        token_n1, row_n1 = token_n.to(device)[:, None], row_n.to(device)[:, None]
-        asked_nK = conditions_nK.to(device).long()
-        bit_nK = asked_nK.clamp(min=0)
-        numbers_nKP = self._conditions_BCP.to(device)[row_n1, bit_nK]
-        source_n1 = self._source_N.to(device)[token_n1]
-        of_prompt_nK = numbers_nKP[..., 4] > 0
-        read_nK = torch.where(of_prompt_nK, source_n1.clamp(min=0), token_n1)
-        readings_nKR = self._readings_NGR[read_nK, numbers_nKP[..., 0].long()]
-        bounds = numbers_nKP[..., 1:4].unbind(-1)
-        holds_nK = hold(readings_nKR[..., 0], readings_nKR[..., 1], *bounds)
-        decided_nK = (self._decided_N.to(device)[token_n1] >> bit_nK & 1).bool()
-        holds_nK = torch.where(of_prompt_nK & (source_n1 < 0), decided_nK, holds_nK)
-        return holds_nK | (asked_nK < 0)
+        holds_NC = np.zeros((len(self._readings_NGR), MAX_CONDITIONS), np.bool_)
+        for row, own, begin in self._find_own():
+            holds_TC = row.sequence.hold(begin, self._readings_NGR[own])
+            holds_NC[own, : holds_TC.shape[1]] = holds_TC
+        asked_nK = conditions_nK.cpu().numpy().astype(np.int64)
+        holds_nK = holds_NC[token_n.cpu().numpy()[:, None], asked_nK]
+        return torch.from_numpy(holds_nK | (asked_nK < 0))
 
     def end(self) -> None:
         """Pass the readings of this pass to the rows' sequences."""
-        if self._rows:
-            read_NGR = self._readings_NGR.cpu().numpy()
+        for row, own, begin in self._find_own():
+            row.sequence.add(begin, self._readings_NGR[own])
+
+    def _find_own(self) -> Iterator[tuple[ProbedRow, slice, int]]:
+        """Yield each row, its tokens among N, and the position of the first of them."""
         for b, row in self._rows:
             own = self._tokens.of_row(b)
-            row.sequence.add(int(self._tokens.position_N[own.start]), read_NGR[own].copy())
+            yield row, own, int(self._tokens.position_N[own.start])

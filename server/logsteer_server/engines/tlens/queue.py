@@ -22,11 +22,9 @@ from logsteer_server.contract.jobs import Job, JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.engines.tlens.captures import CapturedRow, hook_captures
 from logsteer_server.engines.tlens.causal import CausalModel
-from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import HookFunction, Point
+from logsteer_server.engines.tlens.points import HookFunction, PassTokens, Point
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
-from logsteer_server.engines.tlens.tokens import PassTokens
 
 Results = list[tuple[int, JobResult]]
 
@@ -101,20 +99,27 @@ class JobQueue(ABC, Generic[E]):
     Jobs of another group than the first one's keep their places.
     """
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits) -> None:
+        self._model = model
+        self._deltas = deltas
         self._limits = limits
         self._arrived: list[E] = []
         self._sorted: deque[E] = deque()
 
     @property
     def has_work(self) -> bool:
-        """Whether a waiting job may start now."""
+        """Whether there is a batch to run."""
         return bool(self._sorted or self._arrived)
 
     @property
     def num_waiting(self) -> int:
         """The number of waiting jobs."""
         return len(self._sorted) + len(self._arrived)
+
+    @property
+    def num_running(self) -> int:
+        """The number of jobs that have begun and go on."""
+        return 0
 
     @property
     def _first(self) -> E:
@@ -187,10 +192,9 @@ def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
 class ModelQueue(JobQueue[Entry]):
     """Jobs that take one forward pass a batch, under the batch's parameter delta."""
 
-    def __init__(self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits) -> None:
-        super().__init__(limits)
-        self._model = model
-        self._deltas = deltas
+    def _accept(self, job_id: int, job: Any) -> Entry:
+        steered = accept_row(self._model, job)
+        return Entry(job_id, job, steered, captured=CapturedRow.place(self._model, job))
 
     def run(self, batch: list[Entry]) -> Results:
         """Run a batch and return its results. Errors: RefusedJobError, for all its jobs."""

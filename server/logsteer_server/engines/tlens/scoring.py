@@ -4,13 +4,13 @@ Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob, ScoreOutput
-from logsteer_server.engines.tlens.captures import CapturedRow
-from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.contract.jobs import CaptureOutput, ScoreOutput
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.engines.tlens.queue import (
@@ -18,7 +18,6 @@ from logsteer_server.engines.tlens.queue import (
     Entry,
     ModelQueue,
     Results,
-    accept_row,
     read_batch,
 )
 from logsteer_server.numerics.adjustments import place_targets
@@ -30,14 +29,10 @@ class ScoreQueue(ModelQueue):
     """Sequences to score; `bounds` limit the memory of a chunk of rows."""
 
     def __init__(
-        self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, bounds: RowBounds
+        self, model: CausalModel, deltas: DeltaCache, limits: EngineLimits, bounds: RowBounds
     ) -> None:
         super().__init__(model, deltas, limits)
         self._bounds = bounds
-
-    def _accept(self, job_id: int, job: ScoreJob) -> Entry:
-        steered = accept_row(self._model, job)
-        return Entry(job_id, job, steered, captured=CapturedRow.place(self._model, job))
 
     def _group(self, entry: Entry) -> object:
         # Rows with equal columns share chunks; a job that reads or writes a file runs alone.
@@ -81,11 +76,11 @@ class ScoreQueue(ModelQueue):
 class CaptureQueue(ModelQueue):
     """Sequences to capture activations of, without scores."""
 
-    def _accept(self, job_id: int, job: CaptureJob) -> Entry:
-        steered, captured = accept_row(self._model, job), CapturedRow.place(self._model, job)
+    def _accept(self, job_id: int, job: Any) -> Entry:
+        entry = super()._accept(job_id, job)
         if not len(job.places):
             raise RefusedJobError("invalid_request", "positions: none of the tokens is at them")
-        return Entry(job_id, job, steered, captured=captured)
+        return entry
 
     @torch.inference_mode()
     def _compute(self, batch: Sequence[Entry]) -> Results:

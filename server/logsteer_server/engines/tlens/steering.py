@@ -1,7 +1,7 @@
 """Steering of a batch: each row by its own plan, in the hooks of the model's activations.
 
 Rows are steered together: their vectors are in tables with a slot for each part of each steered
-row's plan (one, unless vectors have positions of their own). In the example of `tokens.PassTokens`,
+row's plan (one, unless vectors have positions of their own). In the example of `points.PassTokens`,
 with both prompts steered at `last_prompt`, tokens 1 and 5 are steered, at places 3 and 7. The next
 pass has one column, no steered token, and no hooks.
 
@@ -23,6 +23,8 @@ from logsteer_server.contract.plan import Positions, Readings, Site, SteeringPla
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
+    Integers,
+    PassTokens,
     Point,
     PointMap,
     RefusedJobError,
@@ -32,7 +34,6 @@ from logsteer_server.engines.tlens.probes import (
     ProbedRow,
     place_probes,
 )
-from logsteer_server.engines.tlens.tokens import Integers, PassTokens
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 from logsteer_server.numerics.sinks import average_changes
 
@@ -66,32 +67,23 @@ def place_sites(plan: SteeringPlan, points: PointMap) -> tuple[PlacedSite, ...]:
     keys = [site.point.key for site in placed]
     if len(set(keys)) < len(keys):
         twice = next(s.site.name for s in placed if keys.count(s.point.key) > 1)
-        raise _invalid_plan(f"{twice}: two sites change the same activation; join them")
+        detail = f"{twice}: two sites change the same activation; join them"
+        raise RefusedJobError("invalid_vector", detail)
     return placed
 
 
 def _place_site(site: Site, point: Point) -> PlacedSite:
-    vectors = [op.direction for op in site.ops]
-    if site.offset is not None:
-        vectors.append(site.offset)
-    if not vectors:
-        raise _invalid_plan(f"{site.name}: the site changes nothing; leave it out")
+    vectors = [*(op.direction for op in site.ops), *([] if site.offset is None else [site.offset])]
     widths = {vector.shape for vector in vectors}
     width = len(vectors[0])
     if widths != {(width,)} or width not in (point.width, point.shape[-1]):
         found = sorted(vector.size for vector in vectors)
         wanted = " or ".join(map(str, sorted({point.width, point.shape[-1]}, reverse=True)))
-        raise _invalid_plan(
-            f"{site.name}: the activation is {wanted} wide, and the vectors are {found}"
+        raise RefusedJobError(
+            "invalid_vector",
+            f"{site.name}: the activation is {wanted} wide, and the vectors are {found}",
         )
-    numbers = np.array([op.numbers for op in site.ops])
-    if not all(np.isfinite(vector).all() for vector in vectors) or np.isnan(numbers).any():
-        raise _invalid_plan(f"{site.name}: a vector or number is not finite")
     return PlacedSite(site, point, width)
-
-
-def _invalid_plan(detail: str) -> RefusedJobError:
-    return RefusedJobError("invalid_vector", detail)
 
 
 @dataclass(slots=True)
@@ -154,14 +146,13 @@ class _SiteGroup:
         self._probes = probes
         self.point, self._width, self._depth = first.point, first.width, len(first.site.ops)
         self._measured = [(rows[part][1], placed.site.name) for part, placed in sites.items()]
-        self._rows_S = torch.tensor([rows[part][0] for part in sites])
         self._slot_Q = np.full(len(rows), -1)
         self._slot_Q[list(sites)] = range(len(sites))
         self._offsets_SW = torch.zeros(len(sites), self._width)
         for slot, placed in enumerate(sites.values()):
             if placed.site.offset is not None:
                 self._offsets_SW[slot] = torch.from_numpy(placed.site.offset)
-        packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
+        packed = [pack_ops(p.site.ops, self._width) for p in sites.values()]
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
@@ -202,8 +193,7 @@ class _SiteGroup:
         slot_M = slot_n.repeat_interleave(groups)
         open_MK = None
         if self._has_conditions:
-            row_n = self._rows_S.to(slot_n.device)[slot_n]
-            open_nK = self._probes.decide(token_n, row_n, self._numbers_SKP[slot_n][..., -1])
+            open_nK = self._probes.decide(token_n, self._numbers_SKP[slot_n][..., -1])
             open_MK = open_nK.to(x_nGW.device).repeat_interleave(groups, dim=0)
         change_MW = change_stream(
             stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M], open_MK
