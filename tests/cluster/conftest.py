@@ -50,6 +50,7 @@ class Cluster:
         self.fake = fake_model(**may_hold(self.hold_file)) | {"replicas": 2}
         self.other = fake_model("other", shift=1.0)
         self.settings: dict[str, Any] = {
+            "reload_beside": True,
             "cache_bytes": 0,
             "store_directory": f"{directory}/store",
             "key_file": str(directory / "keys.json"),

@@ -68,14 +68,13 @@ def change_at_work(server: Server, what: str) -> dict[str, Any]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     models = [fake_model("a", delay_s=0.05), fake_model("b"), SLOW]
-    config = {"models": models, "cache_bytes": 0}
-    with running(config, tmp_path) as server:
+    with running(config_of(*models), tmp_path) as server:
         server.wait_until_ready()
         yield server
 
 
 def config_of(*models: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    return {"models": list(models), "cache_bytes": 0, **settings}
+    return {"models": list(models), "cache_bytes": 0, "reload_beside": True, **settings}
 
 
 class TestOneModel:
@@ -160,11 +159,11 @@ class TestReload:
 
     def test_without_room_the_old_one_ends_first_and_nothing_is_lost(self, tmp_path: Path) -> None:
         """Callers are told to come back, and all are answered when they do."""
-        config = config_of(fake_model("a", delay_s=0.05), reload_beside="never")
+        config = config_of(fake_model("a", delay_s=0.05), reload_beside=False)
         with running(config, tmp_path) as server:
             server.wait_until_ready()
             with load(server, "a", retries=True) as found:
-                new = config_of(fake_model("a", context_length=96), reload_beside="never")
+                new = config_of(fake_model("a", context_length=96), reload_beside=False)
                 told = reload(server, new)
                 before = len(found.statuses)
                 wait_for(lambda: len(found.statuses) > before + 200)

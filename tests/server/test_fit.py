@@ -25,9 +25,9 @@ from logsteer_server.engines.needs import (
 from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from logsteer_server.models import fit
 from logsteer_server.models.fit import (
-    check_loadable,
+    check_files,
+    check_fit,
     describe_fit,
-    fits_beside,
     measure_memory,
     parse_gpus,
 )
@@ -273,36 +273,8 @@ def test_check_needs_no_engine(checkpoint: Path, tmp_path: Path) -> None:
     assert "model m: float32, weights" in done.stdout
 
 
-class TestBeside:
-    @pytest.mark.parametrize(
-        ("wish", "old", "new", "fits"),
-        [
-            ("always", {}, {"memory": "9000GiB"}, True),
-            ("never", {}, {}, False),
-            ("auto", {}, {"memory": "64MiB", "devices": "cpu"}, True),
-            ("auto", {}, {"memory": "9000GiB", "devices": "cpu"}, False),
-            ("auto", {"devices": [0]}, {"devices": [1]}, True),
-            ("auto", {"devices": [0, 1]}, {"devices": [1]}, False),
-            ("auto", {}, {"path": "./nowhere"}, False),
-        ],
-    )
-    def test_where_there_is_room(
-        self,
-        checkpoint: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        wish: str,
-        old: dict[str, Any],
-        new: dict[str, Any],
-        fits: bool,
-    ) -> None:
-        monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
-        one = {"id": "m", "path": str(checkpoint)}
-        settings = settings_of(one, reload_beside=wish)
-        assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits
-
-
 class TestLoadable:
-    """What is known of a model before the one that it replaces ends."""
+    """What is known of a model before it is loaded."""
 
     def check(
         self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int] = ()
@@ -310,53 +282,43 @@ class TestLoadable:
         monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
         monkeypatch.setattr(fit, "list_gpus", lambda: dict(enumerate(sizes)))
         one = {"id": "m", "path": str(DEMO_MODEL), "memory": "4GiB"}
-        settings = settings_of(one)
-        check_loadable(ModelSettings(**one), ModelSettings(**one | new), settings)
+        check_fit(ModelSettings(**one | new), settings_of(one))
 
-    @pytest.fixture
-    def copy(self, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copy"))
-
-    @pytest.mark.parametrize(
-        ("new", "why"),
-        [
-            ({"path": "./nowhere"}, "nowhere: no such directory"),
-            ({"engine": "fake", "path": "./nowhere"}, "nowhere: no such directory"),
-            ({"memory": "13GiB"}, "bytes of memory, and 8589934592 are free"),
-            ({"memory": "7GiB", "replicas": 2}, "bytes of memory"),
-        ],
-    )
-    def test_what_the_machine_lacks_is_said(
-        self, new: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("new", [{"memory": "9GiB"}, {"memory": "5GiB", "replicas": 2}])
+    def test_memory_has_to_do_for_all_replicas(
+        self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.check({}, monkeypatch)
-        self.check({"memory": "11GiB"}, monkeypatch)  # what the old one has is free by then
-        with pytest.raises(ValueError, match=why):
+        self.check({"memory": "5GiB"}, monkeypatch)
+        with pytest.raises(ValueError, match="bytes of memory, and 8589934592 are free"):
             self.check(new, monkeypatch)
 
     @pytest.mark.parametrize(
         ("file", "text", "why"),
         [
+            ("", None, "no such directory"),
             ("config.json", "{", "config.json cannot be read"),
-            ("tokenizer.json", "{", "tokenizer cannot be read"),
             ("model.safetensors", None, "has no weights"),
         ],
     )
-    def test_a_checkpoint_that_cannot_be_read_is_refused(
-        self,
-        copy: Path,
-        file: str,
-        text: str | None,
-        why: str,
-        monkeypatch: pytest.MonkeyPatch,
+    def test_files_that_cannot_be_read_are_named(
+        self, tmp_path: Path, file: str, text: str | None, why: str
     ) -> None:
-        self.check({"path": str(copy)}, monkeypatch)
-        if text is None:
+        copy = Path(shutil.copytree(DEMO_MODEL, tmp_path / "copy"))
+        model = ModelSettings(id="m", path=str(copy))
+        settings = settings_of({"id": "m", "path": str(copy)})
+        check_files(model, settings)
+        if not file:
+            shutil.rmtree(copy)
+        elif text is None:
             (copy / file).unlink()
         else:
             (copy / file).write_text(text)
         with pytest.raises(ValueError, match=why):
-            self.check({"path": str(copy)}, monkeypatch)
+            check_files(model, settings)
+
+    def test_a_hub_id_that_is_not_here_is_not_checked(self) -> None:
+        one = {"id": "m", "path": "no/such@v1"}
+        check_files(ModelSettings(**one), settings_of(one))
 
     def test_weights_have_to_fit_into_the_gpus_that_are_named(
         self, monkeypatch: pytest.MonkeyPatch
@@ -376,11 +338,3 @@ class TestLoadable:
         ):
             with nullcontext() if why is None else pytest.raises(ValueError, match=why):
                 self.check(new, monkeypatch, sizes)
-
-    def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(hub_id: str, file: str, revision: str | None) -> None:
-            raise OSError(f"{hub_id} has no {file} in {revision}")
-
-        monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-        with pytest.raises(ValueError, match="of the hub: no/such has no config"):
-            self.check({"path": "no/such@v1"}, monkeypatch)

@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 RULES = {
     "beside: the old one answers until the new one does": (
-        "always",
+        True,
         """
         at first    a=A b=A
         reload      a=B b=A           replaced a; unchanged b; pending a
@@ -33,7 +33,7 @@ RULES = {
         """,
     ),
     "beside: the old one stays where the new one fails": (
-        "always",
+        True,
         """
         at first    a=A
         reload      a=B
@@ -46,7 +46,7 @@ RULES = {
         """,
     ),
     "in place: the old one answers its last requests, then the new one loads": (
-        "never",
+        False,
         """
         at first    a=A
         ask         a
@@ -61,7 +61,7 @@ RULES = {
         """,
     ),
     "in place: the old one comes back where the new one fails": (
-        "never",
+        False,
         """
         at first    a=A
         reload      a=B
@@ -74,7 +74,7 @@ RULES = {
         """,
     ),
     "what never answered does not come back": (
-        "never",
+        False,
         """
         at first    a=A
         reload      a=A b=A
@@ -88,7 +88,7 @@ RULES = {
         """,
     ),
     "one that is removed answers its last requests": (
-        "auto",
+        False,
         """
         at first    a=A b=A
         ask         a
@@ -100,7 +100,7 @@ RULES = {
         """,
     ),
     "one that is unloaded stays so with other settings": (
-        "auto",
+        False,
         """
         at first    a=A
         unload      a
@@ -111,7 +111,7 @@ RULES = {
         """,
     ),
     "what cannot be loaded is refused before the working model ends (in place)": (
-        "never",
+        False,
         """
         at first    a=A
         reload      a=unreadable
@@ -121,7 +121,7 @@ RULES = {
         """,
     ),
     "what cannot be loaded is refused before the working model ends (beside)": (
-        "always",
+        True,
         """
         at first    a=A
         reload      a=unreadable
@@ -260,12 +260,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     `unreadable` cannot be loaded.
     """
 
-    def check(_old: ModelSettings, wanted: ModelSettings, _settings: Settings) -> None:
+    def check(wanted: ModelSettings, _settings: Settings) -> None:
         if wanted.path == "unreadable":
             raise ValueError("no such directory")
 
     monkeypatch.setattr(changes_module, "QUIET_S", 0.01)
-    monkeypatch.setattr(changes_module, "check_loadable", check)
+    monkeypatch.setattr(changes_module, "check_files", check)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -282,7 +282,7 @@ async def test_a_change_ends_as_the_table_says(rule: str) -> None:
 
 
 async def test_a_change_during_another_one_is_refused_and_changes_nothing() -> None:
-    machine = Machine([model("a"), model("b")], reload_beside="always")
+    machine = Machine([model("a"), model("b")], reload_beside=True)
     await machine.begin()
     asked = machine.models.by_id["a"].admission.enter()
     await machine.reload(model("a", "B"), model("b"))

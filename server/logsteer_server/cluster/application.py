@@ -162,12 +162,11 @@ def _make_deployment(
         max_replicas=max(model.max_replicas or model.replicas for model in group),
         target_ongoing_requests=arguments.calls_per_replica,
     )
-    starts_beside = {"always": True, "never": False, "auto": not gpus}[settings.reload_beside]
     return serve.deployment(
         ModelServer,
         name=name,
         autoscaling_config=scaling,
-        max_surge_percent=100 if starts_beside else 0,
+        max_surge_percent=100 if settings.reload_beside else 0,
         # Serve kills a replica after three checks without an answer.
         health_check_timeout_s=settings.heartbeat_timeout_s / 3,
         graceful_shutdown_timeout_s=settings.model_drain_s,

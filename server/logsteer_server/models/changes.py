@@ -2,13 +2,13 @@
 
 No request is lost in a change. Running requests finish first, within `model_drain_s`. A request
 that arrives meanwhile is answered by the replacement, or refused as `model_loading` with a
-Retry-After. New settings are checked before anything ends (`check_loadable`). A replacement loads
-beside the old model if there is room for both, and takes over when it is ready:
+Retry-After. The new model's files are checked before anything ends. With `reload_beside` it loads
+beside the old one, and takes over when it is ready:
 
     old   answers  answers  answers its last requests  ends
     new            loads    answers
 
-Without that room the old model ends first. If the new one fails, the old one stays or is restored.
+Otherwise the old model ends first. If the new one fails, the old one stays or is restored.
 A change during another one of the same model, and a reload during any, is refused as `overloaded`.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReloadAnswer
-from logsteer_server.models.fit import check_loadable, fits_beside
+from logsteer_server.models.fit import check_files
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.runtime.engine_process import ENVIRONMENT
@@ -211,17 +211,15 @@ class ModelChanges:
             raise ChangeError(detail)
 
     async def _replace(self, old: ResidentModel, aim: ModelSettings) -> None:
-        """Replace a model, beside it if there is room for both. Errors: ChangeError."""
+        """Replace a model. Errors: ChangeError."""
         models = self._models
         if old.status[0] == "unloaded":
             models.by_id[old.id] = models.make(aim)
             models.by_id[old.id].closed = old.closed
             return
         try:
-            await asyncio.to_thread(check_loadable, old.settings, aim, self._settings)
-            beside = old.is_ready and await asyncio.to_thread(
-                fits_beside, old.settings, aim, self._settings
-            )
+            await asyncio.to_thread(check_files, aim, self._settings)
+            beside = old.is_ready and self._settings.reload_beside
             await (self._replace_beside if beside else self._replace_first)(old, aim)
         except (ChangeError, ValueError) as error:
             old.note = f"its replacement failed: {error}"

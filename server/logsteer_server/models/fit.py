@@ -1,4 +1,4 @@
-"""Check whether a model fits on this machine, alone, or beside or in place of another one."""
+"""Check whether a model fits on this machine."""
 
 import re
 import subprocess
@@ -9,10 +9,7 @@ from logsteer_server.engines.gguf import describe_gguf, is_gguf
 from logsteer_server.engines.machine import measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate, find_checkpoint
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.text.tokenizer import TextCodec
 
-SPARE = 0.1
-"""Share of the free memory to keep free."""
 SERVER_BYTES = 350 * 2**20
 """Memory of the HTTP process beyond `cache_bytes` and `max_pending_bytes`, measured under load: row
 `http_memory` of the benchmark."""
@@ -20,42 +17,19 @@ SERVER_BYTES = 350 * 2**20
 GPU_TIMEOUT_S = 10.0
 
 
-def fits_beside(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> bool:
-    """Return whether the new model may start while the old one runs, by `reload_beside`."""
-    if settings.reload_beside != "auto":
-        return settings.reload_beside == "always"
-    if wanted.engine != "fake" and wanted.devices != "cpu":
-        listed = isinstance(old.devices, list) and isinstance(wanted.devices, list)
-        if listed:
-            return set(old.devices).isdisjoint(wanted.devices)
-        if list_gpus():
-            return False  # each takes its share of all of a GPU's memory
-    return 0 < _count_bytes(wanted, settings) <= (1 - SPARE) * measure_memory()[1]
-
-
-def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings) -> None:
-    """Check a model before the one that it replaces ends: its path, configuration and tokenizer can
-    be read, and the machine has enough memory.
-
-    For a hub id that is not on this machine, only the configuration is fetched. Errors: ValueError.
+def check_files(model: ModelSettings, settings: Settings) -> None:
+    """Check a model's files, where they are on this machine, before the model that it replaces
+    ends. Errors: ValueError.
     """
-    path = wanted.to_spec(settings.directory).path
-    directory = find_checkpoint(path)
-    if directory is None:
-        _fetch_config(path)
-        return
-    if wanted.engine != "fake" and directory.is_dir():
-        try:
-            TextCodec.load(str(directory))
-        except Exception as error:  # a tokenizer's own code may raise anything
-            raise ValueError(f"{directory}: its tokenizer cannot be read: {error}") from error
-    check_fit(wanted, settings, _count_bytes(old, settings))
+    spec = model.to_spec(settings.directory)
+    if find_checkpoint(spec.path) is not None:
+        estimate(spec)
 
 
-def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> ModelNeeds:
+def check_fit(model: ModelSettings, settings: Settings) -> ModelNeeds:
     """Return the memory that a replica of a model needs, if this machine has it for all replicas.
 
-    `freed` bytes are added to the free memory. Errors: ValueError.
+    Errors: ValueError.
     """
     spec = model.to_spec(settings.directory)
     needs = estimate(spec)
@@ -69,9 +43,8 @@ def check_fit(model: ModelSettings, settings: Settings, freed: int = 0) -> Model
             raise ValueError(f"its weights take {part} bytes of each GPU, of which one has {size}")
         return needs
     needed, free = model.replicas * needs.num_bytes, measure_memory()[1]
-    if free and needed > free + freed:
-        beside = f" beside {freed} of the model that it replaces" if freed else ""
-        raise ValueError(f"it takes about {needed} bytes of memory, and {free} are free{beside}")
+    if needed > free > 0:
+        raise ValueError(f"it takes about {needed} bytes of memory, and {free} are free")
     return needs
 
 
@@ -108,25 +81,6 @@ def describe_fit(settings: Settings) -> Iterator[str]:
 
 def _write(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _count_bytes(model: ModelSettings, settings: Settings) -> int:
-    """Return the memory that a model needs; 0 where its files do not say."""
-    try:
-        return model.replicas * estimate(model.to_spec(settings.directory)).num_bytes
-    except ValueError:
-        return 0
-
-
-def _fetch_config(path: str) -> None:
-    """Check that the hub has a model. Errors: ValueError."""
-    from huggingface_hub import hf_hub_download
-
-    hub_id, _, revision = path.partition("@")
-    try:
-        hf_hub_download(hub_id, "config.json", revision=revision or None)
-    except Exception as error:  # of the hub, of the network, of the disk
-        raise ValueError(f"{path} cannot be had of the hub: {error}") from error
 
 
 def list_gpus() -> dict[int, int]:

@@ -236,10 +236,10 @@ class Settings(BaseSettings):
         description="Time for a model's running requests before its engine ends: when it is "
         "unloaded, replaced or removed.",
     )
-    reload_beside: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Start a changed model before the old one ends; auto: on a CPU if memory "
-        "should suffice, on GPUs if they are not the same ones.",
+    reload_beside: bool = Field(
+        False,
+        description="Start a changed model before the old one ends, and have it take over when it "
+        "is ready; needs room for both.",
     )
     drain_s: float = Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C."
