@@ -400,7 +400,7 @@ class _NoVectors(VectorStore):
         """Refuse a name."""
         raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
 
-    find_content = find_feature = find
+    find_content = find_feature = find  # type: ignore[assignment]  # mypy looks for no `self`
 
 
 def _open_vectors(directory: Path) -> VectorStore:

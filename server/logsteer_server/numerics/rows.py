@@ -25,7 +25,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.numerics.adjustments import TokenHistory, adjust_rows
-from logsteer_server.numerics.sampling import ShapedRows, log_softmax, shape_rows
+from logsteer_server.numerics.sampling import LEAST, ShapedRows, log_softmax, shape_rows
 
 
 class ReferenceFile:
@@ -178,7 +178,7 @@ class Rows:
         """-sum p log p per row, in nats."""
         # A token with p = 0 adds nothing, and has a derivative of 0: its log p is made finite.
         log_p_RV = self.logits_RV - self._log_sums_R1
-        log_p_RV.clamp_(min=torch.finfo(log_p_RV.dtype).min)
+        log_p_RV.clamp_(min=LEAST)
         return -(log_p_RV.exp() * log_p_RV).sum(-1)
 
     @property

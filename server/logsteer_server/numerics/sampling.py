@@ -17,6 +17,9 @@ from logsteer_server.contract.jobs import Policy
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: a division by them would leave the largest logit alone."""
 
+LEAST = -1e18
+"""Stands for minus infinity where a probability of 0 is its factor, in a gradient, too."""
+
 HEAD = 128
 """Most probable tokens among which a cut is searched first."""
 GROWTH = 8
@@ -60,8 +63,7 @@ class ShapedRows:
         With log q = s - l, for a row's logits s and their log-sum-exp l, this is l - sum q s.
         """
         # For cut tokens, minus infinity times q = 0 would be NaN.
-        finite_RV = self.logits_RV.clamp(min=torch.finfo(self.logits_RV.dtype).min)
-        return self.log_sum_exp_R - (self.q_RV * finite_RV).sum(-1)
+        return self.log_sum_exp_R - (self.q_RV * self.logits_RV.clamp(min=LEAST)).sum(-1)
 
     def pick_logits(self, ids_R: Tensor) -> Tensor:
         """Return the logit of one token per row [R]; NaN in a row with NaN."""
@@ -246,7 +248,8 @@ class Cuts:
         goes_on_R1 = support_RN[:, -1:] & (self.top_k_R1 > self.head)
         mass_RN = (sorted_RN * support_RN).double()
         total_R1 = torch.where(goes_on_R1, whole_R1, mass_RN.sum(-1, keepdim=True))
-        support_RN &= mass_RN.cumsum(-1) - mass_RN < self.top_p_R1 * total_R1
+        # Not in place: a gradient of the mass uses what is there.
+        support_RN = support_RN & (mass_RN.cumsum(-1) - mass_RN < self.top_p_R1 * total_R1)
         mass_R1 = (mass_RN * support_RN).sum(-1, keepdim=True) / total_R1
         return support_RN, mass_R1.squeeze(-1).clamp(max=1.0).to(sorted_RN)
 

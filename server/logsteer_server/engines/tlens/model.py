@@ -214,7 +214,7 @@ def follow_devices(causal: nn.Module) -> None:
 def _bring_inputs(module: nn.Module, placed: nn.Module) -> None:
     """Have a module move its inputs to the device on which accelerate has placed another one."""
     hook = getattr(placed, "_hf_hook", None)
-    if hook is None or not hook.place_submodules:
+    if hook is None:
         return
 
     def bring(_: nn.Module, args: Any, options: Any) -> Any:
