@@ -19,6 +19,7 @@ from logsteer_server.contract.jobs import (
     GenerateOutput,
     Job,
     Output,
+    ReplyForm,
     Routing,
     ScoreJob,
     ScoreOutput,
@@ -87,7 +88,8 @@ class OpenAITask(BodyTask[S]):
         self._drawn: defaultdict[int, list[int]] = defaultdict(list)
         """Pieces of each completion, if probes will read its end."""
         self._latest: GenerateOutput
-        self._said: dict[int, str] = {}
+        self._said: defaultdict[int, str] = defaultdict(str)
+        """What was shown of each completion of a stream."""
         self._held: dict[int, GenerateOutput] = {}
         """Last pieces of replies of a given form, until these are checked."""
         self._written: dict[int, dict[str, Any]] = {}
@@ -106,7 +108,7 @@ class OpenAITask(BodyTask[S]):
             self._found = collector.outputs
             if (shown := count_alternatives(self._body, self.info)) is not None:
                 await planner.capacity.call_long(self._write_prompts, shown)
-            for n, output in enumerate(self._found) if self._schema else ():
+            for n, output in enumerate(self._found) if self._form else ():
                 if isinstance(output, GenerateOutput):
                     await planner.capacity.call_long(self._check_reply, n, output)
             if self.interventions.probes:
@@ -223,24 +225,23 @@ class OpenAITask(BodyTask[S]):
         yield from ()
 
     @property
-    def _schema(self) -> str | None:
-        """The JSON Schema that replies are forced to follow."""
-        forms = (job.form for each in self._prompts for job in each.samples)
-        form = next(forms, None)
-        return form[1] if form is not None and form[0] == "json" else None
+    def _form(self) -> ReplyForm | None:
+        """The form that replies must have."""
+        return next((job.form for each in self._prompts for job in each.samples), None)
 
     def _check_reply(self, index: int, output: GenerateOutput) -> None:
         """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""
         ended = output.token_ids[-1:].tolist()
-        if self._schema and output.finish_reason == "stop" and ended[0] in self.info.eos_ids:
-            check_reply(self._schema, self._said.get(index, "") + output.text)
+        if self._form and output.finish_reason == "stop" and ended[0] in self.info.eos_ids:
+            check_reply(self._form, self._said[index] + output.text)
 
     def _show(self, index: int, output: Output) -> Event | None:
         """Return a piece as a chunk; None: the last one of a reply that is yet to be checked."""
         assert isinstance(output, GenerateOutput)
-        if self._schema and output.is_last and index not in self._held:
+        if self._form and output.is_last and index not in self._held:
             self._held[index] = output
             return None
+        self._said[index] += output.text
         if self.interventions.probes:
             self._drawn[index] += output.token_ids.tolist()
             self._latest = output
@@ -484,11 +485,10 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
         In a stream, text that may be a call is held back until that is certain.
         """
-        text = self._said.get(index, "") + output.text
+        text = self._said[index] if self._body.stream else output.text
         shown = self._num_shown.get(index, 0)
         if not output.is_last:
-            plain = max(shown, find_plain(text, self._body))
-            self._said[index], self._num_shown[index] = text, plain
+            plain = self._num_shown[index] = max(shown, find_plain(text, self._body))
             return text[shown:plain], {}
         said, calls = read_calls(text, self._body)
         if self._body.stream:
