@@ -42,7 +42,7 @@ from logsteer_server.tasks.completions import (
     write_prompt_rows,
 )
 from logsteer_server.tasks.generation import (
-    add_end,
+    join_pieces,
     make_end,
     read_end,
 )
@@ -120,7 +120,7 @@ class OpenAITask(BodyTask[S]):
                 collector = Collector()
                 yield Batch(list(ends.values()), collector.take, purpose="reference")
                 for n, end in zip(ends, collector.outputs, strict=True):
-                    self._found[n] = add_end(self._found[n], end)
+                    self._found[n] = join_pieces([self._found[n], make_end(self._found[n], end)])
             return
         samples = [job for job in jobs if isinstance(job, GenerateJob)]
         if self.echoes:
