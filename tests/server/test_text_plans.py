@@ -33,10 +33,11 @@ from logsteer_server.tasks.comparison import (
 from logsteer_server.tasks.completions import plan_chat, plan_completions, share_rows
 from logsteer_server.tasks.generation import join_pieces, plan_continuations
 from logsteer_server.tasks.openai import CompletionTask
-from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
+from logsteer_server.tasks.perplexity import TextScores, TextWindows, cut_texts
 from logsteer_server.tasks.planning import Capacity, ItemProblems
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.targets import aggregate_columns, describe_rows
+from logsteer_server.text.incremental import IncrementalEncoder
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
@@ -170,10 +171,10 @@ class TestTexts:
             ),
             INFO.context_length,
         )
-        text = StreamedText(options, READ, CODEC, INFO)
+        encoder, text = IncrementalEncoder(CODEC), TextWindows(0, options, READ, CODEC, INFO)
         edges = [0, *sorted(seams), len(TEXT)]
-        windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
-        windows += text.finish()
+        pieces = [encoder.feed(TEXT[a:b]) for a, b in pairwise(edges)] + [encoder.finish()]
+        windows = [window for piece in pieces for window in text.feed(piece)] + text.finish()
         whole, (count,) = cut_texts([TEXT], options, READ, CODEC, INFO, free)
         assert text.num_tokens == count
         assert [(w.start, w.end) for w in windows] == [(w.start, w.end) for w in whole]
@@ -181,7 +182,7 @@ class TestTexts:
             assert own.job.fingerprint == same.job.fingerprint
             assert np.array_equal(own.counts_R3, same.counts_R3)
             assert len(own.counts_R3) == own.num_scored
-        assert text.flags == []
+        assert encoder.seams_moved == 0
 
 
 FIRST = GenerateJob(np.zeros(0, np.int32), 4, Policy(0.7, 5), seed=11, stop=(".",), stream=True)
@@ -362,22 +363,6 @@ def job_of(rows: int) -> ScoreJob:
 
 
 class TestComparison:
-    ROW_BYTES = 4 * INFO.vocab_size
-
-    def compare(self) -> Comparison:
-        return Comparison(make_model(), make_model(model_id="other"))
-
-    @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
-    @settings(max_examples=50)
-    def test_every_job_is_in_one_run_that_fits_or_has_it_alone(
-        self, rows: list[int], limit: int
-    ) -> None:
-        runs = list(self.compare().split(list(map(job_of, rows)), limit * self.ROW_BYTES))
-        assert [index for run in runs for index in run] == list(range(len(rows)))
-        assert all(len(run) == 1 or sum(rows[i] for i in run) <= limit for run in runs)
-        for run, following in pairwise(runs):
-            assert sum(rows[i] for i in run) + rows[following.start] > limit, "room was left"
-
     def test_vocabularies_must_be_the_same(self) -> None:
         other = make_model(ScriptedHandle(replace(INFO, vocab_size=9)), model_id="other")
         with pytest.raises(APIError, match="other and any have different vocabularies"):

@@ -32,7 +32,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.comparison import read_rows, reserve_references
+from logsteer_server.tasks.comparison import export_jobs, read_rows, reserve_references
 from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
@@ -321,8 +321,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
         exported = reserve_references(jobs, vocab_size, planner, self._scratch)
         async with exported as files:
-            exports = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
-            yield Batch(exports, collector.take)
+            yield Batch(export_jobs(jobs, files), collector.take)
             read = partial(read_rows, files, vocab_size)
             self._vocabulary = await planner.capacity.call_long(read)
 
