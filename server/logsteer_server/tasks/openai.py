@@ -1,6 +1,5 @@
 """`/v1/completions` and `/v1/chat/completions`: generation and echoes in OpenAI's shape."""
 
-import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -50,11 +49,12 @@ from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.reply_form import check_reply
 from logsteer_server.tasks.run import (
     Batch,
-    BodyTask,
     Collector,
     Event,
     Facts,
+    ShapedTask,
     check_count,
+    drop_nulls,
     take_each,
 )
 from logsteer_server.tasks.tool_calls import find_plain, read_calls
@@ -64,22 +64,18 @@ from logsteer_server.text.tokenizer import CharCounter
 S = TypeVar("S", bound=SamplingRequest)
 
 
-class OpenAITask(BodyTask[S]):
+class OpenAITask(ShapedTask[S]):
     """Continues prompts; what completions and chat completions share.
 
     The jobs of a prompt lie together: the one that scores its echo, where there is one, and those
     of its completions.
     """
 
-    shape: str
-    """The `object` of an answer."""
-
     _prompts: list[CompletionPrompt]
     _found: list[Any]
 
     def __init__(self, body: S, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._created = int(time.time())
         if body.request_id:
             self.id = f"{self.kind}-{body.request_id}"
         self._num_generated = 0
@@ -270,27 +266,14 @@ class OpenAITask(BodyTask[S]):
         if last is not None:
             report = AppliedReport(self.interventions)
             report.add(last)
-            document |= _drop_nulls(report.write())
+            document |= drop_nulls(report.write())
         return Event("chunk", document)
-
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.shape,
-            "created": self._created,
-            "model": self.variant or self.model.id,
-        }
 
     def write(self, facts: Facts) -> dict[str, Any]:
         """Render the answer in OpenAI's shape; a stream has no final document."""
-        if self.streams:
-            return {**self._head, "choices": []}
-        document = self.report()
-        applied = _drop_nulls(facts.applied)
-        return {**self._head, **document, "usage": self._count_usage(), **applied}
+        return {**self._head, "choices": []} if self.streams else super().write(facts)
 
-    def _count_usage(self) -> dict[str, int]:
+    def _count_usage(self, _facts: Facts | None = None) -> dict[str, Any]:
         """Return the fields of `OpenAIUsage`: a prompt's tokens count once, whatever `n` is."""
         read = sum(len(prompt.ids) for prompt in self._prompts)
         return {
@@ -298,11 +281,6 @@ class OpenAITask(BodyTask[S]):
             "completion_tokens": self._num_generated,
             "total_tokens": read + self._num_generated,
         }
-
-
-def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
-    """Leave out interventions without a value: clients of this interface know none."""
-    return {name: value for name, value in applied.items() if value is not None}
 
 
 class CompletionTask(OpenAITask[CompletionRequest]):
