@@ -14,7 +14,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
 from logsteer_server.tasks.run import Batch, Collector, Facts, ShapedTask, check_count
 from logsteer_server.tasks.targets import MAX_TARGETS
-from logsteer_server.text.prompts import check_prompt, fit_prompt
+from logsteer_server.text.prompts import check_prompt, find_longest_prompt, fit_prompt
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
 
@@ -89,7 +89,10 @@ class LabelTask(ShapedTask[ScoreRequest]):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves their common prefix."""
-        planner.cover_text(self._longest)
+        body, items = self._body, self._body.items
+        planner.cover_text(
+            len(body.query) + find_longest_prompt([items] if isinstance(items, str) else items)
+        )
         jobs = await planner.run(self._plan, planner)
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
         collector = Collector()
@@ -97,13 +100,6 @@ class LabelTask(ShapedTask[ScoreRequest]):
         self._scores = [
             weigh_labels(output, self._body.apply_softmax) for output in collector.outputs
         ]
-
-    @property
-    def _longest(self) -> int:
-        """Characters of the longest text."""
-        items = [self._body.items] if isinstance(self._body.items, str) else self._body.items
-        longest = max((len(item) for item in items if isinstance(item, str)), default=0)
-        return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
     def _plan(self, planner: Planner) -> Sequence[ScoreJob]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)

@@ -71,6 +71,8 @@ class OpenAITask(ShapedTask[S]):
     of its completions.
     """
 
+    echoes = False
+    """Whether prompts are returned before their completions."""
     _prompts: list[CompletionPrompt]
     _found: list[Any]
 
@@ -146,11 +148,6 @@ class OpenAITask(ShapedTask[S]):
             salted = f"{routing.cache_namespace}\0{self._body.cache_salt}"
             routing = replace(routing, cache_namespace=salted)
         return routing
-
-    @property
-    def echoes(self) -> bool:
-        """Whether prompts are returned before their completions."""
-        return False
 
     def _list_ids(self, output: GenerateOutput | None) -> dict[str, Any]:
         """Return the ids of (a piece of) a completion, if requested."""
@@ -252,11 +249,9 @@ class OpenAITask(ShapedTask[S]):
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return what was read and captured of (a piece of) the completion of that number."""
-        shown = self.interventions.show_activations(output.activations)
-        if not self.interventions.probes:
-            return shown
-        prompt = self._prompts[index // self._body.n]
-        return shown | self.interventions.show_readings(output.readings, len(prompt.ids))
+        shown, prompt = self.interventions, self._prompts[index // self._body.n]
+        read = shown.show_readings(output.readings, len(prompt.ids))
+        return read | shown.show_activations(output.activations)
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; with its last output, also the interventions applied to it."""
@@ -291,6 +286,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
+        self.echoes = body.echo
         self._counters: defaultdict[int, CharCounter] = defaultdict(CharCounter)
         """Of the characters of each choice."""
 
@@ -302,18 +298,11 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     @property
     def _longest(self) -> int:
-        given = self._body.prompt
-        if is_one_prompt(given):
-            return len(given)
-        return max(len(entry) for entry in given if not isinstance(entry, int))
+        given: Any = self._body.prompt
+        return find_longest_prompt([given] if is_one_prompt(given) else given)
 
     def _plan_prompts(self, planner: Planner) -> list[CompletionPrompt]:
         return plan_completions(self._body, self.codec, self.info, planner.cover)
-
-    @property
-    def echoes(self) -> bool:
-        """Whether prompts are returned before their completions."""
-        return self._body.echo
 
     def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event]:
         """Yield chunks with the prompts' texts, and other parts known without generation."""
