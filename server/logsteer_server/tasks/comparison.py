@@ -191,15 +191,11 @@ class Comparison:
         """Return the fields of `Divergence`, over the tokens scored so far."""
         values = np.concatenate([*self._divergences, np.zeros(0)]).astype(np.float64)
         agreements = np.concatenate([*self._agreements, np.zeros(0)])
-        if not len(values):
-            return {
-                "reference": self.reference.id,
-                "num_tokens": 0,
-                **dict.fromkeys(("kl_mean", "kl_median", "kl_p99", "kl_max", "top1_agreement")),
-            }
+        names = ("mean", "median", "p99", "max")
+        found = summarize(values) if len(values) else dict.fromkeys(names)
         return {
             "reference": self.reference.id,
-            **{f"kl_{name}": value for name, value in summarize(values).items()},
-            "top1_agreement": float(agreements.mean()),
+            **{f"kl_{name}": value for name, value in found.items()},
+            "top1_agreement": float(agreements.mean()) if len(values) else None,
             "num_tokens": len(values),
         }
