@@ -255,16 +255,6 @@ class TokenColumns:
     starts: list[int] = field(default_factory=list)
     num_chars: int = 0
 
-    def __add__(self, other: "TokenColumns") -> "TokenColumns":
-        return TokenColumns(
-            self.token_ids + other.token_ids,
-            self.logprobs + other.logprobs,
-            self.top_ids + other.top_ids,
-            self.top_logprobs + other.top_logprobs,
-            self.starts,
-            self.num_chars,
-        )
-
     def render(self, codec: TextCodec, counter: CharCounter, as_ids: bool) -> dict[str, Any]:
         """Return the columns as `CompletionLogprobs`; `counter` counts the characters of a choice.
 
