@@ -217,7 +217,7 @@ class _ScoreWriter:
         body = self._body
         if isinstance(body, DiagnosticsRequest):
             columns = self._outputs.columns
-            asked = {name: columns[name][begin:end] for name in body.columns}
+            asked: dict[str, Column] = {name: columns[name][begin:end] for name in body.columns}
             score["aggregates"] = aggregate_columns(asked, body.window)
         if body.per_token:
             score["token_ids"] = token_ids

@@ -124,7 +124,8 @@ class OpenAITask(ShapedTask[S]):
         for n, output in self._held.items() if self._form else ():
             await planner.capacity.call_long(self._check_reply, n, output)
         if self.interventions.probes and not self.streams:
-            ends = [read_end(job, self._held[n].token_ids) for n, job in enumerate(samples)]
+            ids = [output.token_ids.tolist() for output in self._held.values()]
+            ends = list(map(read_end, samples, ids))
             found = Collector()
             yield Batch(ends, found.take, purpose="reference")
             for n, end in enumerate(found.outputs):
