@@ -289,7 +289,7 @@ def describe(count: int, **fields: Any) -> dict[str, Any]:
         ({"enum": ["a" * 70_000]}, "70014 characters"),
         (describe(257), "`properties` has 257, at most 256"),
         ({"type": "array", "maxItems": 10**9}, "`maxItems` has 1000000000"),
-        ({"anyOf": [{"type": "array", "maxItems": 4096 - n} for n in range(99)]}, "too big"),
+        ({"anyOf": [{"type": "array", "maxItems": 4096 - n} for n in range(6)]}, "too big"),
     ],
 )
 def test_a_form_that_cannot_be_forced_is_refused(form: Any, reason: str) -> None:
