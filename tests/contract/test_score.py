@@ -122,10 +122,10 @@ def test_what_cannot_be_scored_is_refused_by_name(http: httpx.Client, model: str
     body = {"query": QUERY, "items": ITEMS, "model": model}
     for change, param, told in (
         ({"label_token_ids": [5, 5]}, "label_token_ids", "twice"),
-        ({"label_token_ids": [2**31 - 1]}, "label_token_ids", "last one"),
+        ({"label_token_ids": [2**31 - 1]}, "label_token_ids", "vocabulary ends"),
         ({"query": [1, 2]}, "items", "query as text"),
-        ({"query": [1], "items": [[2**31 - 1]]}, "items[0]", "token ids up to"),
-        ({"query": "", "items": [[]]}, "items[0]", "at least one"),
+        ({"query": [1], "items": [[2**31 - 1]]}, "items[0]", "There is no token"),
+        ({"query": "", "items": [[]]}, "items[0]", "is empty"),
         ({"query": "cat " * 10_000}, "items[0]", "shorten"),
         ({"temperature": 0.5}, "temperature", "leave it out"),
         ({"text_1": "a"}, "text_1", "not vLLM's"),

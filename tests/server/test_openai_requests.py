@@ -24,13 +24,15 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
-from logsteer_server.tasks.reply_form import check_forced, check_regex, check_reply
+from logsteer_server.contract.jobs import ReplyForm
+from logsteer_server.tasks.reply_form import check_reply, plan_form
 from logsteer_server.tasks.tool_calls import find_form, find_plain, read_calls
 from logsteer_server.tasks.training import list_sides, read_sides
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server
 from tests.refusals import refused
+from tests.server.steering_cases import INFO
 
 COMPLETION = {"prompt": "Once"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -212,138 +214,102 @@ def test_each_function_has_its_own_definitions(place: str) -> None:
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     tools = [describe("one", "integer"), describe("two", "string")]
-    form = find_form(ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required"))
+    request = ChatCompletionRequest(**CHAT, tools=tools, tool_choice="required")
+    form = plan_form(request, 1, INFO)
     assert form is not None
-    _, schema = form
-    check_forced(schema, 1, "tool_choice")
-    for name, right, wrong in [("one", 1, "x"), ("two", "x", 1)]:
-        for nested in (right, {"a": right}):
-            check_reply(schema, json.dumps([{"name": name, "arguments": {"a": nested}}]))
+    for name, right, wrong in [("one", "1", '"x"'), ("two", '"x"', "1")]:
+        for nested in (right, f'{{"a":{right}}}'):
+            check_reply(form, f'[{{"name":"{name}","arguments":{{"a":{nested}}}}}]')
         with refused("unsupported_by_engine"):
-            check_reply(schema, json.dumps([{"name": name, "arguments": {"a": wrong}}]))
-
-
-PATTERN = {"type": "string", "pattern": "^[0-9a-f]{8}-[0-9a-f]{4}$"}
-
-
-def require(count: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{n}": {} for n in range(count)}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "samples", "reason"),
-    [
-        (PATTERN, 9, None),
-        (PATTERN, 1024, "unfold to 15360 characters, all samples"),
-        ({"type": "string", "pattern": "^(a|b)*a(a|b){2000}$"}, 1, "unfolds to 4005"),
-        ({"type": "object", "patternProperties": {"a{2000}": {}}}, 1, "unfolds to 2000"),
-        ({"type": "string", "pattern": r"^([0-9]{1,3}\.){3}[0-9]{1,3}$"}, 1, None),
-        ({"items": {"type": "string", "pattern": "([a-z]{1,30}){1,30}"}}, 1, "unfolds to 3600"),
-        (require(256), 1, None),
-        (require(257), 1, "257 properties are not required"),
-        (require(257) | {"required": ["p1"]}, 1, None),
-        (require(65) | {"maxProperties": 30}, 1, "65 properties are not required"),
-        ({"enum": ["a" * 70_000]}, 1, "70014 characters"),
-    ],
-)
-def test_a_schema_that_takes_long_to_compile_is_refused(
-    schema: Any, samples: int, reason: str | None
-) -> None:
-    """xgrammar takes between seconds and hours for each of those that are refused."""
-    if reason is None:
-        check_forced(json.dumps(schema), samples, "response_format")
-        return
-    with refused("invalid_request", reason, param="response_format"):
-        check_forced(json.dumps(schema), samples, "response_format")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        (r"^(\w+[,.]? )+\w+\.$", None),
-        ("|".join(["yes"] * 1000), None),
-        ("(a*)*b", "without an end"),
-        ("(a|)+b", "without an end"),
-        ("((a+)+c?)+b", "without an end"),
-        (".{1,600}", "600 characters"),
-        (r"\Aa", r"\\A"),
-        ("(", "fault"),
-    ],
-)
-def test_an_expression_is_forced_in_full_or_refused(pattern: str, reason: str | None) -> None:
-    """xgrammar takes ten seconds and more for texts of 400 characters, or reads another one."""
-    if reason is None:
-        check_regex(pattern, 1, "response_format")
-        return
-    with refused("invalid_request", reason, param="response_format"):
-        check_regex(pattern, 1, "response_format")
+            check_reply(form, f'[{{"name":"{name}","arguments":{{"a":{wrong}}}}}]')
 
 
 NUMBER = {"type": "integer"}
-A = {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": False}
+A = {"type": "object", "properties": {"a": NUMBER}}
+
+
+def force(form: Any, samples: int = 1) -> ReplyForm:
+    """The planned form of replies: a JSON Schema's, or a regular expression's."""
+    kind = "regex" if isinstance(form, str) else "json"
+    request = CompletionRequest(**COMPLETION, structured_outputs={kind: form})
+    found = plan_form(request, samples, INFO)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
-    ("schema", "reason"),
+    ("form", "right", "wrong"),
     [
-        (A | {"if": {"required": ["a"]}, "then": False}, "`if`, which cannot"),
-        ({"anyOf": [A | {"dependentRequired": {"a": ["b"]}}]}, "`dependentRequired`"),
-        (A | {"dependentSchemas": {"a": False}}, "`dependentSchemas`"),
-        ({"not": {}}, "`not`"),
-        ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
-        ({"type": "array", "contains": A}, "`contains`"),
-        ({"$ref": "https://example.com/schema"}, "to nothing in it, 'https"),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": NUMBER}}, "to nothing"),
-        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": NUMBER}}, "`minimum` beside `[$]ref`"),
-        ({"type": "integer", "anyOf": [{"minimum": 3}]}, "`type` beside `anyOf`"),
-        ({"allOf": [NUMBER, {"minimum": 2}]}, "`allOf` of several"),
-        ({"minimum": 3}, "`minimum` without its `type`"),
-        (A | {"required": ["b"]}, "`required` 'b' without"),
-        ({"properties": {"a": {"type": "string", "pattern": "^(?!a)"}}}, r"\(\?! in a pattern"),
-        ({"type": "string", "pattern": '^"$'}, '" in a pattern'),
-        ({"type": "string", "pattern": "a", "maxLength": 2}, "`pattern` beside `maxLength`"),
-        ({"type": "string", "format": "binary"}, "`format` 'binary'"),
-        ({"$ref": "#"}, "leads back to itself"),
-        ({"anyOf": [{"$ref": "#/$defs/a"}, NUMBER], "$defs": {"a": {"$ref": "#"}}}, "leads back"),
-        ({"type": "cat"}, "cat"),
-        ({"type": "object", "required": 3}, "no JSON Schema has"),
-        ({"anyOf": []}, "`anyOf` without an entry"),
-        ({"type": "object", "properties": {"next": {"$ref": "#"}}}, None),
-        ({"anyOf": [A, {"type": ["string", "null"], "minLength": 1, "title": "T"}]}, None),
-        ({"type": "array", "items": {"const": 1}, "minItems": 1, "default": []}, None),
-        ({"oneOf": [NUMBER, {"type": "string", "pattern": r"^[a-z]+\.$"}]}, None),
+        (A, ['{"a":1}', "{}"], ['{"a": 1}', '{"a":"b"}', '{"b":1}', '{"a":', ""]),
+        (A | {"additionalProperties": True}, ['{"b":[]}'], ['{"a":[]}']),
+        (A | {"x-guidance": {"lenient": True}}, ['{"a":1}'], ['{"a": 1}']),
+        ({"const": {"properties": {}}}, ['{"properties":{}}'], ["{}"]),
+        ({"type": "object", "properties": {"next": {"$ref": "#"}}}, ['{"next":{}}'], ['{"n":{}}']),
+        ({"$ref": "#/$defs/a~1b", "minimum": 3, "$defs": {"a/b": NUMBER}}, ["3"], ["2", '"x"']),
+        ({"allOf": [NUMBER, {"minimum": 2, "multipleOf": 3}]}, ["3"], ["0", "4", "4.5"]),
+        ({"type": "string", "pattern": "a", "maxLength": 2}, ['"ba"'], ['"b"', '"bba"']),
+        ({"type": "string", "pattern": '^"$'}, [r'"\""'], ['"a"']),
+        ({"oneOf": [NUMBER, {"type": "string", "format": "date"}]}, ['"2020-01-31"'], ['"2020"']),
+        (r"^(a|b)\.$", ["a."], ["a", "ab"]),
     ],
 )
-def test_a_schema_is_forced_in_full_or_refused(schema: Any, reason: str | None) -> None:
-    """xgrammar accepts texts that break what is refused, and none that break the others."""
-    if reason is None:
-        check_forced(json.dumps(schema), 1, "response_format")
-        return
-    with refused("invalid_request", reason, param="response_format"):
-        check_forced(json.dumps(schema), 1, "response_format")
+def test_a_form_is_forced_in_full(form: Any, right: list[str], wrong: list[str]) -> None:
+    planned = force(form)
+    for text in right:
+        check_reply(planned, text)
+    for text in wrong:
+        with refused("unsupported_by_engine", "does not have its form"):
+            check_reply(planned, text)
 
 
-DEEP = {"oneOf": [{"type": "array", "items": {"$ref": "#"}, name: 9} for name in ("maxItems", "x")]}
+def describe(count: int, **fields: Any) -> dict[str, Any]:
+    """A schema of so many properties."""
+    return {"type": "object", "properties": {f"p{n}": {} for n in range(count)}} | fields
 
 
 @pytest.mark.parametrize(
-    ("schema", "text", "reason"),
+    ("form", "reason"),
     [
-        (A, '{"a":1}', None),
-        (A, '{"a":"b"}', r"\$.a: 'b' is not of type"),
-        (A, '{"a":', "Expecting value"),
-        ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "3", "valid under each of"),
-        ({"type": "string", "pattern": "^(a+)+$"}, f'"{"a" * 40}b"', None),
-        ({"patternProperties": {"^(a+)+$": NUMBER}, **A}, f'{{"{"a" * 40}b":1}}', None),
-        (DEEP, "[" * 40 + "]" * 40, "too long"),
+        (A | {"if": {"required": ["a"]}, "then": False}, '"if", "then"'),
+        ({"anyOf": [A | {"dependentRequired": {"a": ["b"]}}]}, "dependentRequired"),
+        ({"not": {}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": A}, "contains"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"$ref": "https://example.com/schema"}, "not present"),
+        ({"$ref": "#"}, "no text has it"),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "oneOf"),
+        (A | {"required": ["b"]}, "'b' is unsatisfiable"),
+        ({"type": "string", "pattern": "^(?!a)"}, "look-ahead"),
+        ({"type": "string", "format": "binary"}, "Unknown format: binary"),
+        ({"type": "cat"}, "Invalid type: cat"),
+        ({"type": "object", "required": 3}, "Expected array"),
+        (r"\bno", "lookarounds"),
+        ("(", "unclosed group"),
+        ({"enum": ["a" * 70_000]}, "70014 characters"),
+        (describe(257), "`properties` has 257, at most 256"),
+        ({"type": "array", "maxItems": 10**9}, "`maxItems` has 1000000000"),
+        ({"anyOf": [{"type": "array", "maxItems": 4096 - n} for n in range(6)]}, "too big"),
     ],
 )
-def test_a_reply_is_checked_in_bounded_time(schema: Any, text: str, reason: str | None) -> None:
-    if reason is None:
-        check_reply(json.dumps(schema), text)
-        return
-    with refused("unsupported_by_engine", f"does not follow its JSON Schema: .*{reason}"):
-        check_reply(json.dumps(schema), text)
+def test_a_form_that_cannot_be_forced_is_refused(form: Any, reason: str) -> None:
+    with refused("invalid_request", f"response_format: .*{reason}", param="response_format"):
+        force(form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["(a|b)*a(a|b){2000}", "(a*)*b", "([a-z]{1,30}){1,30}", "a{1,1000000000}", describe(256),
+     describe(64, minProperties=1), {"type": "array", "minItems": 4096, "maxItems": 4096},
+     {"enum": ["a" * 60_000]}],
+)  # fmt: skip
+def test_a_form_is_planned_in_bounded_time(form: Any) -> None:
+    """xgrammar takes seconds to hours for some of them."""
+    began = time.process_time()
+    force(form)
+    assert time.process_time() - began < 2
+    with refused("invalid_request", "in all samples"):
+        force(form, 2**18)
 
 
 def test_calls_are_found_in_time_that_grows_with_the_text() -> None:

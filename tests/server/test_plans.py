@@ -36,7 +36,7 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.gradient import plan_gradients
-from logsteer_server.tasks.logprob import Shown, assemble_targets
+from logsteer_server.tasks.logprob import assemble_targets
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
@@ -135,13 +135,13 @@ class TestTargets:
     ) -> None:
         """Whatever shares jobs and rows, each target gets what it would get alone."""
         items = [{"context_ids": context, "target_ids": targets} for context, targets in given_]
-        options = options_of(on_overflow="truncate_left")
+        options = options_of(on_overflow="truncate_left", columns=list(READ.columns))
         info = replace(INFO, context_length=14)
 
         def score(*some: dict[str, Any]) -> list[Any]:
             made = plan(*some, info=info, options=options)
             outputs = ScoreOutputs.of([fake_scores(job)[0] for job in made.jobs])
-            return assemble_targets(made, outputs, CODEC, Shown(READ.columns))
+            return assemble_targets(made, outputs, CODEC, options)
 
         together = score(*items)
         for item, found in zip(items, together, strict=True):

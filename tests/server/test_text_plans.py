@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer.schemas import BosPolicy, Message, Protocol
+from logsteer.schemas import BosPolicy, Message, OverflowPolicy, Protocol
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.contract.engine import EngineInfo
@@ -31,17 +31,14 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
 )
 from logsteer_server.tasks.completions import plan_chat, plan_completions, share_rows
-from logsteer_server.tasks.generation import (
-    Continuation,
-    Prompts,
-    plan_continuations,
-)
+from logsteer_server.tasks.generation import join_pieces, plan_continuations
 from logsteer_server.tasks.openai import CompletionTask
-from logsteer_server.tasks.perplexity import StreamedText, TextScores, cut_texts
-from logsteer_server.tasks.planning import Capacity
+from logsteer_server.tasks.perplexity import TextScores, TextWindows, cut_texts
+from logsteer_server.tasks.planning import Capacity, ItemProblems
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.targets import aggregate_columns, describe_rows
-from logsteer_server.text.prompts import fit_prompt
+from logsteer_server.text.incremental import IncrementalEncoder
+from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.windows import fit_windows
 from tests.refusals import refused
 from tests.server.scripted_model import (
@@ -174,10 +171,10 @@ class TestTexts:
             ),
             INFO.context_length,
         )
-        text = StreamedText(options, READ, CODEC, INFO)
+        encoder, text = IncrementalEncoder(CODEC), TextWindows(0, options, READ, CODEC, INFO)
         edges = [0, *sorted(seams), len(TEXT)]
-        windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
-        windows += text.finish()
+        pieces = [encoder.feed(TEXT[a:b]) for a, b in pairwise(edges)] + [encoder.finish()]
+        windows = [window for piece in pieces for window in text.feed(piece)] + text.finish()
         whole, (count,) = cut_texts([TEXT], options, READ, CODEC, INFO, free)
         assert text.num_tokens == count
         assert [(w.start, w.end) for w in windows] == [(w.start, w.end) for w in whole]
@@ -185,50 +182,46 @@ class TestTexts:
             assert own.job.fingerprint == same.job.fingerprint
             assert np.array_equal(own.counts_R3, same.counts_R3)
             assert len(own.counts_R3) == own.num_scored
-        assert text.flags == []
+        assert encoder.seams_moved == 0
 
 
 FIRST = GenerateJob(np.zeros(0, np.int32), 4, Policy(0.7, 5), seed=11, stop=(".",), stream=True)
 
 
-def continue_(prompts: Prompts, count: int = 1, **changes: Any) -> tuple[list[Any], list[int]]:
-    first = replace(FIRST, **{name: changes.pop(name) for name in ("seed",) if name in changes})
-    return plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes), free)
+def continue_(
+    prompts: list[list[int]], count: int = 1, on_overflow: OverflowPolicy = "error", **changes: Any
+) -> tuple[list[Any], list[int]]:
+    read, problems = read_prompts(prompts, CODEC), ItemProblems("prompts")
+    info = replace(INFO, **changes)
+    return plan_continuations(read, FIRST, count, info, free, problems, on_overflow)
 
 
 class TestContinuations:
     def test_seeds_count_on_over_all_completions(self) -> None:
-        jobs, truncated = continue_(Prompts([[5, 6], [7]]), 3)
+        jobs, truncated = continue_([[5, 6], [7]], 3)
         assert [job.tokens.tolist() for job in jobs] == [[5, 6]] * 3 + [[7]] * 3
         assert [job.seed for job in jobs] == [11, 12, 13, 14, 15, 16]
         assert truncated == [0, 0]
         assert {repr(replace(job, tokens=FIRST.tokens, seed=11)) for job in jobs} == {repr(FIRST)}
 
     def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
-        prompts = Prompts([[5, 6, 7, 8], [9]])
+        prompts = [[5, 6, 7, 8], [9]]
         with pytest.raises(APIError, match="holds 6"):
             continue_(prompts, context_length=6)
-        cut_ = replace(prompts, on_overflow="truncate_left")
-        jobs, truncated = continue_(cut_, 2, context_length=6)
+        jobs, truncated = continue_(prompts, 2, "truncate_left", context_length=6)
         assert [job.tokens.tolist() for job in jobs] == [[7, 8]] * 2 + [[9]] * 2
         assert truncated == [2, 0]
         with pytest.raises(APIError):
-            continue_(cut_, context_length=4)
+            continue_(prompts, 1, "truncate_left", context_length=4)
 
     def test_a_completion_is_its_pieces(self) -> None:
-        (job,), _ = continue_(Prompts([[5, 6]]))
-        whole = Continuation(replace(job, columns=("rank", "entropy")))
-        for piece in fake_generation(whole.job):
-            whole.pieces.append(piece)
-        assert len(whole.pieces) == 4
-        assert whole.token_ids == [5, 6, 5, 6]
-        written = whole.write(CODEC, UNCHANGED, 2)
-        assert (written["logprob"], written["num_tokens"], written["seed"]) == (-2.0, 4, 11)
-        assert written["ranks"].tolist() == [1] * 4
-        assert written["columns"]["entropy"].tolist() == [0.25] * 4
-        assert written["aggregates"]["surprisal"]["sum"] == 2.0
-        assert written["aggregates"].keys() == {"logprob", "rank", "entropy", "surprisal"}
-        assert "aggregates" not in whole.write(CODEC, UNCHANGED, None)
+        (job,), _ = continue_([[5, 6]])
+        whole = join_pieces(pieces := fake_generation(replace(job, columns=("rank", "entropy"))))
+        assert len(pieces) == 4
+        assert whole.token_ids.tolist() == [5, 6, 5, 6]
+        assert whole.text == "".join(piece.text for piece in pieces)
+        assert (whole.logprobs.sum(), whole.finish_reason) == (-2.0, pieces[-1].finish_reason)
+        assert whole.columns["entropy"].tolist() == [0.25] * 4
 
 
 GREEDY = {"max_tokens": 1, "temperature": 0}
@@ -370,22 +363,6 @@ def job_of(rows: int) -> ScoreJob:
 
 
 class TestComparison:
-    ROW_BYTES = 4 * INFO.vocab_size
-
-    def compare(self) -> Comparison:
-        return Comparison(make_model(), make_model(model_id="other"))
-
-    @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
-    @settings(max_examples=50)
-    def test_every_job_is_in_one_run_that_fits_or_has_it_alone(
-        self, rows: list[int], limit: int
-    ) -> None:
-        runs = list(self.compare().split(list(map(job_of, rows)), limit * self.ROW_BYTES))
-        assert [index for run in runs for index in run] == list(range(len(rows)))
-        assert all(len(run) == 1 or sum(rows[i] for i in run) <= limit for run in runs)
-        for run, following in pairwise(runs):
-            assert sum(rows[i] for i in run) + rows[following.start] > limit, "room was left"
-
     def test_vocabularies_must_be_the_same(self) -> None:
         other = make_model(ScriptedHandle(replace(INFO, vocab_size=9)), model_id="other")
         with pytest.raises(APIError, match="other and any have different vocabularies"):

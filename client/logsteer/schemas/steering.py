@@ -280,11 +280,6 @@ class PositionRule(OneForm):
     completion: Slice | None = None
     every: Count | None = None
 
-    @property
-    def kind(self) -> str:
-        """The name of the field that is given."""
-        return next(n for n in self.forms if getattr(self, n) is not None)
-
 
 def _choose_form(data: Any) -> str:
     return "name" if isinstance(data, str) else "rule"

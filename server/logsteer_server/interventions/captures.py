@@ -117,9 +117,11 @@ def resolve_capture(
     return ResolvedCapture(capture, width, asked.dtype, target)
 
 
-def show_activations(resolved: ResolvedCapture, found: CapturedActivations) -> dict[str, Any]:
+def show_activations(
+    resolved: ResolvedCapture | None, found: CapturedActivations | None
+) -> dict[str, Any]:
     """Return what an answer shows of a job's activations, as `TokenActivations`, under its name."""
-    if resolved.target is not None:
+    if resolved is None or found is None or resolved.target is not None:
         return {}
     layers = map(str, resolved.capture.layers)
     shown = {

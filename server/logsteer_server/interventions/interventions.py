@@ -59,9 +59,6 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
 
     Errors: APIError `invalid_request` if no token of any job would be steered.
     """
-    if not jobs:
-        detail = "steering reaches no token: the model reads none for this request; leave it out."
-        raise api_error("invalid_request", detail, param="steering")
     for job in jobs:
         plan, prompt = job.plan or steering.plan, job.tokens[: job.prompt_len]
         if any(
@@ -71,9 +68,8 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
             return
     raise api_error(
         "invalid_request",
-        f"steering reaches no token: positions {steering.where} selects none of the tokens "
-        "that the model reads here (the last token is only predicted). Choose other "
-        "positions.",
+        "steering reaches no token: its positions select none of the tokens that the model reads "
+        "here (the last token is only predicted). Choose other positions.",
         param="steering.positions",
     )
 
@@ -284,7 +280,7 @@ class Interventions:
 
     def show_activations(self, found: CapturedActivations | None) -> dict[str, Any]:
         """Return an answer's fields for an output's activations."""
-        return show_activations(self.capture, found) if self.capture and found else {}
+        return show_activations(self.capture, found)
 
     @property
     def stored(self) -> ResolvedCapture | None:

@@ -106,18 +106,13 @@ def place_positions(
     return Positions("slices", find=FindAfter(given.after, decode))
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedVectors:
-    """The positions of a plan's parts; `parts_of`: for each vector, the indices of its parts."""
+def place_parts(
+    steering: Steering, decode: Decode | None
+) -> tuple[list[Positions], list[tuple[int, ...]]]:
+    """Return the positions of a plan's parts, and for each vector the indices of its parts.
 
-    parts: list[Positions]
-    parts_of: list[tuple[int, ...]]
-    names: str
-    """The positions in the words of the request."""
-
-
-def place_vectors_positions(steering: Steering, decode: Decode | None) -> PlacedVectors:
-    """Return the parts of a plan and their positions. Errors: APIError for too many positions."""
+    Errors: APIError for too many positions.
+    """
     given = [use.positions or steering.positions for use in steering.vectors]
     placed = [place_positions(one, decode) for one in given]
     distinct = list(dict.fromkeys(placed))
@@ -135,8 +130,7 @@ def place_vectors_positions(steering: Steering, decode: Decode | None) -> Placed
         tuple(n for n, subset in enumerate(subsets) if distinct.index(positions) in subset)
         for positions in placed
     ]
-    names = dict.fromkeys(one if isinstance(one, str) else one.kind for one in given)
-    return PlacedVectors([_join(distinct, s) for s in subsets], parts_of, ", ".join(names))
+    return [_join(distinct, subset) for subset in subsets], parts_of
 
 
 def _join(distinct: Sequence[Positions], active: tuple[int, ...]) -> Positions:
@@ -182,8 +176,6 @@ class ResolvedSteering:
 
     plan: SteeringPlan
     vectors: list[UsedSteering]
-    where: str = "all"
-    """The positions, in the words of the request."""
 
 
 def resolve_steering(
@@ -195,12 +187,12 @@ def resolve_steering(
     for a condition that cannot hold.
     """
     check_feature("steering", info, "steering")
-    placed = place_vectors_positions(steering, decode)
-    drafts: list[dict[tuple[int, str], _SiteDraft]] = [{} for _ in placed.parts]
+    placed, parts_of = place_parts(steering, decode)
+    drafts: list[dict[tuple[int, str], _SiteDraft]] = [{} for _ in placed]
     used: list[UsedSteering] = []
     probes: list[Probe] = []
     conditions: list[Condition] = []
-    for use, own in zip(steering.vectors, placed.parts_of, strict=True):
+    for use, own in zip(steering.vectors, parts_of, strict=True):
         stored = fetch(use, source)
         number = None
         if use.when is not None:
@@ -231,9 +223,9 @@ def resolve_steering(
             tuple(probes),
             tuple(conditions),
         )
-        for sites, positions in zip(drafts, placed.parts, strict=True)
+        for sites, positions in zip(drafts, placed, strict=True)
     ]
-    return ResolvedSteering(replace(parts[0], more=tuple(parts[1:])), used, placed.names)
+    return ResolvedSteering(replace(parts[0], more=tuple(parts[1:])), used)
 
 
 def _check_order(probe: Probe, layer: int, hook: str) -> None:

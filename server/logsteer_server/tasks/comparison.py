@@ -6,9 +6,10 @@ while it scores the same rows. Then the files are removed.
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.run import Batch, Event, discard
+from logsteer_server.text.tokenizer import split_sizes
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +88,8 @@ def read_rows(files: Sequence[str], vocab_size: int) -> list[npt.NDArray[np.floa
 
 
 def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
-    """Return the jobs without plan, writing their log-probabilities to the files."""
-    return [replace(job, export=file, plan=None) for job, file in zip(jobs, files, strict=True)]
+    """Return the jobs, writing their log-probabilities to the files."""
+    return [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
 
 
 def compare_jobs(
@@ -110,17 +112,18 @@ async def compare_parts(
     planner: Planner,
     scratch: Admission,
     columns: tuple[str, ...],
-    take_from: Callable[[int], Take],
+    take: Take,
     take_reference: Take = discard,
 ) -> AsyncGenerator[Batch, None]:
     """Yield batches that score jobs with the reference, then compare them, a few at a time.
 
     A part has as many jobs as there is room for their files. Both models reserve room for the
-    largest part before the first batch, and before a stream of events opens. `take_from(n)` returns
-    the callback for outputs of jobs from n on. Errors: APIError `overloaded`.
+    largest part before the first batch, and before a stream of events opens. `take` gets the
+    outputs of the compared jobs. Errors: APIError `overloaded`.
     """
     limit = planner.settings.max_reference_bytes // COMPARED_AT_ONCE
-    parts = list(comparison.split(jobs, limit))
+    sizes = [count_bytes([job], comparison.width) for job in jobs]
+    parts = list(split_sizes(sizes, limit))
     own = [jobs[part.start : part.stop] for part in parts]
     room = max((sum(job.num_expected for job in part) for part in own), default=0)
     size = max((count_bytes(part, comparison.width) for part in own), default=0)
@@ -128,32 +131,21 @@ async def compare_parts(
         reserved.cover(min(size, scratch.limit))  # a single window may need more
         for part, compared in zip(parts, own, strict=True):
             async with export_files(compared, comparison.width, planner) as files:
-                others = references[part.start : part.stop]
                 yield Batch(
-                    [replace(job, export=file) for job, file in zip(others, files, strict=True)],
+                    export_jobs(references[part.start : part.stop], files),
                     take_reference,
                     model=comparison.reference,
                     purpose="reference",
                     silent=True,
                     room=room,
                 )
-                take = take_from(part.start)
-                yield Batch(compare_jobs(compared, files, columns), take, room=room)
+                take_own = partial(_take_from, part.start, take)
+                yield Batch(compare_jobs(compared, files, columns), take_own, room=room)
 
 
-def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str) -> None:
-    """Check that two models have the same vocabulary; `param` names the other model.
-
-    Errors: APIError `invalid_request`.
-    """
-    codec, info = model.require()
-    other_codec, other_info = other.require()
-    if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
-        detail = (
-            f"{other.id} and {model.id} have different vocabularies, so their distributions "
-            f"cannot be compared; name as {param} a model with the same tokenizer."
-        )
-        raise api_error("invalid_request", detail, param=param)
+def _take_from(first: int, take: Take, part: OutputPart) -> Iterable[Event]:
+    """Pass on outputs of jobs whose numbers count from `first`."""
+    return take(part._replace(indices=[first + index for index in part.indices]))
 
 
 def summarize(values: npt.NDArray[Any]) -> dict[str, float]:
@@ -174,9 +166,15 @@ class Comparison:
     """
 
     def __init__(self, model: ResidentModel, reference: ResidentModel) -> None:
-        _, info = model.require()
-        _, other_info = reference.require()
-        check_same_vocabulary(model, reference, "reference")
+        codec, info = model.require()
+        other_codec, other_info = reference.require()
+        if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
+            detail = (
+                f"{reference.id} and {model.id} have different vocabularies, so their "
+                "distributions cannot be compared; name as reference a model with the same "
+                "tokenizer."
+            )
+            raise api_error("invalid_request", detail, param="reference")
         self.context_length = min(info.context_length, other_info.context_length)
         self.width = info.vocab_size
         """Numbers per row in the files that the two exchange."""
@@ -189,34 +187,15 @@ class Comparison:
         self._divergences.append(output.columns["kl"][:num_scored])
         self._agreements.append(output.columns["top1_agrees"][:num_scored])
 
-    def split(self, jobs: Sequence[ScoreJob], max_bytes: int) -> Iterator[range]:
-        """Yield ranges of jobs whose log-probabilities fit on disk together, at least one job each.
-
-        With files of 3, 3 and 6 bytes and at most 6: jobs 0 and 1, then job 2.
-        """
-        start = size = 0
-        for index, job in enumerate(jobs):
-            own = count_bytes([job], self.width)
-            if size and size + own > max_bytes:
-                yield range(start, index)
-                start, size = index, 0
-            size += own
-        if start < len(jobs):
-            yield range(start, len(jobs))
-
     def summarize(self) -> dict[str, Any]:
         """Return the fields of `Divergence`, over the tokens scored so far."""
         values = np.concatenate([*self._divergences, np.zeros(0)]).astype(np.float64)
         agreements = np.concatenate([*self._agreements, np.zeros(0)])
-        if not len(values):
-            return {
-                "reference": self.reference.id,
-                "num_tokens": 0,
-                **dict.fromkeys(("kl_mean", "kl_median", "kl_p99", "kl_max", "top1_agreement")),
-            }
+        names = ("mean", "median", "p99", "max")
+        found = summarize(values) if len(values) else dict.fromkeys(names)
         return {
             "reference": self.reference.id,
-            **{f"kl_{name}": value for name, value in summarize(values).items()},
-            "top1_agreement": float(agreements.mean()),
+            **{f"kl_{name}": value for name, value in found.items()},
+            "top1_agreement": float(agreements.mean()) if len(values) else None,
             "num_tokens": len(values),
         }

@@ -33,8 +33,8 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.policies import plan_policy
-from logsteer_server.tasks.reply_form import check_forced, check_regex
-from logsteer_server.tasks.tool_calls import CALL_BEGINS, find_form
+from logsteer_server.tasks.reply_form import plan_form
+from logsteer_server.tasks.tool_calls import CALL_BEGINS
 from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import CharCounter, TextCodec, check_ids
@@ -74,9 +74,10 @@ def plan_completions(
     num_planned = 0
     top = _count_listed(request, request.logprobs, info)
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
-    problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
+    is_one = is_one_prompt(request.prompt)
+    problems = ItemProblems("prompt", is_one=is_one)
     bos: BosPolicy = "auto" if request.add_special_tokens else "never"
-    form = find_form(request)
+    form = plan_form(request, request.n * (1 if is_one else len(request.prompt)), info)
     for index, (text, given) in enumerate(read_prompts(request.prompt, codec, bos)):
         ids = truncate(given, request, request.max_tokens, info)
         text = text if len(ids) == len(given) else None
@@ -94,7 +95,6 @@ def plan_completions(
         samples = []
         if generates:
             samples = _plan_samples(request, ids, request.max_tokens, top, policy, form)
-            _check_form(request, samples[0], info)
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples, starts))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         cover(num_planned)
@@ -130,13 +130,11 @@ def plan_chat(
     with ItemProblems("messages", is_one=True).catch(0):
         fit_prompt(ids, max_tokens, info.context_length)
     top = _count_listed(request, request.top_logprobs if request.logprobs else None, info)
-    form = find_form(request)
+    form = plan_form(request, request.n, info)
     if form is None and request.tools and request.tool_choice == "auto":
         _check_calls_are_read(request.chat_template or codec.find_template(has_tools=True)[1])
     policy = plan_policy(request, codec, info, ignore_eos=request.ignore_eos)
     samples = _plan_samples(request, ids, max_tokens, top, policy, form)
-    is_tool = request.tool_choice not in ("none", "auto")
-    _check_form(request, samples[0], info, "tool_choice" if is_tool else "response_format")
     echo_job = _plan_echo(ids, request, info, None, reads_next=False)
     return CompletionPrompt(text, ids, echo_job, False, samples)
 
@@ -156,19 +154,6 @@ def truncate(
     if asked is None:
         return ids
     return ids[-asked:] if asked > 0 else ids[-max(1, info.context_length - max_tokens) :]
-
-
-def _check_form(
-    request: SamplingRequest, sample: GenerateJob, info: EngineInfo, param: str = "response_format"
-) -> None:
-    """Refuse a form that replies cannot be forced into. Errors: APIError, as `check_forced`."""
-    if sample.form is None:
-        return
-    if failure := info.refuse(sample):
-        raise api_error(failure.code, f"{param}: {failure.detail}.", param=param)
-    kind, text = sample.form
-    check = check_forced if kind == "json" else check_regex
-    check(text, request.n, param)
 
 
 def _check_calls_are_read(template: str) -> None:
@@ -269,16 +254,6 @@ class TokenColumns:
     top_logprobs: list[list[float] | None]
     starts: list[int] = field(default_factory=list)
     num_chars: int = 0
-
-    def __add__(self, other: "TokenColumns") -> "TokenColumns":
-        return TokenColumns(
-            self.token_ids + other.token_ids,
-            self.logprobs + other.logprobs,
-            self.top_ids + other.top_ids,
-            self.top_logprobs + other.top_logprobs,
-            self.starts,
-            self.num_chars,
-        )
 
     def render(self, codec: TextCodec, counter: CharCounter, as_ids: bool) -> dict[str, Any]:
         """Return the columns as `CompletionLogprobs`; `counter` counts the characters of a choice.

@@ -50,12 +50,6 @@ class DivergenceTask(LogprobTask):
                 report.add(output)
             return ()
 
-        def take_from(first: int) -> Any:
-            def take(part: OutputPart) -> Iterable[Event]:
-                return collector.take(part._replace(indices=[first + n for n in part.indices]))
-
-            return take
-
         compared = [replace(job, beta=self._body.beta) for job in jobs]
         if others.shares_head(self.interventions) and comparison.reference is self.model:
             # The two share the head, so they exchange hidden states, which are smaller.
@@ -63,7 +57,14 @@ class DivergenceTask(LogprobTask):
             references = [replace(job, exchange="hidden") for job in references]
             compared = [replace(job, exchange="hidden") for job in compared]
         async for batch in compare_parts(
-            compared, references, comparison, planner, self._scratch, (), take_from, take_reference
+            compared,
+            references,
+            comparison,
+            planner,
+            self._scratch,
+            (),
+            collector.take,
+            take_reference,
         ):
             yield batch
         scores = collector.scores

@@ -1,26 +1,22 @@
 """`/v1/score`: probabilities of label tokens after a query and each of many items."""
 
 import math
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from logsteer.errors import api_error
 from logsteer.schemas.openai import ScoreRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.planning import Cover, Planner
-from logsteer_server.tasks.run import Batch, BodyTask, Collector, Facts, check_count
-from logsteer_server.tasks.targets import (
-    MAX_TARGETS,
-)
+from logsteer_server.tasks.planning import Cover, ItemProblems, Planner
+from logsteer_server.tasks.run import Batch, Collector, Facts, ShapedTask, check_count
+from logsteer_server.tasks.targets import MAX_TARGETS
+from logsteer_server.text.prompts import check_prompt, find_longest_prompt, fit_prompt
 from logsteer_server.text.sums import log_sum_exp
-from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
 
 
 def plan_labels(
@@ -31,23 +27,15 @@ def plan_labels(
     Text is encoded with a BOS if the tokenizer adds one. Errors: APIError `invalid_request`,
     `context_too_long`.
     """
-    last = info.vocab_size - 1
-    if max(request.label_token_ids) > last:
-        detail = f"label_token_ids has an id beyond this model's last one, {last}."
-        raise api_error("invalid_request", detail, param="label_token_ids")
+    check_ids(request.label_token_ids, info.vocab_size, "label_token_ids")
     labels = np.array(request.label_token_ids, dtype=np.int32)
+    problems = ItemProblems("items")
     jobs: list[ScoreJob] = []
     num_planned = 0
     for index, ids in enumerate(_read_prompts(request, codec)):
-        if not ids or max(ids) > last:
-            detail = f"query and items[{index}] must have token ids up to {last}, at least one."
-            raise api_error("invalid_request", detail, param=f"items[{index}]")
-        if len(ids) > info.context_length:
-            detail = (
-                f"query and items[{index}] have {len(ids)} tokens, this model reads "
-                f"{info.context_length}: shorten them."
-            )
-            raise api_error("context_too_long", detail, param=f"items[{index}]")
+        with problems.catch(index):
+            check_prompt(None, ids, info.vocab_size)
+            fit_prompt(ids, 0, info.context_length)
         jobs.append(ScoreJob(np.array(ids, np.int32), labels, shares_row=len(labels) > 1))
         num_planned += len(ids)
         cover(num_planned)
@@ -83,16 +71,13 @@ def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]
     return [None if math.isnan(v) else math.exp(v - total) for v in logprobs]
 
 
-class LabelTask(BodyTask[ScoreRequest]):
+class LabelTask(ShapedTask[ScoreRequest]):
     """Probabilities of label tokens after a query and each item, in SGLang's shape."""
 
     kind = "score"
+    shape = "scoring"
 
     _scores: list[list[float | None]]
-
-    def __init__(self, body: ScoreRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores)
-        self._created = int(time.time())
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and labels. Errors: APIError `payload_too_large`."""
@@ -104,7 +89,10 @@ class LabelTask(BodyTask[ScoreRequest]):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves their common prefix."""
-        planner.cover_text(self._longest)
+        body, items = self._body, self._body.items
+        planner.cover_text(
+            len(body.query) + find_longest_prompt([items] if isinstance(items, str) else items)
+        )
         jobs = await planner.run(self._plan, planner)
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
         collector = Collector()
@@ -112,13 +100,6 @@ class LabelTask(BodyTask[ScoreRequest]):
         self._scores = [
             weigh_labels(output, self._body.apply_softmax) for output in collector.outputs
         ]
-
-    @property
-    def _longest(self) -> int:
-        """Characters of the longest text."""
-        items = [self._body.items] if isinstance(self._body.items, str) else self._body.items
-        longest = max((len(item) for item in items if isinstance(item, str)), default=0)
-        return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
     def _plan(self, planner: Planner) -> Sequence[ScoreJob]:
         self.interventions = Interventions.resolve(self._body, self._stores, self.info, self.codec)
@@ -130,16 +111,11 @@ class LabelTask(BodyTask[ScoreRequest]):
         flagged = any(score is None for scores in self._scores for score in scores)
         return {"scores": self._scores} | ({"flags": ["non_finite"]} if flagged else {})
 
-    def write(self, facts: Facts) -> dict[str, Any]:
-        """Write the answer in SGLang's shape, interventions only where there are some."""
+    def _count_usage(self, facts: Facts) -> dict[str, Any]:
         read, cached = facts.usage["prompt_tokens"], facts.usage["cached_tokens"]
-        usage = {
+        return {
             "prompt_tokens": read,
             "completion_tokens": 0,
             "total_tokens": read,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        head = {"id": self.id, "object": "scoring", "created": self._created}
-        applied = {name: value for name, value in facts.applied.items() if value is not None}
-        head["model"] = self.variant or self.model.id
-        return {**head, **self.report(), "usage": usage, **applied}

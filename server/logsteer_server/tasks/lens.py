@@ -21,8 +21,9 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob
 from logsteer_server.contract.plan import Positions
-from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.references import check_feature
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.activations import CaptureSite
@@ -56,15 +57,16 @@ class LensTask(BodyTask[LensRequest]):
 
     kind = "lens"
 
-    def _items(self) -> list[LogprobItem]:
-        return [
+    def __init__(self, body: LensRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._items = [
             LogprobItem(context="", targets=[item]) if isinstance(item, str) else item
-            for item in self._body.items
+            for item in body.items
         ]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
-        check_items(self._items(), settings)
+        check_items(self._items, settings)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture the rows of all targets, then read each layer's.
@@ -72,10 +74,9 @@ class LensTask(BodyTask[LensRequest]):
         Errors: APIError `payload_too_large` for more layers x tokens than allowed.
         """
         body, info = self._body, self.info
-        items = self._items()
-        planner.cover_text(find_longest(items))
+        planner.cover_text(find_longest(self._items))
         problems = ItemProblems("items", body.on_error)
-        plan, layers = await planner.run(self._plan, items, planner, problems)
+        plan, layers = await planner.run(self._plan, planner, problems)
         if not plan.jobs:  # each item has a problem
             self.results = problems.fill([], self.request_id)
             return
@@ -99,9 +100,7 @@ class LensTask(BodyTask[LensRequest]):
         found = await planner.run(self._write, plan, layers, scored.scores)
         self.results = problems.fill(found, self.request_id)
 
-    def _plan(
-        self, items: Sequence[LogprobItem], planner: Planner, problems: ItemProblems
-    ) -> tuple[TargetPlan, tuple[int, ...]]:
+    def _plan(self, planner: Planner, problems: ItemProblems) -> tuple[TargetPlan, tuple[int, ...]]:
         body, info = self._body, self.info
         check_feature("steering", info, "layers")
         layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
@@ -110,7 +109,7 @@ class LensTask(BodyTask[LensRequest]):
         policy = plan_policy(body.policy, self.codec, info)
         refuse_adjustments(policy)
         read = describe_rows(body.columns, policy, body.precision, top, tail=body.tail)
-        plan = plan_targets(items, self.codec, info, body, read, planner.cover, problems)
+        plan = plan_targets(self._items, self.codec, info, body, read, planner.cover, problems)
         return plan, layers
 
     def _list_jobs(

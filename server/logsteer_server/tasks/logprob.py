@@ -7,7 +7,7 @@ answer's scores from the jobs' outputs.
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.comparison import read_rows, reserve_references
+from logsteer_server.tasks.comparison import export_jobs, read_rows, reserve_references
 from logsteer_server.tasks.planning import ItemProblems, Planner
 from logsteer_server.tasks.policies import plan_policy
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout
@@ -60,23 +60,6 @@ class FiniteDocuments(list[dict[str, Any]]):
     """Documents known to hold only finite numbers outside arrays; skips the check."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What an answer shows of each target: its tokens, these columns, what probes of the
-    interventions have read, aggregates over `window`. `dtype`: of listed log-probabilities.
-    `captured`: outputs that have activations, by job.
-    """
-
-    columns: Sequence[str]
-    per_token: bool = True
-    window: int | None = None
-    interventions: Interventions = UNCHANGED
-    space: SpacePolicy = "as_given"
-    detokenize: bool = True
-    dtype: str = "float32"
-    captured: Sequence[ScoreOutput] = ()
-
-
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
     """Return the log-probability of each target, summed over its tokens in float64."""
     values = outputs.columns["logprob"].astype(np.float64)
@@ -85,9 +68,18 @@ def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
 
 
 def assemble_targets(
-    plan: TargetPlan, outputs: ScoreOutputs, codec: TextCodec, shown: Shown
+    plan: TargetPlan,
+    outputs: ScoreOutputs,
+    codec: TextCodec,
+    body: LogprobRequest,
+    interventions: Interventions = UNCHANGED,
+    captured: Sequence[ScoreOutput] = (),
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
-    """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
+    """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns.
+
+    `captured`: outputs that have activations, by job; `dtype`: of listed log-probabilities.
+    """
     begins, ends = plan.find_rows(outputs.row_starts)
     totals = add_between(outputs.columns["logprob"].astype(np.float64), begins, ends).tolist()
     greedy: list[bool | None] = [None] * len(totals)
@@ -96,20 +88,20 @@ def assemble_targets(
         firsts = add_between(is_first.astype(np.int64), begins, ends)
         greedy = (firsts == ends - begins).tolist()
     scores = []
-    writer = _ScoreWriter(outputs, codec, shown)
+    writer = _ScoreWriter(outputs, codec, body, dtype)
     for target, begin, end, total, is_greedy in zip(
         plan.planned, begins.tolist(), ends.tolist(), totals, greedy, strict=True
     ):
         score = writer.write(target, begin, end, total, is_greedy)
-        if shown.interventions.probes:
+        if interventions.probes:
             first = plan.jobs[target.job].prompt_len
             readings = outputs.readings[target.job] if outputs.readings else None
-            score |= shown.interventions.show_readings(readings, first)
-        if shown.captured:
-            score |= shown.interventions.show_activations(shown.captured[target.job].activations)
+            score |= interventions.show_readings(readings, first)
+        if captured:
+            score |= interventions.show_activations(captured[target.job].activations)
         scores.append(score)
-    results = [_score_item(item, scores, shown.space) for item in plan.items]
-    return results if shown.interventions.probes else FiniteDocuments(results)
+    results = [_score_item(item, scores, body.space) for item in plan.items]
+    return results if interventions.probes else FiniteDocuments(results)
 
 
 def _score_item(
@@ -190,11 +182,14 @@ def show_listed(
 class _ScoreWriter:
     """Writes targets as `TargetScore`; equal ones share the lists of their tokens."""
 
-    def __init__(self, outputs: ScoreOutputs, codec: TextCodec, shown: Shown) -> None:
+    def __init__(
+        self, outputs: ScoreOutputs, codec: TextCodec, body: LogprobRequest, dtype: str
+    ) -> None:
         self._outputs = outputs
         self._codec = codec
-        self._shown = shown
-        self._columns = show_columns(outputs.columns, shown.columns)
+        self._body = body
+        self._dtype = dtype
+        self._columns = show_columns(outputs.columns, body.columns)
         self._others: dict[str, Column] | None = self._columns.pop("columns", None)
         self._listed = outputs.columns.keys() & LISTS
         self._tokens: dict[int, list[str]] = {}
@@ -219,14 +214,14 @@ class _ScoreWriter:
             "truncated_tokens": truncated,
             "flags": [] if finite else ["non_finite"],
         }
-        shown = self._shown
-        if shown.window is not None:
+        body = self._body
+        if isinstance(body, DiagnosticsRequest):
             columns = self._outputs.columns
-            asked = {name: columns[name][begin:end] for name in shown.columns}
-            score["aggregates"] = aggregate_columns(asked, shown.window)
-        if shown.per_token:
+            asked: dict[str, Column] = {name: columns[name][begin:end] for name in body.columns}
+            score["aggregates"] = aggregate_columns(asked, body.window)
+        if body.per_token:
             score["token_ids"] = token_ids
-            if shown.detokenize:
+            if body.detokenize:
                 if (tokens := self._tokens.get(id(token_ids))) is None:
                     tokens = self._tokens[id(token_ids)] = list(map(self._codec.piece, token_ids))
                 score["tokens"] = tokens
@@ -238,8 +233,8 @@ class _ScoreWriter:
                 score["columns"] = {name: values[begin:end] for name, values in others}
             if self._listed:
                 listed = {name: self._outputs.columns[name][begin:end] for name in self._listed}
-                codec = self._codec if shown.detokenize else None
-                score |= show_listed(listed, codec, shown.dtype)
+                codec = self._codec if body.detokenize else None
+                score |= show_listed(listed, codec, self._dtype)
         return score
 
 
@@ -292,19 +287,15 @@ class LogprobTask(BodyTask[LogprobRequest]):
                     yield batch
         else:
             yield Batch(jobs, collector.take, cache=body.cache)
-        window = body.window if isinstance(body, DiagnosticsRequest) else None
-        shown = Shown(
-            body.columns,
-            body.per_token,
-            window,
-            self.interventions,
-            body.space,
-            body.detokenize,
-            body.dtype if planner.packs_arrays else "float32",
-            collector.outputs if self.interventions.capture else (),
-        )
         self.results = await planner.run(
-            assemble_targets, plan, collector.scores, self.codec, shown
+            assemble_targets,
+            plan,
+            collector.scores,
+            self.codec,
+            body,
+            self.interventions,
+            collector.outputs if self.interventions.capture else (),
+            body.dtype if planner.packs_arrays else "float32",
         )
         if self._vocabulary:
             _add_rows(self.results, plan, self._vocabulary)
@@ -321,8 +312,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         planner.expect_arrays(len(plan.jobs.targets) * vocab_size)
         exported = reserve_references(jobs, vocab_size, planner, self._scratch)
         async with exported as files:
-            exports = [replace(job, export=file) for job, file in zip(jobs, files, strict=True)]
-            yield Batch(exports, collector.take)
+            yield Batch(export_jobs(jobs, files), collector.take)
             read = partial(read_rows, files, vocab_size)
             self._vocabulary = await planner.capacity.call_long(read)
 

@@ -1,6 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: generation and echoes in OpenAI's shape."""
 
-import time
+import itertools
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -19,6 +19,7 @@ from logsteer_server.contract.jobs import (
     GenerateOutput,
     Job,
     Output,
+    ReplyForm,
     Routing,
     ScoreJob,
     ScoreOutput,
@@ -41,7 +42,7 @@ from logsteer_server.tasks.completions import (
     write_prompt_rows,
 )
 from logsteer_server.tasks.generation import (
-    add_end,
+    join_pieces,
     make_end,
     read_end,
 )
@@ -49,11 +50,12 @@ from logsteer_server.tasks.planning import Planner
 from logsteer_server.tasks.reply_form import check_reply
 from logsteer_server.tasks.run import (
     Batch,
-    BodyTask,
     Collector,
     Event,
     Facts,
+    ShapedTask,
     check_count,
+    drop_nulls,
     take_each,
 )
 from logsteer_server.tasks.tool_calls import find_plain, read_calls
@@ -63,22 +65,19 @@ from logsteer_server.text.tokenizer import CharCounter
 S = TypeVar("S", bound=SamplingRequest)
 
 
-class OpenAITask(BodyTask[S]):
+class OpenAITask(ShapedTask[S]):
     """Continues prompts; what completions and chat completions share.
 
     The jobs of a prompt lie together: the one that scores its echo, where there is one, and those
     of its completions.
     """
 
-    shape: str
-    """The `object` of an answer."""
-
+    echoes = False
+    """Whether prompts are returned before their completions."""
     _prompts: list[CompletionPrompt]
-    _found: list[Any]
 
     def __init__(self, body: S, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._created = int(time.time())
         if body.request_id:
             self.id = f"{self.kind}-{body.request_id}"
         self._num_generated = 0
@@ -87,9 +86,12 @@ class OpenAITask(BodyTask[S]):
         self._drawn: defaultdict[int, list[int]] = defaultdict(list)
         """Pieces of each completion, if probes will read its end."""
         self._latest: GenerateOutput
-        self._said: dict[int, str] = {}
+        self._said: defaultdict[int, str] = defaultdict(str)
+        """What was shown of each completion of a stream."""
         self._held: dict[int, GenerateOutput] = {}
-        """Last pieces of replies of a given form, until these are checked."""
+        """Completions; in a stream only last pieces of replies of a given form, to be checked."""
+        self._choices: dict[int, dict[str, Any]] = {}
+        """The choices outside of a stream."""
         self._written: dict[int, dict[str, Any]] = {}
         """The `prompt_logprobs` of the prompt at an address, where requested."""
 
@@ -99,44 +101,40 @@ class OpenAITask(BodyTask[S]):
         self._prompts, jobs = await planner.run(self._plan, planner)
         if not self.streams or self.interventions.stored:
             planner.expect_captured(self.interventions, jobs)
+        samples = [job for job in jobs if isinstance(job, GenerateJob)]
+        found = Collector()
         if not self.streams:
             self._expect(planner, jobs)
-            collector = Collector()
-            yield Batch(jobs, collector.take, cache=True)
-            self._found = collector.outputs
-            if (shown := count_alternatives(self._body, self.info)) is not None:
-                await planner.capacity.call_long(self._write_prompts, shown)
-            for n, output in enumerate(self._found) if self._schema else ():
-                if isinstance(output, GenerateOutput):
-                    await planner.capacity.call_long(self._check_reply, n, output)
-            if self.interventions.probes:
-                ends = {
-                    n: read_end(job, self._found[n].token_ids.tolist())
-                    for n, job in enumerate(jobs)
-                    if isinstance(job, GenerateJob)
-                }
-                collector = Collector()
-                yield Batch(list(ends.values()), collector.take, purpose="reference")
-                for n, end in zip(ends, collector.outputs, strict=True):
-                    self._found[n] = add_end(self._found[n], end)
-            return
-        samples = [job for job in jobs if isinstance(job, GenerateJob)]
-        if self.echoes:
+            yield Batch(jobs, found.take, cache=True)
+        elif self.echoes:
             scored = [job for job in jobs if isinstance(job, ScoreJob)]
-            collector = Collector()
             room = sum(job.num_expected for job in samples)
-            yield Batch(scored, collector.take, cache=True, room=room)
-            for event in self._show_echoes(collector.outputs):
-                yield event
-        if samples:
+            yield Batch(scored, found.take, cache=True, room=room)
+        outputs = found.outputs
+        scores = [output for output in outputs if isinstance(output, ScoreOutput)]
+        if (shown := count_alternatives(self._body, self.info)) is not None:
+            await planner.capacity.call_long(self._write_prompts, scores, shown)
+        for event in filter(None, self._show_echoes(scores)):
+            yield event
+        if not self.streams:
+            drawn = (output for output in outputs if isinstance(output, GenerateOutput))
+            self._held = dict(enumerate(drawn))
+        elif samples:
             yield Batch(samples, take_each(self._show))
-            for n, output in self._held.items():
-                await planner.capacity.call_long(self._check_reply, n, output)
-                if (last := self._show(n, output)) is not None:
-                    yield last
-            if self.interventions.probes:
-                ends_read = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
-                yield Batch(ends_read, take_each(self._show_end), purpose="reference", silent=True)
+        for n, output in self._held.items() if self._form else ():
+            await planner.capacity.call_long(self._check_reply, n, output)
+        if self.interventions.probes and not self.streams:
+            ids = [output.token_ids.tolist() for output in self._held.values()]
+            ends = list(map(read_end, samples, ids))
+            found = Collector()
+            yield Batch(ends, found.take, purpose="reference")
+            for n, end in enumerate(found.outputs):
+                self._held[n] = join_pieces([self._held[n], make_end(self._held[n], end)])
+        for event in filter(None, itertools.starmap(self._show, self._held.items())):
+            yield event
+        if self.interventions.probes and self.streams and samples:
+            ends = [read_end(job, self._drawn[n]) for n, job in enumerate(samples)]
+            yield Batch(ends, take_each(self._show_end), purpose="reference", silent=True)
         if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
@@ -148,11 +146,6 @@ class OpenAITask(BodyTask[S]):
             salted = f"{routing.cache_namespace}\0{self._body.cache_salt}"
             routing = replace(routing, cache_namespace=salted)
         return routing
-
-    @property
-    def echoes(self) -> bool:
-        """Whether prompts are returned before their completions."""
-        return False
 
     def _list_ids(self, output: GenerateOutput | None) -> dict[str, Any]:
         """Return the ids of (a piece of) a completion, if requested."""
@@ -167,14 +160,13 @@ class OpenAITask(BodyTask[S]):
         self._named.add(index)
         return {"prompt_token_ids": self._prompts[index // self._body.n].ids}
 
-    def _write_prompts(self, shown: int) -> None:
+    def _write_prompts(self, scores: Sequence[ScoreOutput], shown: int) -> None:
         """Write the log-probabilities of each prompt's tokens."""
-        first, rows = 0, list[bytes]()
+        left, rows = iter(scores), list[bytes]()
         for prompt in self._prompts:
             rows = rows[: prompt.shared]
             if prompt.echo_job:
-                rows += write_prompt_rows(prompt, self._found[first], shown, self.codec)
-            first += len(prompt.jobs)
+                rows += write_prompt_rows(prompt, next(left), shown, self.codec)
             written = JsonText(b"[%b]" % b",".join([b"null", *rows]))
             self._written[id(prompt)] = {"prompt_logprobs": written}
 
@@ -218,35 +210,51 @@ class OpenAITask(BodyTask[S]):
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return a choice of (a piece of) a completion."""
 
-    def _show_echoes(self, _scores: Sequence[ScoreOutput]) -> Iterator[Event]:
-        """Yield chunks with the prompts' texts, and other parts known without generation."""
+    def _show_echoes(self, _scores: Sequence[ScoreOutput]) -> Iterator[Event | None]:
+        """Show the prompts' texts, and other parts known without generation."""
         yield from ()
 
     @property
-    def _schema(self) -> str | None:
-        """The JSON Schema that replies are forced to follow."""
-        forms = (job.form for each in self._prompts for job in each.samples)
-        form = next(forms, None)
-        return form[1] if form is not None and form[0] == "json" else None
+    def _form(self) -> ReplyForm | None:
+        """The form that replies must have."""
+        return next((job.form for each in self._prompts for job in each.samples), None)
 
     def _check_reply(self, index: int, output: GenerateOutput) -> None:
         """Check a reply that ended by itself, given its last piece. Errors: as `check_reply`."""
         ended = output.token_ids[-1:].tolist()
-        if self._schema and output.finish_reason == "stop" and ended[0] in self.info.eos_ids:
-            check_reply(self._schema, self._said.get(index, "") + output.text)
+        if self._form and output.finish_reason == "stop" and ended[0] in self.info.eos_ids:
+            check_reply(self._form, self._said[index] + output.text)
 
     def _show(self, index: int, output: Output) -> Event | None:
-        """Return a piece as a chunk; None: the last one of a reply that is yet to be checked."""
+        """Show a piece, unless it is the last one of a reply that is yet to be checked."""
         assert isinstance(output, GenerateOutput)
-        if self._schema and output.is_last and index not in self._held:
+        if self._form and output.is_last and index not in self._held:
             self._held[index] = output
             return None
+        self._said[index] += output.text
         if self.interventions.probes:
             self._drawn[index] += output.token_ids.tolist()
             self._latest = output
         self._num_generated += len(output.token_ids)
         choice = self._render(index, output) | self._show_readings(index, output)
-        return self._write_chunk(choice, output if output.is_last else None)
+        return self._add(choice, output if output.is_last else None)
+
+    def _add(self, choice: dict[str, Any], last: Output | None) -> Event | None:
+        """Return (a piece of) a choice as a chunk of a stream; else add it to the answer."""
+        if self.streams:
+            return self._write_chunk(choice, last)
+        known = self._choices.setdefault(choice["index"], choice)
+        if known is not choice:  # an echo
+            logprobs = known["logprobs"] and {
+                name: values + choice["logprobs"][name]
+                for name, values in known["logprobs"].items()
+            }
+            known |= choice | {"text": known["text"] + choice["text"], "logprobs": logprobs}
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """Return the choices, the completions of each prompt in turn."""
+        return {"choices": list(self._choices.values())}
 
     def _show_end(self, index: int, output: Output) -> Event | None:
         """Return the readings of a completion's last token as a chunk."""
@@ -255,11 +263,9 @@ class OpenAITask(BodyTask[S]):
 
     def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return what was read and captured of (a piece of) the completion of that number."""
-        shown = self.interventions.show_activations(output.activations)
-        if not self.interventions.probes:
-            return shown
-        prompt = self._prompts[index // self._body.n]
-        return shown | self.interventions.show_readings(output.readings, len(prompt.ids))
+        shown, prompt = self.interventions, self._prompts[index // self._body.n]
+        read = shown.show_readings(output.readings, len(prompt.ids))
+        return read | shown.show_activations(output.activations)
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; with its last output, also the interventions applied to it."""
@@ -269,27 +275,14 @@ class OpenAITask(BodyTask[S]):
         if last is not None:
             report = AppliedReport(self.interventions)
             report.add(last)
-            document |= _drop_nulls(report.write())
+            document |= drop_nulls(report.write())
         return Event("chunk", document)
-
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.shape,
-            "created": self._created,
-            "model": self.variant or self.model.id,
-        }
 
     def write(self, facts: Facts) -> dict[str, Any]:
         """Render the answer in OpenAI's shape; a stream has no final document."""
-        if self.streams:
-            return {**self._head, "choices": []}
-        document = self.report()
-        applied = _drop_nulls(facts.applied)
-        return {**self._head, **document, "usage": self._count_usage(), **applied}
+        return {**self._head, "choices": []} if self.streams else super().write(facts)
 
-    def _count_usage(self) -> dict[str, int]:
+    def _count_usage(self, _facts: Facts | None = None) -> dict[str, Any]:
         """Return the fields of `OpenAIUsage`: a prompt's tokens count once, whatever `n` is."""
         read = sum(len(prompt.ids) for prompt in self._prompts)
         return {
@@ -297,11 +290,6 @@ class OpenAITask(BodyTask[S]):
             "completion_tokens": self._num_generated,
             "total_tokens": read + self._num_generated,
         }
-
-
-def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
-    """Leave out interventions without a value: clients of this interface know none."""
-    return {name: value for name, value in applied.items() if value is not None}
 
 
 class CompletionTask(OpenAITask[CompletionRequest]):
@@ -312,6 +300,7 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
+        self.echoes = body.echo
         self._counters: defaultdict[int, CharCounter] = defaultdict(CharCounter)
         """Of the characters of each choice."""
 
@@ -323,34 +312,31 @@ class CompletionTask(OpenAITask[CompletionRequest]):
 
     @property
     def _longest(self) -> int:
-        given = self._body.prompt
-        if is_one_prompt(given):
-            return len(given)
-        return max(len(entry) for entry in given if not isinstance(entry, int))
+        given: Any = self._body.prompt
+        return find_longest_prompt([given] if is_one_prompt(given) else given)
 
     def _plan_prompts(self, planner: Planner) -> list[CompletionPrompt]:
         return plan_completions(self._body, self.codec, self.info, planner.cover)
 
-    @property
-    def echoes(self) -> bool:
-        """Whether prompts are returned before their completions."""
-        return self._body.echo
-
-    def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event]:
-        """Yield chunks with the prompts' texts, and other parts known without generation."""
-        echoes, index = iter(scores), 0
-        for prompt in self._prompts:
-            echo = next(echoes) if prompt.echo_job else None
+    def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event | None]:
+        """Show the prompts' texts, and other parts known without generation."""
+        left, index = iter(scores), 0
+        for prompt in self._prompts if self._body.echo else ():
+            echo = next(left) if prompt.echo_job else None
             columns = read_echo(prompt, echo, self._body.logprobs or 0)
             for _ in range(max(1, len(prompt.samples))):
-                ends = not (prompt.samples or prompt.reads_next)
-                choice = self._choose(index, prompt.text, columns, "length" if ends else None)
-                yield self._write_chunk(choice, echo if ends else None)
+                choice = self._choose(index, prompt.text, columns, None)
+                if prompt.samples or prompt.reads_next:
+                    yield self._add(choice, None)
+                else:
+                    ids = self._list_prompt(index) | self._list_ids(None)
+                    yield self._add(choice | ids | {"finish_reason": "length"}, echo)
                 if prompt.reads_next:
                     assert echo is not None
-                    output = self._read_next(echo)
+                    eos_ids = () if self._body.ignore_eos else self.info.eos_ids
+                    output = read_next(echo, self.codec, self._body.logprobs or 0, eos_ids)
                     self._num_generated += len(output.token_ids)
-                    yield self._write_chunk(self._render(index, output), echo)
+                    yield self._add(self._render(index, output), echo)
                 index += 1
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
@@ -374,49 +360,10 @@ class CompletionTask(OpenAITask[CompletionRequest]):
         }
 
     def report(self) -> dict[str, Any]:
-        """Return the choices, the completions of each prompt in turn."""
-        choices: list[dict[str, Any]] = []
-        first = 0
-        for prompt in self._prompts:
-            own = self._found[first : first + len(prompt.jobs)]
-            first += len(prompt.jobs)
-            for output in self._complete(prompt, own):
-                self._num_generated += 0 if output is None else len(output.token_ids)
-                echo = own[0] if prompt.echo_job else None
-                choice = self._join(len(choices), prompt, echo, output)
-                if output is not None:
-                    choice |= self._show_readings(len(choices), output)
-                choices.append(choice)
-        return {"choices": choices}
-
-    def _complete(
-        self, prompt: CompletionPrompt, own: list[Any]
-    ) -> list[GenerateOutput] | list[None]:
-        """Return a prompt's completions; one None where nothing was to be generated."""
-        if prompt.reads_next:
-            return [self._read_next(own[0])]
-        return own[1 if prompt.echo_job else 0 :] or [None]
-
-    def _read_next(self, echo: ScoreOutput) -> GenerateOutput:
-        eos_ids = () if self._body.ignore_eos else self.info.eos_ids
-        return read_next(echo, self.codec, self._body.logprobs or 0, eos_ids)
-
-    def _join(
-        self,
-        index: int,
-        prompt: CompletionPrompt,
-        echo: ScoreOutput | None,
-        output: GenerateOutput | None,
-    ) -> dict[str, Any]:
-        """Return a choice: the echo if requested, and the completion if there is one."""
-        text = (prompt.text if self._body.echo else "") + (output.text if output else "")
-        columns = None if output is None else read_generated(output)
-        if self._body.echo:
-            own = read_echo(prompt, echo, self._body.logprobs or 0)
-            columns = own if columns is None else own + columns
-        choice = self._choose(index, text, columns, output.finish_reason if output else "length")
-        choice |= self._written.get(id(prompt), {})
-        return choice | self._list_prompt(index) | self._list_ids(output)
+        """Return the choices, each with its prompt's log-probabilities where requested."""
+        for index, choice in self._choices.items():
+            choice |= self._written.get(id(self._prompts[index // self._body.n]), {})
+        return super().report()
 
 
 class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
@@ -484,11 +431,10 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
 
         In a stream, text that may be a call is held back until that is certain.
         """
-        text = self._said.get(index, "") + output.text
+        text = self._said[index] if self._body.stream else output.text
         shown = self._num_shown.get(index, 0)
         if not output.is_last:
-            plain = max(shown, find_plain(text, self._body))
-            self._said[index], self._num_shown[index] = text, plain
+            plain = self._num_shown[index] = max(shown, find_plain(text, self._body))
             return text[shown:plain], {}
         said, calls = read_calls(text, self._body)
         if self._body.stream:
@@ -497,13 +443,6 @@ class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
         return said, {"tool_calls": calls} if calls else {}
 
     def report(self) -> dict[str, Any]:
-        """Return the choices."""
-        (prompt,) = self._prompts
-        drawn = self._found[1 if prompt.echo_job else 0 :]
-        choices = [
-            self._render(index, output) | self._show_readings(index, output)
-            for index, output in enumerate(drawn)
-        ]
-        self._num_generated = sum(len(output.token_ids) for output in drawn)
-        told = self._list_prompt(0) | self._written.get(id(prompt), {})
-        return {"choices": choices, **told}
+        """Return the choices, and the prompt's ids and log-probabilities where requested."""
+        written = self._written.get(id(self._prompts[0]), {})
+        return super().report() | self._list_prompt(0) | written

@@ -3,11 +3,9 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
@@ -18,7 +16,7 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.perplexity import WindowOptions, exp_mean
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import NO_TOKENS, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
@@ -32,7 +30,13 @@ from logsteer_server.text.chat import ChatForm
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.prompts import find_longest_prompt
 from logsteer_server.text.sums import Counts, TextSums, count_ids, count_text
-from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, check_ids, split_sizes
+from logsteer_server.text.tokenizer import (
+    ENCODED_AT_ONCE,
+    EncodedText,
+    TextCodec,
+    check_ids,
+    split_sizes,
+)
 from logsteer_server.text.windows import Window, WindowCutter, fit_windows
 
 READ_AT_ONCE = 65_536
@@ -163,14 +167,14 @@ def cut_texts(
     num_planned = 0
     for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
         own = texts[part.start : part.stop]
-        for index, text, encoded in zip(part, own, _encode(own, codec, info), strict=True):
+        encoded = iter(codec.encode([text for text in own if isinstance(text, str)]))
+        for index, text in zip(part, own, strict=True):
             is_ids = not isinstance(text, str)
             cut = TextWindows(index, options, read, codec, info, is_ids=is_ids)
             first = len(windows)
             with problems.catch(index):
-                if isinstance(encoded, APIError):
-                    raise encoded
-                for piece in encoded.split(cut.tokens_at_once):
+                whole = _count(text, encoded, codec, info)
+                for piece in whole.split(cut.tokens_at_once):
                     found = cut.feed(piece)
                     windows += found
                     num_planned += sum(window.job.num_expected for window in found)
@@ -182,52 +186,15 @@ def cut_texts(
     return windows, lengths
 
 
-def _encode(
-    texts: Sequence[str | list[int]], codec: TextCodec, info: EngineInfo
-) -> Iterator[EncodedPiece | APIError]:
-    """Yield the tokens of each text, or the problem with its ids."""
-    written = [text for text in texts if isinstance(text, str)]
-    encoded = iter(codec.encode(written))
-    for text in texts:
-        if isinstance(text, str):
-            ids, offsets = next(encoded)
-            yield EncodedPiece(ids, count_text(text, offsets))
-        elif text and max(text) >= info.vocab_size:  # before it is decoded
-            detail = f"There is no token {max(text)}; the model's vocabulary ends at "
-            yield api_error("invalid_request", f"{detail}{info.vocab_size - 1}.")
-        else:
-            yield EncodedPiece(text, count_ids(text, codec))
-
-
-class StreamedText:
-    """Windows of a text that arrives in pieces. Memory does not grow with the text.
-
-    `options` fit the model. Errors: those of `TextWindows`.
-    """
-
-    def __init__(
-        self, options: WindowOptions, read: ScoreJob, codec: TextCodec, info: EngineInfo
-    ) -> None:
-        self._encoder = IncrementalEncoder(codec)
-        self._windows = TextWindows(0, options, read, codec, info)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        return self._windows.num_tokens
-
-    def feed(self, text: str) -> list[TextWindow]:
-        """Return the windows that this piece of text completes."""
-        return self._windows.feed(self._encoder.feed(text))
-
-    def finish(self) -> list[TextWindow]:
-        """Return the remaining windows at the end of the text."""
-        return self._windows.feed(self._encoder.finish()) + self._windows.finish()
-
-    @property
-    def flags(self) -> list[str]:
-        """`seams_moved` where tokens at a seam may differ from those of the whole text."""
-        return ["seams_moved"] if self._encoder.seams_moved else []
+def _count(
+    text: str | list[int], encoded: Iterator[EncodedText], codec: TextCodec, info: EngineInfo
+) -> EncodedPiece:
+    """Return a text's tokens, the next ones encoded or its own. Errors: as `check_ids`."""
+    if isinstance(text, str):
+        ids, offsets = next(encoded)
+        return EncodedPiece(ids, count_text(text, offsets))
+    check_ids(text, info.vocab_size)  # before they are decoded
+    return EncodedPiece(text, count_ids(text, codec))
 
 
 @dataclass(slots=True)
@@ -236,14 +203,8 @@ class TextScores:
 
     sums: TextSums = field(default_factory=TextSums)
     windows: list[dict[str, Any]] = field(default_factory=list)
-    positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    starts: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """The start of each scored token's window, so that the order does not depend on arrival."""
-    token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
-    readings: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    front: tuple[int, npt.NDArray[np.float32]] | None = None
-    """The position of the first scored token, and the readings of the tokens before it."""
+    kept: list[tuple[TextWindow, ScoreOutput]] = field(default_factory=list)
+    """The windows whose tokens are shown, as they came."""
 
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
         """Add a scored window; return its entry, as `WindowScore`."""
@@ -261,34 +222,33 @@ class TextScores:
             "sum_squared_logprob": own.sum_squared_logprob,
         }
         if keep_tokens:
-            first = window.end - count
-            self.positions.append(np.arange(first, window.end, dtype=np.int32))
-            self.starts.append(np.full(count, window.start, dtype=np.int32))
-            self.token_ids.append(window.job.targets[:count])
-            self.columns.append({name: read[:count] for name, read in output.columns.items()})
-            if output.readings is not None:
-                in_front, values = np.split(output.readings.values_TGR, [-count])
-                self.readings.append(values)
-                if self.front is None or first < self.front[0]:
-                    self.front = first, in_front
+            self.kept.append((window, replace(output, activations=None)))
         return entry
 
     def list_tokens(self, asked: Sequence[str], interventions: Interventions) -> dict[str, Any]:
         """Return every scored token, as `TokenScores`, in the order of the text and its windows."""
-        none = np.zeros(0, np.int32)
-        positions = np.concatenate([none, *self.positions])
-        order = np.lexsort((np.concatenate([none, *self.starts]), positions))
+        kept = sorted(self.kept, key=lambda one: (one[0].start, one[0].end))
+        spans = [(window.end - window.num_scored, window.end) for window, _ in kept]
+        positions = np.concatenate([NO_TOKENS, *(np.arange(*s, dtype=np.int32) for s in spans)])
+        order = np.argsort(positions, kind="stable")
         names = list(dict.fromkeys(["logprob", *asked]))
-        parts = self.columns or [dict.fromkeys(names, np.zeros(0, np.float32))]
+        parts = [
+            {name: output.columns[name][: window.num_scored] for name in names}
+            for window, output in kept
+        ] or [dict.fromkeys(names, np.zeros(0, np.float32))]
         read = {name: np.concatenate([part[name] for part in parts])[order] for name in names}
         readings, num_front = None, 0
-        if self.front is not None:
-            _, in_front = self.front
-            read_order = np.concatenate(self.readings)[order]
-            readings, num_front = Readings(0, np.concatenate([in_front, read_order])), len(in_front)
+        found = [output.readings.values_TGR for _, output in kept if output.readings is not None]
+        if found:
+            num_front = len(found[0]) - kept[0][0].num_scored
+            own = [values[-w.num_scored :] for values, (w, _) in zip(found, kept, strict=True)]
+            in_order = np.concatenate(own)[order]
+            readings = Readings(0, np.concatenate([found[0][:num_front], in_order]))
         return {
             "positions": positions[order],
-            "token_ids": np.concatenate([none, *self.token_ids])[order],
+            "token_ids": np.concatenate(
+                [NO_TOKENS, *(window.job.targets[: window.num_scored] for window, _ in kept)]
+            )[order],
             **show_columns(read, names),
             **interventions.show_readings(readings, num_front),
         }
@@ -335,14 +295,13 @@ class WindowTask(BodyTask[W]):
         self._windows_total: int | None = None
         self._shows_events = self.streams
 
-    def _take_window(
-        self, window: TextWindow, output: ScoreOutput, *, windows: bool, tokens: bool
-    ) -> Event | None:
+    def _take(self, index: int, output: ScoreOutput) -> Event | None:
         """Add a scored window; return its event if the answer is a stream of them."""
+        window = self._windows[index]
         score = self._scores[window.text]
-        entry = score.add(window, output, tokens)
+        entry = score.add(window, output, getattr(self._body, "tokens", False))
         entry |= self.interventions.show_activations(output.activations)
-        if windows:
+        if getattr(self._body, "windows", False):
             score.windows.append(entry)
         self._windows_done += 1
         if not self._shows_events:
@@ -410,7 +369,7 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
             return
         batches = compare_parts(
             jobs, plain, self._comparison, planner, self._scratch, REFERENCE_COLUMNS,
-            lambda first: take_each(partial(self._take_compared, first)),
+            take_each(self._take),
         )  # fmt: skip
         async with aclosing(batches):
             async for batch in batches:
@@ -446,14 +405,10 @@ class PerplexityTask(WindowTask[PerplexityRequest]):
             score.sums.num_tokens = length
         return windows
 
-    def _take_compared(self, first: int, index: int, output: ScoreOutput) -> Event | None:
-        assert self._comparison is not None
-        self._comparison.add(output, self._windows[first + index].num_scored)
-        return self._take(first + index, output)
-
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
-        body, window = self._body, self._windows[index]
-        return self._take_window(window, output, windows=body.windows, tokens=body.tokens)
+        if self._comparison is not None:
+            self._comparison.add(output, self._windows[index].num_scored)
+        return super()._take(index, output)
 
     def report(self) -> dict[str, Any]:
         """Return the sums of each text and of all, with windows and tokens where asked for."""
@@ -513,19 +468,22 @@ class PerplexityStreamTask(WindowTask[PerplexityStreamQuery]):
         )
         read = describe_rows((), precision=query.precision)
         self.windowing = fit_windows(query, info.context_length)
-        text = StreamedText(self.windowing, read, self.codec, info)
+        encoder = IncrementalEncoder(self.codec)
+        text = TextWindows(0, self.windowing, read, self.codec, info)
         waiting: list[TextWindow] = []
         limit = WINDOWS_IN_FLIGHT
         async for piece in self._pieces:
-            waiting += await planner.capacity.call(text.feed, piece)
+            encoded = await planner.capacity.call(encoder.feed, piece)
+            waiting += await planner.capacity.call(text.feed, encoded)
             while len(waiting) >= limit:
                 ready, waiting = waiting[:limit], waiting[limit:]
                 yield await planner.capacity.call(self._batch, ready, silent=True)
-        waiting += await planner.capacity.call(text.finish)
+        encoded = await planner.capacity.call(encoder.finish)
+        waiting += await planner.capacity.call(lambda: text.feed(encoded) + text.finish())
         self._scores[0].sums.num_tokens = text.num_tokens
         if not text.num_tokens:
             raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")
-        self._flags = text.flags
+        self._flags = ["seams_moved"] if encoder.seams_moved else []
         self._windows_total = self._windows_done + len(waiting)
         yield await planner.capacity.call(self._batch, waiting, silent=False)
 
@@ -536,9 +494,6 @@ class PerplexityStreamTask(WindowTask[PerplexityStreamQuery]):
             self.interventions.check_reach([window.job for window in windows])
         jobs = [self.interventions.change(window.job) for window in windows]
         return Batch(jobs, take_each(self._take), cache=self._body.cache, silent=silent)
-
-    def _take(self, index: int, output: ScoreOutput) -> Event | None:
-        return self._take_window(self._windows[index], output, windows=False, tokens=False)
 
     def report(self) -> dict[str, Any]:
         """Return the sums of the text."""

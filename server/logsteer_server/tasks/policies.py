@@ -6,7 +6,7 @@ from logsteer.errors import api_error
 from logsteer.schemas.common import DrawOptions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Adjustments, Policy
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import TextCodec, check_ids
 
 
 def plan_policy(
@@ -18,15 +18,13 @@ def plan_policy(
     """
     bias = tuple((int(token), value) for token, value in asked.logit_bias.items())
     allowed = None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids)
-    named = {
+    named: dict[str, Sequence[int]] = {
         "logit_bias": [token for token, _ in bias],
         "allowed_token_ids": allowed or (),
         "stop_token_ids": asked.stop_token_ids,
     }
     for param, ids in named.items():
-        if ids and max(ids) >= info.vocab_size:
-            detail = f"{param} has token {max(ids)}; the vocabulary ends at {info.vocab_size - 1}."
-            raise api_error("invalid_request", detail, param=param)
+        check_ids(ids, info.vocab_size, param)
     end_ids = (*asked.stop_token_ids, *(() if ignore_eos else info.eos_ids))
     adjustments = Adjustments(
         repetition=asked.repetition_penalty,

@@ -222,6 +222,36 @@ class BodyTask(Task, Generic[B]):
         self._scratch = models.scratch
 
 
+class ShapedTask(BodyTask[B]):
+    """A task whose answer has OpenAI's shape."""
+
+    shape: str
+    """The `object` of an answer."""
+
+    def __init__(self, body: B, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._created = int(time.time())
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        name = self.variant or self.model.id
+        return {"id": self.id, "object": self.shape, "created": self._created, "model": name}
+
+    @abstractmethod
+    def _count_usage(self, facts: "Facts") -> dict[str, Any]:
+        """Return the fields of `OpenAIUsage`."""
+
+    def write(self, facts: "Facts") -> dict[str, Any]:
+        """Write the whole answer, without null interventions: clients of this shape know none."""
+        document = {**self._head, **self.report()}  # before what it counts
+        return document | {"usage": self._count_usage(facts)} | drop_nulls(facts.applied)
+
+
+def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """An answer as a file: tensors, each in parts that are concatenated along its first axis.

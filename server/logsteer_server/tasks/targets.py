@@ -35,7 +35,7 @@ from logsteer_server.contract.jobs import NEUTRAL, NO_TOKENS, Ids, Policy, Score
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Cover, ItemProblems
 from logsteer_server.tasks.run import check_count
-from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
+from logsteer_server.text.boundaries import Cut, Pair, cut_pairs
 from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import Offsets, TextCodec, check_ids
 
@@ -231,6 +231,7 @@ def plan_targets(
     pairs = [target for target in laid.scored if not isinstance(target, Cut)]
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info, read)
+    has_alternatives = any(item.alternatives is not None for item in given)
     planned: list[PlannedTarget] = []
     numbers: list[int | None] = []
     for place, target in enumerate(laid.scored):
@@ -247,7 +248,7 @@ def plan_targets(
             continue
         try:
             cut, listed = cut if cut.context_ids else cut.read_first(), None
-            if laid.has_alternatives:
+            if has_alternatives:
                 item, number = laid.find_owner(place)
                 listed = _list_alternatives(given[item], number, cut, info)
             planned.append(builder.place(text, cut, listed))
@@ -273,7 +274,6 @@ class _LaidItems:
     items: list[PlannedItem] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     distinct: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    has_alternatives: bool = False
 
     def has_twin(self, place: int, numbers: Sequence[int | None]) -> bool:
         """Return whether the other variant of a target can be scored, or has not been checked yet.
@@ -312,7 +312,6 @@ def _lay_out_items(
     for index, item in enumerate(given):
         first = len(scored)
         laid.firsts.append(first)
-        laid.has_alternatives |= item.alternatives is not None
         cover(0)  # ends the plan of a request that was given up
         try:
             if item.context_ids is not None:
@@ -333,7 +332,7 @@ def _lay_out_items(
                 else:
                     places, variants = [], []
                     for number, text in enumerate(targets):
-                        with_space, bare = space_variants(text)
+                        bare = text.removeprefix(" ")
                         if not bare:
                             detail = (
                                 f"Target {text!r} is a space alone: without it nothing is left to "
@@ -343,7 +342,7 @@ def _lay_out_items(
                         place = len(scored)
                         places.append(place + (text == bare))
                         variants.append((place, place + 1))
-                        scored += [(context, with_space, rendered), (context, bare, rendered)]
+                        scored += [(context, f" {bare}", rendered), (context, bare, rendered)]
                 laid.items.append(PlannedItem(places, variants, targets))
         except APIError as error:
             problems.add(index, error)

@@ -19,18 +19,10 @@ def find_form(request: SamplingRequest) -> ReplyForm | None:
     With a named function it is the schema of its arguments; with a required call, that of a list of
     calls.
     """
-    wanted, tools = request.response_format, []
+    wanted, choice = request.response_format, getattr(request, "tool_choice", "none")
     found: dict[str, Any] | None = None
-    choice: str | NamedChoice = "none"
-    most = None
-    if isinstance(request, ChatCompletionRequest):
-        tools, choice = request.tools or [], request.tool_choice
-        most = None if request.parallel_tool_calls else 1
-    if isinstance(choice, NamedChoice):
-        (tool,) = [one for one in tools if one.function.name == choice.function.name]
-        found = tool.function.parameters or {"type": "object"}
-    elif choice == "required":
-        found = _describe_calls(tools, most)
+    if isinstance(request, ChatCompletionRequest) and choice not in ("none", "auto"):
+        found = _describe_choice(request.tools or [], choice, request.parallel_tool_calls)
     elif wanted is not None and wanted.type == "json_object":
         found = {"type": "object"}
     elif wanted is not None and wanted.json_schema is not None:
@@ -40,8 +32,16 @@ def find_form(request: SamplingRequest) -> ReplyForm | None:
     return None if found is None else ("json", json.dumps(found))
 
 
-def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:
-    """Return the JSON Schema of a list of calls; arguments are described at the root, by number."""
+def _describe_choice(
+    tools: list[Tool], choice: str | NamedChoice, is_parallel: bool
+) -> dict[str, Any]:
+    """Return the JSON Schema of a named function's arguments, or of a list of calls.
+
+    A list's arguments are described at the root, by number.
+    """
+    if isinstance(choice, NamedChoice):
+        (tool,) = [one for one in tools if one.function.name == choice.function.name]
+        return tool.function.parameters or {"type": "object"}
     calls, described = [], {}
     for n, tool in enumerate(tools):
         own, place = json.dumps(tool.function.parameters or {"type": "object"}), f"#/$defs/{n}"
@@ -58,8 +58,7 @@ def _describe_calls(tools: list[Tool], most: int | None) -> dict[str, Any]:
             }
         )
     found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    found |= {} if most is None else {"maxItems": most}
-    return found | {"$defs": described}
+    return found | ({} if is_parallel else {"maxItems": 1}) | {"$defs": described}
 
 
 def read_calls(

@@ -120,9 +120,3 @@ def _cut(
         if start:
             offsets = [(first - start, last - start) for first, last in offsets]
         yield Cut(context_ids, ids, offsets, finding)
-
-
-def space_variants(target: str) -> tuple[str, str]:
-    """Return the target with one leading space, and without."""
-    bare = target.removeprefix(" ")
-    return f" {bare}", bare

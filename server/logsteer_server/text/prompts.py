@@ -62,8 +62,8 @@ def fit_prompt(
         return ids, 0
     if policy == "truncate_left" and excess < len(ids):
         return ids[excess:], excess
+    more = f" and max_tokens is {max_tokens}" if max_tokens else ""
     detail = (
-        f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}; this model's context "
-        f"holds {limit}: shorten one of them."
+        f"The prompt has {len(ids)} tokens{more}; this model's context holds {limit}: shorten it."
     )
     raise api_error("context_too_long", detail)

@@ -16,7 +16,6 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.compilation import breakable_cudagraph
-from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -47,9 +46,6 @@ BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
 """The usage context that sets the defaults of `max_num_batched_tokens` and `max_num_seqs`, as in
 vLLM's own server: 8,192 and 1,024 on GPUs of 70 GiB, and 2,048 and 128 a rank on CPUs. Without a
 context they are 2,048 and 128 on any device."""
-
-COMPACT = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
-"""Structured outputs: JSON without white space between its parts, which a model may never end."""
 
 YOUNG_OBJECTS = 50_000
 """Threshold of Python's youngest garbage collection: the objects of some thousand short requests.
@@ -120,7 +116,8 @@ class VllmCore:
         """Schedule a job that generates; return its request's id.
 
         It stops at one of `eos_ids` unless the job ignores them; stop strings are not checked.
-        Errors: ValueError for options that vLLM refuses, such as a JSON Schema.
+        Its form was checked when it was planned: vLLM's check would keep a step waiting. Errors:
+        ValueError for options that vLLM refuses.
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
@@ -135,11 +132,9 @@ class VllmCore:
         if job.form is not None:
             kind, text = job.form
             params.structured_outputs = StructuredOutputsParams(**{kind: text})
-        config = self.config
+            params.structured_outputs._backend = "guidance"
         try:
-            params.verify(
-                config.model_config, None, config.structured_outputs_config, self.tokenizer
-            )
+            params.verify(self.config.model_config, None, None, self.tokenizer)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
         return self._add(job.tokens.tolist(), params, adapter, job.cache_namespace)
@@ -224,7 +219,6 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
     """
     on_cpu = current_platform.is_cpu()
     args = engine_args(spec, path, on_cpu, limit)
-    args.setdefault("structured_outputs_config", COMPACT)
     if spec.tensor_parallel * spec.pipeline_parallel == 1:
         inspect_models_in_process()
     config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)

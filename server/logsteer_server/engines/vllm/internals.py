@@ -84,8 +84,11 @@ INTERNALS: dict[str, Internal] = {
     f"{CORE}.preprocess_add_request": Internal(
         "60b862d940ac", "a request is made, and its grammar begun, as this does"
     ),
-    "vllm.sampling_params.SamplingParams._validate_structured_outputs": Internal(
-        "ad0a02b65f6e", "checks a form and names its backend, as vLLM's front end has it do"
+    "vllm.v1.structured_output.StructuredOutputManager.grammar_init": Internal(
+        "4f7f6a24accc", "makes the backend that a form names, as vLLM's front end has it do"
+    ),
+    "vllm.v1.structured_output.backend_guidance.GuidanceBackend.compile_grammar": Internal(
+        "3f17f9834e62", "compiles what planning has compiled, with larger limits"
     ),
     f"{CORE}.step_with_batch_queue": Internal(
         "f9e54683f276", "replaced by `steps.StepQueue`, which begins and ends steps apart"
