@@ -270,7 +270,7 @@ def test_a_data_set_of_the_store_is_named_by_its_place(
     if kind == "parquet":
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with refused("invalid_request", "pip install pyarrow.*None"):
-            list(read_parquet(place))
+            list(read_parquet(place.open("rb")))
 
 
 def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:

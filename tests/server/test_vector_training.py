@@ -167,7 +167,7 @@ PAIR = {"positive": "once upon a time", "negative": "the end"}
 
 def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
-    site = CaptureSite(request.hook, request.layers, request.read)
+    site = CaptureSite.resolve(request.hook, request.layers, request.read, INFO)
     codec = TextCodec.load(str(DEMO_MODEL))
     sides = list_sides(request.pairs)
     sequences = read_sides(sides, request.read, ChatForm(), request.bos, codec)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import obstore
 from obstore.exceptions import (
@@ -150,6 +150,18 @@ class Objects:
             if piece is None:
                 return
             write(bytes(piece))
+
+    def open_file(self, place: str) -> IO[bytes]:
+        """Open an object as a file; one of a bucket is fetched, and removed when it is closed."""
+        if self.is_local:
+            with report_faults(path := self.root / place):
+                return path.open("rb")
+        fetched = self.open_upload()
+        try:
+            self.download(place, fetched.write)
+            return fetched.path.open("rb")
+        finally:
+            fetched.discard()
 
     def write_file(self, upload: Upload, place: str, *, create: bool) -> bool:
         """Store a finished upload at a place; with `create`, return False if an object exists.

@@ -1,7 +1,7 @@
 """`/activations`: the activations of a model over texts, as arrays or as a file."""
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,35 +24,42 @@ from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, 
 from logsteer_server.text.chat import ChatForm, count_chars
 from logsteer_server.text.tokenizer import TextCodec, check_ids
 
+EVERYWHERE = Positions()
 WHOLE = ChatForm(is_whole=True)
 """Rendering of conversations that are read, not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSite:
-    """The activations to read: `hook` of some layers (None: all), as in `Capture`."""
+    """The activations to read of texts: their capture, and how wide one is.
 
-    hook: str
-    layers: Sequence[int] | None
-    read: CaptureRead
-    positions: Positions = field(default_factory=Positions)
+    A mean over all tokens leaves out `bos_id`, the tokenizer's BOS, at a text's beginning.
+    """
+
+    capture: Capture
+    width: int
     bos_id: int | None = None
-    """The tokenizer's BOS, which a mean over all tokens leaves out at a text's beginning."""
 
-    def find_places(self, tokens: Ids) -> Positions:
-        """Return the positions of the tokens that are read."""
-        leaves_bos = self.read == "mean" and self.positions.kind == "all" and len(tokens) > 1
-        if leaves_bos and tokens[0] == self.bos_id:
-            return Positions("slices", ((1, len(tokens)),))
-        return self.positions
+    @classmethod
+    def resolve(
+        cls,
+        hook: str,
+        layers: Sequence[int] | None,
+        read: CaptureRead,
+        info: EngineInfo,
+        positions: Positions = EVERYWHERE,
+        bos_id: int | None = None,
+    ) -> "CaptureSite":
+        """Return the site of a model, of all layers if None are named. Errors: as `find_layers`."""
+        capture = Capture(find_layers(hook, layers, info), hook, read, positions)
+        return cls(capture, info.hook_widths.get(hook, info.hidden_size), bos_id)
 
-    def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
-        """Return the layers in order. Errors: APIError if the model lacks the hook or a layer."""
-        return find_layers(self.hook, self.layers, info)
-
-    def find_width(self, info: EngineInfo) -> int:
-        """Return the numbers of one activation."""
-        return info.hook_widths.get(self.hook, info.hidden_size)
+    def place(self, tokens: Ids) -> Capture:
+        """Return the capture of a text's tokens."""
+        leaves_bos = self.capture.read == "mean" and self.capture.positions.kind == "all"
+        if leaves_bos and len(tokens) > 1 and tokens[0] == self.bos_id:
+            return replace(self.capture, positions=Positions("slices", ((1, len(tokens)),)))
+        return self.capture
 
 
 def read_items(
@@ -96,10 +103,9 @@ def plan_captures(
 ) -> list[PlannedCapture]:
     """Plan one job per sequence, in order; errors name the item in the request.
 
-    Errors: APIError `unsupported_by_engine`, `invalid_request`, `context_too_long`, and
+    Errors: APIError `invalid_request`, `context_too_long`, and
     `payload_too_large` if the engine has no room for a sequence's activations.
     """
-    layers = site.find_layers(info)
     planned: list[PlannedCapture] = []
     num_planned = 0
     for place, tokens in zip(places, sequences, strict=True):
@@ -113,8 +119,7 @@ def plan_captures(
             )
             raise api_error("context_too_long", detail, param=place)
         read = np.array(tokens[excess:], dtype=np.int32)
-        capture = Capture(layers, site.hook, site.read, site.find_places(read))
-        job = CaptureJob(read, capture=capture)
+        job = CaptureJob(read, capture=site.place(read))
         if not len(job.places):
             detail = f"{place}: positions select none of its {len(read)} tokens; choose others."
             raise api_error("invalid_request", detail, param="positions")
@@ -143,10 +148,6 @@ class ChosenSae:
 
     card: SaeCard
     content: StoredContent
-
-    def find_site(self, site: CaptureSite) -> CaptureSite:
-        """Return the site whose activations it encodes, for a request's site."""
-        return replace(site, hook=self.card.hook, layers=[self.card.layer])
 
     def check_width(self, width: int) -> None:
         """Check the width of the model's activations. Errors: APIError `invalid_sae`."""
@@ -183,19 +184,20 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         """Capture all activations in one batch, and encode their features if requested."""
         body, info = self._body, self.info
         planner.cover_text(max(map(_count_chars, body.items)))
-        where, bos_id = place_positions(body.positions), self.codec.bos_id
-        site = CaptureSite(body.hook, body.layers, body.read, where, bos_id)
+        hook, layers = body.hook, body.layers
         if body.sae is not None:
             look_up = self._stores.saes.names.look_up
             self._sae = ChosenSae(*await planner.capacity.call_long(look_up, body.sae))
-            site = self._sae.find_site(site)
+            hook, layers = self._sae.card.hook, [self._sae.card.layer]
+        where = place_positions(body.positions)
+        site = CaptureSite.resolve(hook, layers, body.read, info, where, self.codec.bos_id)
         self._planned = await planner.run(self._plan, site, planner)
         jobs = [capture.job for capture in self._planned]
-        held = count_numbers(jobs, site.find_width(info))
+        held = count_numbers(jobs, site.width)
         if self._sae is None:
             planner.expect_arrays(held + _count_ids(jobs))
         else:
-            self._sae.check_width(site.find_width(info))
+            self._sae.check_width(site.width)
             planner.hold_activations(held)
             numbers = 2 * sum(job.num_rows for job in jobs) * self._sae.count(body.top)
             planner.expect_arrays(numbers + _count_ids(jobs))

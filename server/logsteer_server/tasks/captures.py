@@ -26,12 +26,13 @@ from logsteer_server.keys.caller import Requester
 from logsteer_server.stores.captures import (
     SOURCE,
     CaptureStore,
+    begin_index,
     list_keys,
     name_prefix,
     read_lines,
     refuse_name,
 )
-from logsteer_server.stores.store import digest_request, stamp
+from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.threads import FairTurns
 from logsteer_server.stores.upload import Upload
 from logsteer_server.tasks.capture_job import (
@@ -165,56 +166,43 @@ class CaptureJobs:
         body, name = plan.body, plan.body.name
         asked = body.model_dump(mode="json", exclude={"items", "overwrite"})
         rows = [
-            item if isinstance(item, str) else item.model_dump(mode="json", exclude_none=True)
+            orjson.dumps(
+                item if isinstance(item, str) else item.model_dump(mode="json", exclude_none=True)
+            )
+            + b"\n"
             for item in body.items or ()
         ]
-        data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
-        source = sha256(data).hexdigest() if rows else store.find_source(name)
+        source = sha256(b"".join(rows)).hexdigest() if rows else store.find_source(name)
         if (there := store.find(name)) is not None and not body.overwrite:
             if there.digest == digest_request("capture", rows=source, **asked):
                 return there, False
             raise refuse_name(there)
         if body.source is not None:
             source = store.copy_source(name, body.source.removeprefix("store://"))
+        elif rows:
+            source = store.write_source(name, rows)
         if source is None:
             detail = f"There is no data set: send items, or PUT it to /captures/{name}/source."
             raise api_error("invalid_request", detail, param="items")
         if there is not None:
-            store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
-        if rows:
-            upload = store.receive(name, len(data))
-            try:
-                upload.write(data)
-                store.put_source(name, upload, upload.finish())
-            finally:
-                upload.discard()
+            store.remove(name, lambda file: not file.startswith(SOURCE))
         with store.open_source(name, source) as file:
             total = sum(1 for _ in read_lines(file))
         if not total:
             raise api_error("invalid_request", "The data set has no rows.", param="items")
-        counts = ("documents", "problems", "truncated", "tokens", "rows", "num_shards", "bytes")
-        index = CaptureIndex(
+        index = begin_index(
+            plan.site.capture,
             name=name,
-            state="running",
             model=str(body.model),
             weights_digest=plan.info.weights_digest,
-            layers=list(plan.layers),
-            hook=body.hook,
-            read=body.read,
             dtype=body.dtype,
-            width=plan.width,
+            width=plan.site.width,
             documents_total=total,
-            non_finite=0,
-            seconds=0.0,
-            created=stamp(),
             server=self._host.server,
-            shards=[],
-            failures=[],
             request=asked,
             source=source,
             digest=digest_request("capture", rows=source, **asked),
             changes=plan.changes,
-            **dict.fromkeys(counts, 0),
         )
         store.write_index(index)
         return index, True

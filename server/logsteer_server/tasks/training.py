@@ -124,7 +124,7 @@ def plan_pairs(
     Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
     `max_bytes`.
     """
-    needed = 4 * count * len(site.find_layers(info)) * site.find_width(info)
+    needed = 4 * count * len(site.capture.layers) * site.width
     if needed > max_bytes:
         detail = (
             f"The activations would take {needed} bytes, at most {max_bytes} are allowed: train on "
@@ -323,7 +323,7 @@ class TrainTask(BodyTask[TrainRequest]):
             await self._compare(stored.vectors, planner)
             return
         read: CaptureRead = "mean" if body.read == "mean" else "last"
-        site = CaptureSite(body.hook, body.layers, read, bos_id=self.codec.bos_id)
+        site = CaptureSite.resolve(body.hook, body.layers, read, info, bos_id=self.codec.bos_id)
         sides = list_sides(body.pairs)
         lengths = [len(s) if isinstance(s, str) else count_chars(s) for s in sides]
         planner.cover_text(max(*lengths, *map(len, body.harm_texts)))
@@ -344,7 +344,7 @@ class TrainTask(BodyTask[TrainRequest]):
         known: dict[int, Covariance] = {}
         if measured is not None:
             known = await planner.capacity.call_long(
-                load_covariances, self._stores.captures, measured, site.find_layers(info)
+                load_covariances, self._stores.captures, measured, site.capture.layers
             )
         trained = await planner.capacity.call_long(
             train_vectors, jobs, collector.outputs, folds_N, body.method, bool(body.whiten), known
