@@ -174,8 +174,8 @@ def plan(capture_rows: int, site: CaptureSite | None = None) -> CaptureJob:
     """The job of a text of nine tokens, by an engine with room for so many activations."""
     site = site or CaptureSite.resolve("resid_post", [2, 0], "each", INFO)
     info = replace(INFO, capture_rows=capture_rows)
-    (found,) = plan_captures([list(range(9))], ["items[0]"], site, info, free)
-    return found.job
+    (found,), _ = plan_captures([list(range(9))], ["items[0]"], site, info, free)
+    return found
 
 
 def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None:

@@ -28,11 +28,9 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import ActivationItem
 from logsteer.schemas.captures import CaptureIndex, CaptureProblem, CaptureShard, name_shard
 from logsteer_server.contract.captures import Capture, CapturedActivations
-from logsteer_server.stores.namespace import KEYS_DIRECTORY
-from logsteer_server.stores.objects import PIECE, ObjectEntry, Objects
-from logsteer_server.stores.store import stamp
+from logsteer_server.stores.objects import PIECE, ObjectEntry, Objects, Upload
+from logsteer_server.stores.store import refuse_size, stamp
 from logsteer_server.stores.upkeep import SHARED_BYTES
-from logsteer_server.stores.upload import Upload, refuse_size
 
 log = logging.getLogger(__name__)
 
@@ -328,14 +326,3 @@ class CaptureStore:
             if which(entry.name):
                 with suppress(FileNotFoundError):
                     self.objects.remove(entry.place)
-
-
-def name_prefix(namespace: str | None) -> str:
-    """Return what the places of a namespace begin with."""
-    return "" if namespace is None else f"{KEYS_DIRECTORY}/{namespace}/"
-
-
-def list_keys(objects: Objects) -> list[str | None]:
-    """Return the namespaces that may have data sets of activations: everybody's, and keys'."""
-    parts = [entry.place.split("/") for entry in objects.list(KEYS_DIRECTORY)]
-    return [None, *sorted({own[1] for own in parts if len(own) > 3 and own[2] == DIRECTORY})]

@@ -145,29 +145,21 @@ class CapturePlan:
         steered = [vector.sha256 for vector in vectors]
         return digest_request("changes", steering=steered, used=used, probes=probes)
 
-    def read(self, line: bytes) -> tuple[list[int], bool]:
-        """Return the tokens of a line, and whether some of it is not read. Errors: APIError."""
-        found = read_row(line)
-        if isinstance(found, str) and len(found) > MAX_CHARS:
-            detail = f"It has {len(found)} characters, at most {MAX_CHARS}: split it."
-            raise api_error("payload_too_large", detail)
-        form = ChatForm.of(self.body, is_whole=True)
-        (tokens,) = read_items([found], self.body.bos, self.codec, self.info.vocab_size, form)
-        length = self.body.max_length or len(tokens)
-        return tokens[:length], length < len(tokens)
-
     def plan(self, number: int, line: bytes) -> PlannedDocument:
         """Plan a line; what is wrong with it is its problem."""
-        found = PlannedDocument(number)
+        found, body = PlannedDocument(number), self.body
         try:
-            tokens, found.is_cut = self.read(line)
-            overflow = self.body.on_overflow
-            place = f"document {number}"
-            (planned,) = plan_captures(
-                [tokens], [place], self.site, self.info, lambda _: None, overflow
+            row = read_row(line)
+            if isinstance(row, str) and len(row) > MAX_CHARS:
+                detail = f"It has {len(row)} characters, at most {MAX_CHARS}: split it."
+                raise api_error("payload_too_large", detail)
+            form = ChatForm.of(body, is_whole=True)
+            (tokens,) = read_items([row], body.bos, self.codec, self.info.vocab_size, form)
+            place, length = f"document {number}", body.max_length or len(tokens)
+            (found.job,), (excess,) = plan_captures(
+                [tokens[:length]], [place], self.site, self.info, lambda _: None, body.on_overflow
             )
-            found.job, found.tokens = planned.job, planned.job.tokens
-            found.is_cut = found.is_cut or planned.truncated > 0
+            found.tokens, found.is_cut = found.job.tokens, excess > 0 or length < len(tokens)
         except APIError as error:
             found.problem = error
         return found
@@ -218,6 +210,7 @@ class CaptureTask(Task):
         self.interventions = plan.interventions
         self._width = plan.site.width
         self._documents = documents
+        self.results = []  # documents have their outputs
 
     def check_limits(self, settings: Settings) -> None:
         """Leave the bounds to what plans the slice."""
@@ -231,10 +224,6 @@ class CaptureTask(Task):
         yield Batch(jobs, collector.take)
         for document, output in zip(self._documents, collector.outputs, strict=True):
             document.activations = output.activations
-
-    def report(self) -> dict[str, Any]:
-        """Return nothing: documents have their outputs."""
-        return {}
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import IO, Any
 from weakref import WeakValueDictionary
 
 import orjson
@@ -27,14 +27,12 @@ from logsteer_server.stores.captures import (
     SOURCE,
     CaptureStore,
     begin_index,
-    list_keys,
-    name_prefix,
     read_lines,
     refuse_name,
 )
-from logsteer_server.stores.store import digest_request
+from logsteer_server.stores.objects import Upload
+from logsteer_server.stores.store import digest_request, list_keys, name_prefix
 from logsteer_server.stores.threads import FairTurns
-from logsteer_server.stores.upload import Upload
 from logsteer_server.tasks.capture_job import (
     CaptureHost,
     CaptureJobRun,
@@ -60,21 +58,12 @@ class CaptureJobs:
         self._turns = FairTurns(RUNNING)
         self.find: Callable[[Requester], CaptureStore] = host.namespaces.find_captures
 
-    def _lock(self, place: str) -> asyncio.Lock:
-        return self._locks.setdefault(place, asyncio.Lock())
-
     def start(self) -> None:
         """Resume what this server was computing when it ended."""
         self._launch("", self._resume_all())
 
     def _launch(self, place: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[place] = task = asyncio.create_task(work)
-
-        def forget(_: asyncio.Task[None]) -> None:
-            if self._tasks.get(place) is task:
-                del self._tasks[place]
-
-        task.add_done_callback(forget)
+        self._tasks[place] = asyncio.create_task(work)
 
     async def close(self) -> None:
         """Stop all jobs where they are."""
@@ -82,7 +71,7 @@ class CaptureJobs:
             await self._stop(place)
 
     async def _stop(self, place: str) -> None:
-        if (task := self._tasks.get(place)) is not None:
+        if (task := self._tasks.pop(place, None)) is not None:
             task.cancel()
             await asyncio.wait([task])
 
@@ -131,7 +120,7 @@ class CaptureJobs:
         """Store a data set; errors: APIError `exists` where something else was captured of one."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             digest = await self._threads.run(upload.finish)
             there = await self._threads.run(store.find, name)
             if there is not None and there.source != digest:
@@ -139,9 +128,9 @@ class CaptureJobs:
                     raise refuse_name(there)
                 await self._stop(place)
                 await self._threads.run(store.remove, name)
-            documents = await self._threads.run(_count_lines, upload)
-            if await self._threads.run(store.find_source, name) != digest:
-                await self._threads.run(store.put_source, name, upload, digest)
+            with upload.path.open("rb") as file:
+                documents = await self._threads.run(_count_lines, file)
+            await self._threads.run(store.put_source, name, upload, digest)
         return CaptureSource(name=name, sha256=digest, documents=documents, bytes=upload.size)
 
     async def begin(self, body: CaptureRequest, caller: Requester) -> CaptureIndex:
@@ -154,7 +143,7 @@ class CaptureJobs:
         body = body.model_copy(update={"model": model.id})
         plan = await self._host.capacity.call_long(CapturePlan.make, body, model, stores)
         place = store.locate(body.name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             if body.overwrite:
                 await self._stop(place)
             index, is_new = await self._threads.run(self._write_first, store, plan)
@@ -187,7 +176,7 @@ class CaptureJobs:
         if there is not None:
             store.remove(name, lambda file: not file.startswith(SOURCE))
         with store.open_source(name, source) as file:
-            total = sum(1 for _ in read_lines(file))
+            total = _count_lines(file)
         if not total:
             raise api_error("invalid_request", "The data set has no rows.", param="items")
         index = begin_index(
@@ -211,12 +200,10 @@ class CaptureJobs:
         """Pause a job, or resume one here; one that is done stays so."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             index = await self._threads.run(store.read, name)
             if state == "running":
                 self._host.models.find(index.model)
-                if self._host.is_own(index) and place in self._tasks:
-                    return index
             await self._stop(place)
             index = await self._threads.run(store.read, name)
             if index.state != "done":
@@ -231,7 +218,7 @@ class CaptureJobs:
         """Stop a job, and remove all of its files, its data set too."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             source = await self._threads.run(store.find_source, name)
             if source is None:
                 await self._threads.run(store.read, name)
@@ -240,6 +227,5 @@ class CaptureJobs:
         return Deleted(name=name, sha256=source)
 
 
-def _count_lines(upload: Upload) -> int:
-    with upload.path.open("rb") as file:
-        return sum(1 for _ in read_lines(file))
+def _count_lines(file: IO[bytes]) -> int:
+    return sum(1 for _ in read_lines(file))

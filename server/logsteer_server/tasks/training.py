@@ -132,8 +132,7 @@ def plan_pairs(
         )
         raise api_error("payload_too_large", detail)
     places = map(name_side, range(count))
-    planned = plan_captures(sequences, places, site, info, cover)
-    return [capture.job for capture in planned]
+    return plan_captures(sequences, places, site, info, cover)[0]
 
 
 def train_vectors(
@@ -230,7 +229,7 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     """
     cards = [
         card
-        for card in store.files.list_all().cards
+        for card in store.list_all().cards
         if (card.hook, card.width) == (vectors.hook, vectors.width)
         and card.name != name
         and vectors.layers.keys() & set(card.layers)
@@ -305,7 +304,7 @@ class TrainTask(BodyTask[TrainRequest]):
         """Capture all activations in one batch, then train and store."""
         body = self._body
         store = self._stores.vectors
-        store.files.check_writing(body.name)
+        own = store.of_writable(body.name)
         info = self.info
         asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
         weights = {"model": self.model.id, "weights_digest": info.weights_digest}
@@ -315,7 +314,7 @@ class TrainTask(BodyTask[TrainRequest]):
         made = measured.created if measured else None
         request = digest_request("train", **asked, **weights, measured=made)
         repeated = await planner.capacity.call_long(
-            store.files.find_repeat, body.name, request, overwrite=body.overwrite
+            own.find_repeat, body.name, request, overwrite=body.overwrite
         )
         if repeated is not None:
             self._card = repeated
