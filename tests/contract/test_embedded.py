@@ -18,10 +18,7 @@ from logsteer_server.contract.jobs import Policy
 from logsteer_server.embedded import FEATURES, DifferentiableRows, LocalModel
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, Rows, RowSpec, read_rows
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import VECTORS, Store
-from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.stores.vectors import open_vectors
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import load_model, save_model
 from tests.contract.tlens_cases import OTHERS, draw_ids, draw_vector
@@ -192,7 +189,7 @@ def test_steering_is_that_of_requests_and_in_the_gradient(
     check_same(found, wanted)
     name = "model.layers.0.mlp.up_proj.weight"
     assert (found[name] - plain[name]).abs().max() > 0.1 * plain[name].abs().max()
-    store = VectorStore(Namespace(Store(VECTORS, Objects(tmp_path), 2**20)))
+    store = open_vectors(tmp_path, 2**20)
     about = VectorAbout(source="upload")
     store.put("mood", LayerVectors({LAYER: V}), about)
     named = {"vectors": [{"name": "mood"}], "positions": "completion"}

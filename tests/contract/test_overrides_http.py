@@ -225,7 +225,7 @@ def test_bad_gradients_are_refused(
 
 
 UPLOADS: dict[str, tuple[bytes, int, str, str]] = {
-    "empty": (b"", 422, "invalid_vector", "empty"),
+    "empty": (b"", 422, "invalid_vector", "cannot be read"),
     "no safetensors": (b"hello there, world", 422, "invalid_vector", "not a safetensors"),
     "unknown name": (save({"blocks.0.W": torch.ones(2)}), 422, "invalid_vector", "no parameter"),
     "shape": (save({"model.norm.weight": torch.ones(2)}), 422, "invalid_vector", "[2], the"),

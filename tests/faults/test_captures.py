@@ -24,7 +24,7 @@ from logsteer.extras.datasets import RowLines
 from logsteer.schemas import CaptureCard
 from logsteer.schemas.captures import CaptureReduce
 from logsteer_server.stores.captures import read_parquet
-from logsteer_server.stores.layer_vectors import parse_content
+from logsteer_server.stores.layer_vectors import parse_safetensors
 from logsteer_server.tasks.reduction import Reduction
 from tests.buckets import open_bucket
 from tests.conftest import VOCAB_SIZE, fake_model, vllm_model
@@ -269,8 +269,8 @@ def test_a_data_set_of_the_store_is_named_by_its_place(
     assert client.captures.index(name) == found, "what cannot be read replaces nothing"
     if kind == "parquet":
         monkeypatch.setitem(sys.modules, "pyarrow", None)
-        with refused("invalid_request", "pip install pyarrow.*None"):
-            list(read_parquet(place))
+        with refused("invalid_request", "pip install pyarrow.*None"), place.open("rb") as file:
+            list(read_parquet(file))
 
 
 def test_a_long_token_at_any_layer_is_a_sink_of_its_document() -> None:
@@ -296,7 +296,7 @@ def test_a_vector_is_whitened_by_the_covariance_of_a_capture(client: Client) -> 
     apart_D = x_ND[0::2].mean(0) - x_ND[1::2].mean(0)
     covariance_DD = load(client.captures.statistics("background"))["covariance.1"]
     expected_D = np.linalg.solve(covariance_DD, apart_D)
-    found_D = parse_content(client.vectors.download("whitened")).layers[1]
+    found_D = parse_safetensors(client.vectors.download("whitened")).layers[1]
     cosine = found_D @ expected_D / np.linalg.norm(found_D) / np.linalg.norm(expected_D)
     assert cosine > 0.999
     for name, options, match in (

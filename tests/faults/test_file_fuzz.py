@@ -32,7 +32,7 @@ from logsteer_server.stores.layer_vectors import (
     READOUTS,
     LayerVectors,
     Readout,
-    parse_content,
+    parse_safetensors,
     render_readouts,
 )
 from logsteer_server.stores.objects import Objects
@@ -218,7 +218,7 @@ def read_vectors(data: bytes, _place: Path) -> None:
     except APIError:
         name = "gguf" if b"direction" in data else "safetensors"
     read = vector_file.read_file(data, name)
-    assert parse_content(read.vectors.content) == read.vectors
+    assert parse_safetensors(read.vectors.content) == read.vectors
 
 
 def read_override(data: bytes, place: Path) -> None:

@@ -73,10 +73,10 @@ def test_a_mean_leaves_sinks_out_and_says_which() -> None:
     capture = Capture((3, 5), "resid_post", "mean", Positions("slices", ((1, 5),)))
     found = finish_capture(capture, capture.find_places(6, 6, 6), activations_LTD)
     assert (found.activations_LTD.tolist(), found.sinks) == ([[[1, 1]], [[1, 1]]], {5: [3]})
-    site = CaptureSite("resid_post", None, "mean", bos_id=BOS)
-    assert site.find_places(np.array([BOS, 5, 6], np.int32)).slices == ((1, 3),)
+    site = CaptureSite(Capture((3,), read="mean"), 2, BOS)
+    assert site.place(np.array([BOS, 5, 6], np.int32)).positions.slices == ((1, 3),)
     for tokens in ([5, 6], [BOS]):
-        assert site.find_places(np.array(tokens, np.int32)).kind == "all"
+        assert site.place(np.array(tokens, np.int32)).positions.kind == "all"
 
 
 def search(num_pairs: int = 6, folds: bool = True) -> EffectSearch:

@@ -37,7 +37,7 @@ from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.respond import encode_event, run_within
 from logsteer_server.api.routes import resources
-from logsteer_server.api.routes.resources import UploadLimit, open_upload, write_body
+from logsteer_server.api.routes.resources import open_upload, write_body
 from logsteer_server.api.routing import (
     BODY_MEMORY,
     MAX_BRACKETS,
@@ -499,19 +499,18 @@ def test_a_body_reserves_memory_as_it_comes_up_to_its_limit() -> None:
 def test_an_upload_is_taken_up_to_its_limit(
     announced: int | None, sizes: list[int], is_taken: bool
 ) -> None:
-    calls, limit = Calls(), UploadLimit(10, "setting")
-    store = SimpleNamespace(receive=lambda *_: calls)
+    calls, limit = Calls(), "max_body_bytes"
 
     async def upload() -> None:
         request = request_of([b"x" * size for size in sizes], announced=announced)
-        async with open_upload(request, store, "name", limit, calls) as file:  # type: ignore[arg-type]
-            await write_body(request, file, limit, calls)  # type: ignore[arg-type]
+        async with open_upload(request, lambda *_: calls, "name", calls, limit) as file:  # type: ignore[arg-type]
+            await write_body(request, file, calls, limit)  # type: ignore[arg-type]
 
     if is_taken:
         asyncio.run(upload())
         assert ("write", b"x" * 10) in calls.given
     else:
-        with refused("payload_too_large", "larger than 10 bytes: raise setting"):
+        with refused("payload_too_large", "larger than 10 bytes: raise max_body_bytes"):
             asyncio.run(upload())
 
 
@@ -519,7 +518,7 @@ def test_an_upload_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(resources, "WRITTEN_AT_ONCE", 4)
     upload, threads = Calls(), Calls()
     request = request_of([b"123", b"45", b"6", b"7"])
-    asyncio.run(write_body(request, upload, UploadLimit(10, "setting"), threads))  # type: ignore[arg-type]
+    asyncio.run(write_body(request, upload, threads, "max_body_bytes"))  # type: ignore[arg-type]
     assert list(upload.given) == [
         ("check", 3), ("check", 5), ("write", b"12345"), ("check", 6), ("check", 7),
         ("write", b"67"),

@@ -32,10 +32,7 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
-from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import VECTORS, Store
-from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.stores.vectors import open_vectors
 from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.planning import Capacity, Planner
@@ -188,7 +185,7 @@ LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_text_longer_than_the_limit_is_refused(name: str, tmp_path: Path) -> None:
-    vectors = VectorStore(Namespace(Store(VECTORS, Objects(tmp_path), 2**20)))
+    vectors = open_vectors(tmp_path, 2**20)
     stores = replace(STORES, vectors=vectors)
     for body in LONG_TEXTS[name]:
         request = ENDPOINTS[name].request

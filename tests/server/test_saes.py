@@ -17,7 +17,7 @@ from logsteer import APIError, Client, InvalidRequestError
 from logsteer.errors import NotFoundError
 from logsteer.schemas.steering import parse_vector
 from logsteer_server.numerics import sae
-from logsteer_server.stores.formats.sae_file import SAE_KEY, SaeFile, SaeUpload, check_sae, join_sae
+from logsteer_server.stores.formats.sae_file import SAE_KEY, SaeFile, check_sae, join_sae
 from tests.conftest import Server
 from tests.refusals import refused
 
@@ -50,12 +50,13 @@ def save_sae(directory: Path, config: dict[str, Any], tensors: Tensors | None = 
     return directory
 
 
-def join(directory: Path, **fields: Any) -> Path:
+def join(directory: Path, labels: bytes | None = None, **fields: Any) -> Path:
     """The file that the store has."""
-    about = SaeUpload((directory / "cfg.json").read_bytes(), **fields)
+    config, place = (directory / "cfg.json").read_bytes(), {"layer": None, "activation_scale": None}
     joined = directory / "joined.safetensors"
     with joined.open("wb") as file:
-        join_sae(about, BytesIO((directory / "sae_weights.safetensors").read_bytes()), file.write)
+        weights = BytesIO((directory / "sae_weights.safetensors").read_bytes())
+        join_sae(config, labels, place | fields, weights, file.write)
     return joined
 
 
@@ -220,7 +221,7 @@ NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
         ({"architecture": "topk"}, {}, {}, "topk takes 1 to"),
         ({"architecture": "topk", "k": 10**30}, {}, {}, "topk takes 1 to 40"),
         ({"hook_name": f"blocks.{10**30}.hook_resid_post"}, {}, {}, "there is no layer"),
-        ({"model_name": "\ud800"}, {}, {}, "JSON cannot be read"),
+        ({"model_name": "\ud800"}, {}, {}, "surrogates not allowed"),
         ({"x": "y" * 70_000}, {}, {}, "cfg.json has more than 65536 bytes"),
         ({}, {f"t{n}": torch.ones(1) for n in range(60)}, {}, "it has 68 tensors, at most 64"),
         ({"normalize_activations": "zscore"}, {}, {}, "'zscore' is not known"),
@@ -243,9 +244,9 @@ NAN = {"b_enc": torch.full((SIZE,), float("nan"))}
         ({"architecture": "jumprelu"}, {"threshold": None}, {}, "no tensor threshold"),
         ({}, {}, {"labels": b"[]"}, "no object of feature"),
         ({}, {}, {"labels": b'{"40": "far"}'}, "feature 40, and there are 0 to 39"),
-        ({}, {}, {"labels": b'{"a": "b"}'}, "give id -> text"),
-        ({}, {}, {"labels": b"{"}, "JSON cannot be read"),
-        ({}, {}, {"labels": b'{"1": "\\ud800"}'}, "JSON cannot be read"),
+        ({}, {}, {"labels": b'{"a": "b"}'}, "String should match pattern"),
+        ({}, {}, {"labels": b"{"}, "no object of feature -> text"),
+        ({}, {}, {"labels": b'{"1": "\\ud800"}'}, "no object of feature -> text"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(
@@ -261,15 +262,15 @@ def test_features_that_are_no_vector_are_refused(tmp_path: Path) -> None:
     with refused("invalid_sae", f"feature {WIDTH}: .*every number is 0"):
         file.read_vectors(WIDTH, reads=False)
     file = open_sae(tmp_path / "far", CONFIGS["gated"], r_mag=torch.full((SIZE,), 1e4))
-    with refused("invalid_sae", "feature 0: math range error"):
+    with refused("invalid_sae", "feature 0: its readout is beyond float32"):
         file.read_vectors(0, reads=True)
 
 
 def test_json_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
     text = '{"config": ' + "[" * 100_000 + "]" * 100_000 + "}"
     (tmp_path / "joined").write_bytes(save({"a": draw()["b_enc"]}, {SAE_KEY: text}))
-    with refused("invalid_sae"):
-        SaeFile(tmp_path / "joined")
+    with refused("invalid_sae", "nested too deeply"):
+        check_sae(tmp_path / "joined")
 
 
 @pytest.fixture

@@ -172,18 +172,18 @@ def test_no_row_is_given_out_twice(counts: list[int]) -> None:
 
 def plan(capture_rows: int, site: CaptureSite | None = None) -> CaptureJob:
     """The job of a text of nine tokens, by an engine with room for so many activations."""
-    site = site or CaptureSite("resid_post", [2, 0], "each")
+    site = site or CaptureSite.resolve("resid_post", [2, 0], "each", INFO)
     info = replace(INFO, capture_rows=capture_rows)
-    (found,) = plan_captures([list(range(9))], ["items[0]"], site, info, free)
-    return found.job
+    (found,), _ = plan_captures([list(range(9))], ["items[0]"], site, info, free)
+    return found
 
 
 def test_a_text_that_the_buffer_cannot_hold_is_refused_with_what_to_do() -> None:
     assert plan(18).num_rows == 9
     with refused("payload_too_large", r"items\[0\]: 18 activations .* capture_bytes"):
         plan(17)
-    assert plan(17, CaptureSite("resid_post", [2, 0], "last"))
-    some = CaptureSite("resid_post", None, "each", Positions("slices", ((1, 3),)))
+    assert plan(17, CaptureSite.resolve("resid_post", [2, 0], "last", INFO))
+    some = CaptureSite.resolve("resid_post", None, "each", INFO, Positions("slices", ((1, 3),)))
     assert plan(8, some).capture.layers == (0, 1, 2, 3)
 
 

@@ -37,14 +37,13 @@ from logsteer_server.stores import objects as objects_module
 from logsteer_server.stores import store as store_module
 from logsteer_server.stores.contents import ContentFiles, DamagedContentError, JobContents
 from logsteer_server.stores.objects import Objects, check_store_directory
-from logsteer_server.stores.store import KINDS, OVERRIDES, Kind, Store, StoreListing
+from logsteer_server.stores.store import KINDS, OVERRIDES, Kind, Store, StoredContent, StoreListing
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upkeep import read_disk, sweep
-from logsteer_server.stores.upload import remove_left_overs
 from tests.buckets import Bucket, open_bucket
 from tests.conftest import ROOT
 from tests.refusals import refused
-from tests.server.store_cases import make_content, put_content, read_state
+from tests.server.store_cases import make_content, put_content, read_content, read_state
 
 MIB = 2**20
 SIZE = len(make_content(1))
@@ -104,8 +103,8 @@ def test_what_is_put_comes_back_on_another_server(open_store: Open, kind: Kind[A
     again = open_store(kind)
     found = again.look_up("step.1")[1]
     assert (found.name, found.sha256) == ("step.1", card.sha256)
-    assert again.read(found) == make_content(1)
-    by_content = again.find_content(card.sha256)[1]
+    assert read_content(again, "step.1") == make_content(1)
+    by_content = again.look_up_content(card.sha256)[1]
     assert (by_content.name, by_content.source) == (None, found.source)
     assert Path(found.source).is_absolute() == store.objects.is_local
     assert again.look_up("step.1")[0] == card
@@ -143,11 +142,11 @@ def test_servers_see_what_others_changed(store: Store[Any], open_store: Open) ->
     put_content(store, "a", make_content(2))
     assert other.look_up("a")[1].sha256 == store.look_up("c")[1].sha256
     other.delete("c")
-    assert store.read(store.look_up("a")[1]) == make_content(2)
+    assert read_content(store, "a") == make_content(2)
     assert other.list_all() == store.list_all()
     assert read_state(other) == {"a": make_content(2)}
     with pytest.raises(NotFoundError):
-        store.find_content(hashlib.sha256(make_content(1)).hexdigest())
+        store.look_up_content(hashlib.sha256(make_content(1)).hexdigest())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -309,14 +308,13 @@ def test_a_damaged_content_is_told_and_replaced(
     again = open_store()
     assert again.list_all().damaged == ([] if damage == "turned" else ["a", "b"])
     with pytest.raises(APIError, match=r"content of .*'a' is damaged: PUT") as caught:
-        again.read(again.look_up("a")[1])
+        read_content(again, "a")
     assert str(again.objects.root) not in str(caught.value)
-    put_content(again, "a", make_content(1), "r", overwrite=damage == "turned")
+    put_content(again, "a", make_content(1), "r")
     assert read_state(again) == {"a": make_content(1), "b": make_content(1)}
 
 
 def test_large_contents_go_in_parts(store: Store[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects_module, "MULTIPART_BYTES", 100)
     monkeypatch.setattr(objects_module, "PIECE", 150)
     put_content(store, "a", make_content(1))
     put_content(store, "b", make_content(1), "r", overwrite=False)
@@ -433,9 +431,10 @@ def test_a_content_is_fetched_once(own_bucket: Bucket, tmp_path: Path) -> None:
     for _ in range(8):
         files.release(own[0])
     assert count_users(files) == [0]
-    assert remove_left_overs(files._objects.uploads, 0.0) == []
+    files._objects.remove_left_overs(0.0)
+    assert path.exists()
     own_bucket.stop()
-    with files.open(*own):
+    with files.open(OVERRIDES, StoredContent(None, *own)):
         pass
     files.close()
     assert list(files._objects.uploads.iterdir()) == []
@@ -447,16 +446,16 @@ def test_the_one_unused_for_longest_goes_and_what_is_in_use_stays(
     files = open_in(own_bucket, tmp_path)
     added = [add(files._objects, seed) for seed in range(4)]
     for own in (*added[:3], added[0]):
-        with files.open(*own):
+        with files.open(OVERRIDES, StoredContent(None, *own)):
             pass
-    with files.open(*added[3]):
+    with files.open(OVERRIDES, StoredContent(None, *added[3])):
         assert list_kept(files) == {added[n][0] for n in (0, 2, 3)}
     held = [files.hold(*own) for own in added[:3]]
     with pytest.raises(OverloadedError, match="store_cache_bytes"):
         files.hold(*added[3])
     assert all(path.exists() for path in held)
     files.release(added[1][0])
-    with files.open(*added[3]):
+    with files.open(OVERRIDES, StoredContent(None, *added[3])):
         assert list_kept(files) == {added[n][0] for n in (0, 2, 3)}
     with pytest.raises(PayloadTooLargeError, match="raise store_cache_bytes"):
         open_in(own_bucket, tmp_path / "small", CONTENT_BYTES - 1).hold(*added[0])
@@ -484,12 +483,14 @@ def test_what_a_killed_process_had_fetched_is_removed(own_bucket: Bucket, tmp_pa
     )  # fmt: skip
     try:
         assert process.stdout.readline() == b"held\n"
-        assert remove_left_overs(objects.uploads, 0.0) == []
+        objects.remove_left_overs(0.0)
+        assert len(list(objects.uploads.iterdir())) == 1
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    assert len(remove_left_overs(objects.uploads, 0.0)) == 1
+    objects.remove_left_overs(0.0)
+    assert not list(objects.uploads.iterdir())
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -498,7 +499,7 @@ def test_what_is_damaged_is_refused(own_bucket: Bucket, tmp_path: Path, is_local
     files = ContentFiles(objects, 3 * CONTENT_BYTES)
     sha256, source = add(objects, 1)
     place = f"overrides/contents/{sha256}-7.safetensors"
-    with files.open(sha256, source) as path:
+    with files.open(OVERRIDES, StoredContent(None, sha256, source)) as path:
         assert path.read_bytes() == bytes([1]) * CONTENT_BYTES
     objects.write(bytes([1]) * (CONTENT_BYTES - 1) + b"x", place, create=False)
     files.close()
@@ -506,7 +507,7 @@ def test_what_is_damaged_is_refused(own_bucket: Bucket, tmp_path: Path, is_local
         with pytest.raises(DamagedContentError):
             files.hold(sha256, source)
     objects.write(bytes([1]) * CONTENT_BYTES, place, create=False)
-    with files.open(sha256, source) as path:
+    with files.open(OVERRIDES, StoredContent(None, sha256, source)) as path:
         assert path.read_bytes() == bytes([1]) * CONTENT_BYTES
     objects.remove(place)
     fresh = ContentFiles(

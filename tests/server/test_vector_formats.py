@@ -83,8 +83,8 @@ def test_readouts_come_back() -> None:
         ('{"two": {"kind": "relu", "slope": 1, "bias": 0}}', "map layers to readouts"),
         ('{"2": {"kind": "relu", "slope": 1}}', "map layers to readouts"),
         ('{"2": {"kind": "relu", "slope": 1, "bias": 0, "more": 0}}', "map layers to readouts"),
-        ('{"2": {"kind": "relu", "slope": NaN, "bias": 0}}', "slope is nan"),
-        ('{"2": {"kind": ["relu"], "slope": 1, "bias": 0}}', "kind is"),
+        ('{"2": {"kind": "relu", "slope": NaN, "bias": 0}}', "map layers to readouts"),
+        ('{"2": {"kind": ["relu"], "slope": 1, "bias": 0}}', "map layers to readouts"),
         ('{"9": {"kind": "relu", "slope": 1, "bias": 0}}', "a readout for layer 9"),
     ],
 )
@@ -204,13 +204,8 @@ WHOLE = render_gguf({1: NUMBERS[1], 2: NUMBERS[2]}, "llama")
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "announces 1152921504606846976 tensors"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "1152921504606846976 fields"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "9223372036854775808 bytes"),
-        (
-            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**50),
-            "1125899906842624 bytes",
-        ),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), "array of type 9"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 2**40), "strings"),
-        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), "unknown type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**50), "'a' has type 9"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), "'a' has type 77"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(8), "no layers"),
         (WHOLE[:-1], "ends too early"),
         (patch_gguf(WHOLE, b"\rcontrolvector"[1:], b"llama-unknown"), "so it is a model"),
@@ -231,10 +226,6 @@ WHOLE = render_gguf({1: NUMBERS[1], 2: NUMBERS[2]}, "llama")
                 WHOLE, struct.pack("<IQIQ", 1, 8, 0, 0), struct.pack("<IQIQ", 1, 8, 0, 2**62)
             ),
             "ends too early",
-        ),
-        (
-            patch_gguf(WHOLE, struct.pack("<II", 4, 2), struct.pack("<II", 4, 1)),
-            "layer_count is 1, but 2 directions",
         ),
     ],
 )

@@ -19,9 +19,7 @@ from logsteer.schemas import LayerQuality, Recommendation, TrainMethod, TrainReq
 from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import VECTORS, Store
-from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.stores.vectors import open_vectors
 from logsteer_server.tasks import training
 from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.training import (
@@ -167,7 +165,7 @@ PAIR = {"positive": "once upon a time", "negative": "the end"}
 
 def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
-    site = CaptureSite(request.hook, request.layers, request.read)
+    site = CaptureSite.resolve(request.hook, request.layers, request.read, INFO)
     codec = TextCodec.load(str(DEMO_MODEL))
     sides = list_sides(request.pairs)
     sequences = read_sides(sides, request.read, ChatForm(), request.bos, codec)
@@ -410,7 +408,7 @@ def test_cosines_between_layers() -> None:
 
 
 def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
+    store = open_vectors(tmp_path, 2**20)
     for name, vectors in {
         "same": LayerVectors({1: np.array([2.0, 0, 0]), 2: np.array([0, 0, 1.0])}),
         "against": LayerVectors({1: np.array([-9.0, 1, 0])}),
@@ -435,7 +433,7 @@ def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found = find_similar("own", new, store)
     assert [one.name for one in found.layers["1"]] == ["across"]  # the latest
     assert (found.compared, found.left_out) == (1, 3)
-    path = Path(store.files.look_up("near")[1].source)
+    path = Path(store.look_up("near")[1].source)
     path.write_bytes(path.read_bytes()[::-1])
-    fresh = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
+    fresh = open_vectors(tmp_path, 2**20)
     assert find_similar("own", new, fresh).left_out == 1

@@ -15,7 +15,7 @@ from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.stores.formats.vector_file import read_file
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, parse_safetensors
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server
 
@@ -61,7 +61,7 @@ def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> No
     assert answer.headers["content-disposition"] == 'attachment; filename="happy.safetensors"'
     assert answer.headers["etag"] == f'"{card.sha256}"'
     assert hashlib.sha256(answer.content).hexdigest() == card.sha256
-    assert parse_content(answer.content) == VECTORS
+    assert parse_safetensors(answer.content) == VECTORS
     assert client.vectors.download("happy") == answer.content
     known = {"If-None-Match": answer.headers["etag"]}
     assert http.get("/vectors/happy/content", headers=known).status_code == 304
@@ -128,7 +128,7 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
         return found.activations_LTD.mean(1, dtype=float)
 
     expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
-    vectors = parse_content(client.vectors.download("happy"))
+    vectors = parse_safetensors(client.vectors.download("happy"))
     assert list(vectors.layers) == [0, 2]
     assert np.allclose(np.stack(list(vectors.layers.values())), expected, atol=1e-6)
     about = answer.vector.about
@@ -170,11 +170,11 @@ def test_combining(client: Client) -> None:
     client.vectors.put("a", VECTORS.content)
     client.vectors.put("b", LayerVectors({3: np.ones(16)}).content)
     card = client.vectors.combine("sum", {"a": 2.0, "b": -1})
-    summed = parse_content(client.vectors.download("sum"))
+    summed = parse_safetensors(client.vectors.download("sum"))
     assert summed.layers[3].tolist() == [-2.0 * n - 1 for n in range(1, 17)]
     assert [part.weight for part in card.about.parts or []] == [2.0, -1.0]
     client.vectors.combine("apart", {"a": 1.0}, orthogonal_to=["b"])
-    apart = parse_content(client.vectors.download("apart"))
+    apart = parse_safetensors(client.vectors.download("apart"))
     assert abs(apart.layers[3].sum()) < 1e-4
     assert np.array_equal(apart.layers[1], VECTORS.layers[1])
     with pytest.raises(NotFoundError, match="'c'"):
@@ -193,7 +193,7 @@ def test_combining(client: Client) -> None:
 @pytest.mark.parametrize(
     ("body", "query", "reason"),
     [
-        (b"", "", "the body is empty"),
+        (b"", "", "neither safetensors nor GGUF"),
         (b"hello, this is text", "", "neither safetensors nor GGUF"),
         (b"hello, this is text", "?format=gguf", "does not begin as GGUF"),
         (LayerVectors({1: np.ones(3)}).content[:-2], "", "cannot be read"),

@@ -12,7 +12,7 @@ Axis letters: N rows of all items, T rows of one item, D width of an activation.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
-_FEATURES = ("feature_ids", "feature_activations")
-_SIDE = ("row_starts", "token_ids", "token_starts", "positions", *_FEATURES)
-"""Tensors that are no activations."""
+_OF_ROWS = ("positions", "feature_ids", "feature_activations")
 
 
 @dataclass(frozen=True)
@@ -74,41 +72,39 @@ class Activations(list[ActivationsOfItem]):
 
     def __init__(self, file: bytes) -> None:
         super().__init__()
+        self.file = file
         try:
             tensors, metadata = read_tensors(file)
             document = json.loads(metadata["answer"])
             self.answer = ActivationsHeader.model_validate(document)
-            self._items: list[dict[str, Any]] = document["results"]
             self.row_starts: Ids = tensors["row_starts"]
-            self._token_starts: Ids = tensors["token_starts"]
-            self._token_ids: Ids = tensors["token_ids"]
-            self._positions: Ids | None = tensors.get("positions")
             self.feature_ids: Ids | None = tensors.get("feature_ids")
             self.feature_activations: Floats | None = tensors.get("feature_activations")
-            layers = {int(n.rpartition(".")[2]): tensors[n] for n in tensors if n not in _SIDE}
+            layers = {int(n.rpartition(".")[2]): tensors[n] for n in tensors if "." in n}
             self.layers: dict[int, Floats] = dict(sorted(layers.items()))
+            for item, (first, end) in zip(
+                document["results"], pairwise(tensors["token_starts"].tolist()), strict=True
+            ):
+                rows = slice(*self.row_starts[len(self) : len(self) + 2].tolist())
+                own = {n: a[rows] for n, a in tensors.items() if n in _OF_ROWS}
+                self.append(
+                    ActivationsOfItem(
+                        {layer: array[rows] for layer, array in self.layers.items()},
+                        tensors["token_ids"][first:end],
+                        own.get("positions"),
+                        item["truncated_tokens"],
+                        item["flags"],
+                        {int(layer): places for layer, places in item["sinks"].items()},
+                        own.get("feature_ids"),
+                        own.get("feature_activations"),
+                    )
+                )
         except (KeyError, ValueError, TypeError, ValidationError) as error:
             raise AnswerError(f"no file of /activations: {error}") from error
-        self.file = file
-        self += map(self._cut, range(len(self.row_starts) - 1))
 
     def __repr__(self) -> str:
         rows = int(self.row_starts[-1])
         return f"<Activations: {len(self)} texts, {rows} rows, layers {sorted(self.layers)}>"
-
-    def _cut(self, index: int) -> ActivationsOfItem:
-        rows = slice(*self.row_starts[index : index + 2].tolist())
-        read = slice(*self._token_starts[index : index + 2].tolist())
-        return ActivationsOfItem(
-            {layer: array[rows] for layer, array in self.layers.items()},
-            self._token_ids[read],
-            None if self._positions is None else self._positions[rows],
-            self._items[index]["truncated_tokens"],
-            self._items[index]["flags"],
-            {int(layer): places for layer, places in self._items[index]["sinks"].items()},
-            None if self.feature_ids is None else self.feature_ids[rows],
-            None if self.feature_activations is None else self.feature_activations[rows],
-        )
 
     def save(self, path: str | Path) -> None:
         """Write the file, which `open_activations` and any reader of safetensors reads."""
@@ -146,15 +142,11 @@ class Activations(list[ActivationsOfItem]):
 
         found = []
         for item, one in enumerate(self):
-            norms = {
-                f"norm@{layer}": np.linalg.norm(rows, axis=1).tolist()
-                for layer, rows in one.layers.items()
-            }
             # A mean has no position.
             places = [None] if one.positions is None else one.positions.tolist()
             for row, place in enumerate(places):
                 token = None if place is None else int(one.token_ids[place])
-                sizes = {name: values[row] for name, values in norms.items()}
+                sizes = {f"norm@{n}": float(np.linalg.norm(x[row])) for n, x in one.layers.items()}
                 found.append({"item": item, "position": place, "token_id": token, **sizes})
         return found
 
@@ -205,9 +197,7 @@ class ActivationShards:
         try:
             index = CaptureIndex.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            where = ".".join(map(str, fault["loc"])) or "all of it"
-            detail = f"{path} is not an index of a capture: {where}: {fault['msg']}"
+            detail = f"{path} is not an index of a capture: {error}"
             raise InvalidRequestError("invalid_request", detail, param="directory") from error
         return cls(index, lambda number: (path.parent / name_shard(number)).read_bytes())
 

@@ -40,11 +40,8 @@ from logsteer_server.interventions.interventions import check_reach
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.rows import COLUMNS, POLICY_COLUMNS, PUBLIC_COLUMNS, Rows
 from logsteer_server.numerics.sampling import is_greedy, log_softmax
-from logsteer_server.stores.contents import ContentFiles
-from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import SAES, VECTORS, Store
-from logsteer_server.stores.vectors import SaeStore, StoredVectors, VectorStore
+from logsteer_server.stores.store import VECTORS
+from logsteer_server.stores.vectors import StoredVectors, VectorStore, open_vectors
 
 FEATURES = (
     "surprisal", "rb_entropy", "top1_prob", "margin", "head_mass", "log_effective_support",
@@ -407,10 +404,7 @@ def _open_vectors(directory: Path) -> VectorStore:
     """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is not a server's store_directory; it has none")
-    objects = Objects(directory)
-    saes = SaeStore(Namespace(Store(SAES, objects, max_bytes=0)), ContentFiles(objects, 0))
-    vectors = Namespace(Store(VECTORS, objects, max_bytes=0))  # it only reads
-    return VectorStore(vectors, features=saes)
+    return open_vectors(directory)  # it only reads
 
 
 @contextmanager

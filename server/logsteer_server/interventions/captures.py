@@ -9,7 +9,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import ActivationFields, StoredActivations
-from logsteer.schemas.captures import CaptureIndex, CaptureShard, name_shard
+from logsteer.schemas.captures import CaptureIndex
 from logsteer_server.contract.batches import OutputPart
 from logsteer_server.contract.captures import Capture, CapturedActivations
 from logsteer_server.contract.engine import EngineInfo
@@ -17,15 +17,16 @@ from logsteer_server.contract.jobs import GenerateOutput, Job
 from logsteer_server.contract.plan import Positions
 from logsteer_server.interventions.steering import FindIds, place_positions
 from logsteer_server.stores.captures import (
-    SHARD_BYTES,
     SOURCE,
     CapturedDocument,
     CaptureStore,
-    encode_shard,
+    add_shard,
+    begin_index,
+    count_shard_rows,
     lay_out,
     refuse_name,
 )
-from logsteer_server.stores.store import digest_request, stamp
+from logsteer_server.stores.store import digest_request
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -162,55 +163,36 @@ class CapturedJobs:
         `order`: the job of each document; None: each job is one. Errors: as `CaptureTarget.write`.
         """
         resolved = self._resolved
-        capture, target = resolved.capture, resolved.target
+        target = resolved.target
         assert target is not None
         keys = sorted(self._tokens)
         keys = keys if order is None else [keys[job] for job in order]
-        row_bytes = 4 * resolved.width * len(capture.layers)
-        shards: list[CaptureShard] = []
-        files: dict[str, bytes] = {}
-        own: list[CapturedDocument] = []
-        rows = num_lost = 0
-        for number, key in enumerate(keys):
-            found = CapturedActivations.join(self._found[key])
-            own.append((number, np.concatenate(self._tokens[key]), found))
-            rows += found.activations_LTD.shape[1]
-            if rows * row_bytes < SHARD_BYTES and number + 1 < len(keys):
-                continue
-            data, lost = encode_shard(lay_out(capture, own), resolved.dtype)
-            files[name_shard(len(shards))] = data
-            shards.append(
-                CaptureShard(first=own[0][0], documents=len(own), rows=rows, bytes=len(data))
-            )
-            num_lost += lost
-            own, rows = [], 0
-        index = CaptureIndex(
+        index = begin_index(
+            resolved.capture,
             name=target.name,
-            state="done",
             model=model,
             weights_digest=weights_digest,
-            layers=list(capture.layers),
-            hook=capture.hook,
-            read=capture.read,
             dtype=resolved.dtype,
             width=resolved.width,
-            documents=len(keys),
             documents_total=len(keys),
-            problems=0,
-            truncated=0,
-            tokens=sum(sum(map(len, own)) - (len(own) > 1) for own in self._tokens.values()),
-            rows=sum(shard.rows for shard in shards),
-            num_shards=len(shards),
-            bytes=sum(shard.bytes for shard in shards),
-            non_finite=num_lost,
-            seconds=seconds,
-            created=stamp(),
             server=socket.gethostname(),
-            shards=shards,
-            failures=[],
             request=target.request,
             source=target.digest,
             digest=target.digest,
         )
+        most_rows, rows = count_shard_rows(index), 0
+        files: dict[str, bytes] = {}
+        own: list[CapturedDocument] = []
+        for number, key in enumerate(keys):
+            found = CapturedActivations.join(self._found[key])
+            own.append(CapturedDocument(number, np.concatenate(self._tokens[key]), found))
+            rows += own[-1].num_rows
+            if rows >= most_rows or number + 1 == len(keys):
+                index, more = add_shard(index, own, lay_out(index, own))
+                files |= more
+                own, rows = [], 0
+        # Of a continuation, the last token is not read.
+        tokens = sum(sum(map(len, ids)) - (len(ids) > 1) for ids in self._tokens.values())
+        index = index.model_copy(update={"state": "done", "seconds": seconds, "tokens": tokens})
         target.write(index, files)
         return index.model_dump(include=set(StoredActivations.model_fields))

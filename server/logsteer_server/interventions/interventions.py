@@ -43,11 +43,10 @@ from logsteer_server.interventions.references import (
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import Settings
-from logsteer_server.stores.captures import CaptureStore, name_prefix
+from logsteer_server.stores.captures import CaptureStore
 from logsteer_server.stores.contents import ContentFiles
-from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import open_all
+from logsteer_server.stores.store import PREFIX, Namespace, name_prefix, open_all
 from logsteer_server.stores.upkeep import SHARED_BYTES
 from logsteer_server.stores.variants import VariantStore, make_card
 from logsteer_server.stores.vectors import ParsedVectors, SaeStore, VectorStore
@@ -181,7 +180,9 @@ class NamespaceRegistry:
         self._files = files
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
-        self._shared = open_all(objects, SHARED_BYTES, "", settings.store_grace_s)
+        grace_s = settings.store_grace_s
+        self._open = open_all(objects, SHARED_BYTES, "", grace_s)
+        self._shared = open_all(objects, SHARED_BYTES, "", grace_s, PREFIX)
 
     async def find(self, caller: Requester) -> Stores:
         """Return a caller's stores."""
@@ -189,20 +190,24 @@ class NamespaceRegistry:
         place = caller.namespace, quota, caller.scopes
         if (known := self._opened.get(place)) is not None:
             return known
-        own = shared = self._shared
+        own = shared = self._open
         captures = self.find_captures(caller)
         if caller.namespace is not None:
             grace_s = self._settings.store_grace_s
             own = open_all(self._objects, captures.max_bytes, captures.prefix, grace_s)
+            shared = self._shared
         may_share = "admin" in caller.scopes
         configured = [make_card(variant.name, variant) for variant in self._settings.variants]
-        saes = SaeStore(Namespace(own[3], shared[3], may_share=may_share), self._files)
+        vectors, overrides, adapters, sparse, variants = zip(own, shared, strict=True)
+        saes = SaeStore(*sparse, files=self._files, may_share=may_share)
         stores = self._opened[place] = Stores(
-            VectorStore(Namespace(own[0], shared[0], may_share=may_share), self._parsed, saes),
-            Namespace(own[1], shared[1], may_share=may_share),
-            Namespace(own[2], shared[2], may_share=may_share),
+            VectorStore(
+                *vectors, files=self._files, parsed=self._parsed, saes=saes, may_share=may_share
+            ),
+            Namespace(*overrides, may_share=may_share),
+            Namespace(*adapters, may_share=may_share),
             saes,
-            VariantStore(own[4], shared[4], configured=configured, may_share=may_share),
+            VariantStore(*variants, configured=configured, may_share=may_share),
             captures,
             may_steer="steer" in caller.scopes,
             may_write="write" in caller.scopes,

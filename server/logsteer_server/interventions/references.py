@@ -18,7 +18,7 @@ from logsteer_server.contract.engine import HOOKS, EngineInfo
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.contract.plan import Adapter, Direction, Override, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
-from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import Namespace
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 

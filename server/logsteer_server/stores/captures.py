@@ -11,11 +11,10 @@ What the index does not list does not count: a shard whose index was not written
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
@@ -27,12 +26,11 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ActivationItem
-from logsteer.schemas.captures import CaptureIndex
+from logsteer.schemas.captures import CaptureIndex, CaptureProblem, CaptureShard, name_shard
 from logsteer_server.contract.captures import Capture, CapturedActivations
-from logsteer_server.stores.namespace import KEYS_DIRECTORY
-from logsteer_server.stores.objects import ObjectEntry, Objects
+from logsteer_server.stores.objects import PIECE, ObjectEntry, Objects, Upload
+from logsteer_server.stores.store import refuse_size, stamp
 from logsteer_server.stores.upkeep import SHARED_BYTES
-from logsteer_server.stores.upload import Upload, refuse_size
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +45,9 @@ MAX_LINE = 2**24
 """Bytes of a line: what follows is another one."""
 SHARD_BYTES = 2**26
 """Of activations in float32, from which on a shard is written."""
+MAX_FAILURES = 1000
+"""Documents with a problem that an index lists."""
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 def name_sums(number: int) -> str:
@@ -64,18 +65,30 @@ def read_lines(file: IO[bytes], first: int = 0) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
-CapturedDocument = tuple[int, npt.NDArray[np.int32], CapturedActivations]
-"""A document's number, its tokens, and what was captured of them."""
+@dataclass(slots=True)
+class CapturedDocument:
+    """A document of a data set: its tokens and their activations, or its problem."""
+
+    number: int
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    activations: CapturedActivations | None = None
+    is_cut: bool = False
+    problem: APIError | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the document in its shard."""
+        return 0 if self.activations is None else self.activations.activations_LTD.shape[1]
 
 
-def read_parquet(path: Path) -> Iterator[bytes]:
+def read_parquet(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the rows of a Parquet file as JSON lines. Errors: APIError `invalid_request`."""
     try:
         from pyarrow import parquet
 
-        file = parquet.ParquetFile(path)
-        names = {*ActivationItem.model_fields, "text"}.intersection(file.schema_arrow.names)
-        for batch in file.iter_batches(PARQUET_ROWS, columns=sorted(names)):
+        table = parquet.ParquetFile(file)
+        names = {*ActivationItem.model_fields, "text"}.intersection(table.schema_arrow.names)
+        for batch in table.iter_batches(PARQUET_ROWS, columns=sorted(names)):
             for row in batch.to_pylist():
                 yield orjson.dumps({n: v for n, v in row.items() if v is not None}) + b"\n"
     except (ImportError, ValueError, OSError, NotImplementedError) as error:
@@ -83,15 +96,40 @@ def read_parquet(path: Path) -> Iterator[bytes]:
         raise api_error("invalid_request", detail, param="source") from error
 
 
-def lay_out(capture: Capture, documents: Iterable[CapturedDocument]) -> dict[str, Any]:
+def begin_index(capture: Capture, **about: Any) -> CaptureIndex:
+    """Return the index of a data set without documents; `about`: what else describes it."""
+    counts = ("documents", "problems", "truncated", "tokens", "rows", "num_shards", "bytes")
+    return CaptureIndex(
+        **about,
+        state="running",
+        layers=list(capture.layers),
+        hook=capture.hook,
+        read=capture.read,
+        non_finite=0,
+        seconds=0.0,
+        created=stamp(),
+        shards=[],
+        failures=[],
+        **dict.fromkeys(counts, 0),
+    )
+
+
+def count_shard_rows(index: CaptureIndex) -> int:
+    """Return the rows from which on a shard is written."""
+    return max(1, SHARD_BYTES // (4 * index.width * len(index.layers)))
+
+
+def lay_out(index: CaptureIndex, documents: Iterable[CapturedDocument]) -> dict[str, Any]:
     """Return the tensors of a shard of documents, in float32: see `CaptureShard`."""
     parts: dict[str, list[Any]] = {name: [] for name in ("document", "position", "token_ids")}
-    parts |= {f"{capture.hook}.{layer}": [] for layer in capture.layers}
-    for number, tokens, found in documents:
-        count = found.activations_LTD.shape[1]
-        places = np.full(count, -1) if capture.read == "mean" else found.places
-        token_ids = places if capture.read == "mean" else tokens[places]
-        columns = (np.full(count, number), places, token_ids, *found.activations_LTD)
+    parts |= {f"{index.hook}.{layer}": [] for layer in index.layers}
+    for document in documents:
+        if (found := document.activations) is None:
+            continue
+        numbers = np.full(document.num_rows, document.number)
+        places = np.full_like(numbers, -1) if index.read == "mean" else found.places
+        token_ids = places if index.read == "mean" else document.tokens[places]
+        columns = (numbers, places, token_ids, *found.activations_LTD)
         for values, own in zip(parts.values(), columns, strict=True):
             values.append(own)
     return {
@@ -102,7 +140,45 @@ def lay_out(capture: Capture, documents: Iterable[CapturedDocument]) -> dict[str
     }
 
 
-def encode_shard(tensors: Mapping[str, Any], dtype: str) -> tuple[bytes, int]:
+def add_shard(
+    index: CaptureIndex,
+    documents: Sequence[CapturedDocument],
+    tensors: Mapping[str, Any],
+    *,
+    writes: bool = True,
+) -> tuple[CaptureIndex, dict[str, bytes]]:
+    """Return the index with documents as its next shard, and the shard's file by name.
+
+    `tensors`: of `lay_out`. There is no file without rows, or if it is not to be written.
+    """
+    rows, num_lost, size = len(tensors["document"]), 0, 0
+    files: dict[str, bytes] = {}
+    if writes and rows:
+        data, num_lost = _encode(tensors, index.dtype)
+        files[name_shard(len(index.shards))], size = data, len(data)
+    failures = [
+        CaptureProblem(document=one.number, code=one.problem.code, detail=one.problem.detail)
+        for one in documents
+        if one.problem is not None
+    ]
+    read = [one for one in documents if one.problem is None]
+    shard = CaptureShard(first=index.documents, documents=len(documents), rows=rows, bytes=size)
+    changed = {
+        "shards": [*index.shards, shard],
+        "num_shards": index.num_shards + 1,
+        "documents": index.documents + len(documents),
+        "problems": index.problems + len(failures),
+        "failures": [*index.failures, *failures][:MAX_FAILURES],
+        "truncated": index.truncated + sum(one.is_cut for one in read),
+        "tokens": index.tokens + sum(len(one.tokens) for one in read),
+        "rows": index.rows + rows,
+        "bytes": index.bytes + size,
+        "non_finite": index.non_finite + num_lost,
+    }
+    return index.model_copy(update=changed), files
+
+
+def _encode(tensors: Mapping[str, Any], dtype: str) -> tuple[bytes, int]:
     """Return a shard's file, and how many of its rows have a number that is not finite there."""
     with np.errstate(over="ignore"):
         cast = {n: rows.astype(dtype) for n, rows in tensors.items() if rows.ndim == 2}
@@ -203,27 +279,32 @@ class CaptureStore:
         self.objects.write_file(upload, place, create=False)
         self.remove(name, lambda file: file.startswith(SOURCE) and f"/{file}" not in place)
 
+    def write_source(self, name: str, pieces: Iterable[bytes]) -> str:
+        """Store pieces of JSON lines as a name's data set; return its SHA-256."""
+        upload = self.receive(name)
+        try:
+            for piece in pieces:
+                upload.write(piece)
+            sha256 = upload.finish()
+            self.put_source(name, upload, sha256)
+        finally:
+            upload.discard()
+        return sha256
+
     def copy_source(self, name: str, path: str) -> str:
         """Store an object below `datasets/` as a name's data set; return its rows' SHA-256.
 
         Errors: APIError `not_found`, and those of `read_parquet`.
         """
         place = f"{DATASETS}/{path}"
-        upload, fetched = self.receive(name), self.objects.open_upload()
         try:
-            is_parquet = path.endswith(".parquet")
-            self.objects.download(place, (fetched if is_parquet else upload).write)
-            for line in read_parquet(fetched.path) if is_parquet else ():
-                upload.write(line)
-            sha256 = upload.finish()
-            self.put_source(name, upload, sha256)
+            with self.objects.open_file(place) as file:
+                is_parquet = path.endswith(".parquet")
+                pieces = read_parquet(file) if is_parquet else iter(partial(file.read, PIECE), b"")
+                return self.write_source(name, pieces)
         except FileNotFoundError as error:
             detail = f"The store has no object {place}: put it there, or send the rows as items."
             raise api_error("not_found", detail, param="source") from error
-        finally:
-            upload.discard()
-            fetched.discard()
-        return sha256
 
     def find_source(self, name: str) -> str | None:
         """Return the SHA-256 of the data set that was uploaded for a name; None without one."""
@@ -231,24 +312,13 @@ class CaptureStore:
         found = [file for file in files if file.startswith(SOURCE)]
         return found[0].removeprefix(SOURCE).removesuffix(".jsonl") if found else None
 
-    @contextmanager
-    def open_source(self, name: str, sha256: str) -> Iterator[IO[bytes]]:
-        """Give a data set's file, fetched to this machine where it is in a bucket."""
-        place = self.locate(name, f"{SOURCE}{sha256}.jsonl")
-        fetched = None if self.objects.is_local else self.objects.open_upload()
+    def open_source(self, name: str, sha256: str) -> IO[bytes]:
+        """Open a data set's file."""
         try:
-            path = self.objects.root / place
-            if fetched is not None:
-                self.objects.download(place, fetched.write)
-                path = fetched.path
-            with Path(path).open("rb") as file:
-                yield file
+            return self.objects.open_file(self.locate(name, f"{SOURCE}{sha256}.jsonl"))
         except FileNotFoundError as error:
             detail = f"The data set of capture {name!r} is gone: PUT it again."
             raise api_error("not_found", detail) from error
-        finally:
-            if fetched is not None:
-                fetched.discard()
 
     def remove(self, name: str, which: Callable[[str], bool] = lambda _: True) -> None:
         """Remove the files of a name that `which` selects, the index first."""
@@ -256,14 +326,3 @@ class CaptureStore:
             if which(entry.name):
                 with suppress(FileNotFoundError):
                     self.objects.remove(entry.place)
-
-
-def name_prefix(namespace: str | None) -> str:
-    """Return what the places of a namespace begin with."""
-    return "" if namespace is None else f"{KEYS_DIRECTORY}/{namespace}/"
-
-
-def list_keys(objects: Objects) -> list[str | None]:
-    """Return the namespaces that may have data sets of activations: everybody's, and keys'."""
-    parts = [entry.place.split("/") for entry in objects.list(KEYS_DIRECTORY)]
-    return [None, *sorted({own[1] for own in parts if len(own) > 3 and own[2] == DIRECTORY})]

@@ -6,25 +6,24 @@ locked, so that the files of a killed process are removed like other uploads.
 """
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from cachetools import LRUCache
 
 from logsteer.errors import api_error
 from logsteer_server.contract.batches import change_all, read_all
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import Adapter, Direction
-from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, Kind
+from logsteer_server.stores.objects import Objects, Upload, report_faults
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, Kind, StoredContent
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import Upload, digest_file, refuse_damage, report_faults
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +61,25 @@ class ContentFiles:
     def __init__(self, objects: Objects, max_bytes: int) -> None:
         self._objects = objects
         self._max_bytes = max_bytes
-        self._checked: LRUCache[str, tuple[int, int, int]] = LRUCache(CHECKED_FILES)
         self._fetched: OrderedDict[str, _FetchedFile] = OrderedDict()
         """By SHA-256, least recently used first."""
         self._lock = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
 
     @contextmanager
-    def open(self, sha256: str, source: str) -> Iterator[Path]:
-        """Hold the file of a content while the block runs. Errors: as `hold`."""
-        path = self.hold(sha256, source)
+    def open(self, kind: Kind[Any], content: StoredContent) -> Iterator[Path]:
+        """Hold the file of a content while the block runs.
+
+        Errors: APIError as `hold`, and `internal` if the content is damaged or gone.
+        """
+        try:
+            path = self.hold(content.sha256, content.source)
+        except (FileNotFoundError, DamagedContentError) as error:
+            raise kind.report_damage(content.describe(kind), content.source) from error
         try:
             yield path
         finally:
-            self.release(sha256)
+            self.release(content.sha256)
 
     def hold(self, sha256: str, source: str) -> Path:
         """Return the file of a content, which stays until each `hold` is released.
@@ -115,15 +119,10 @@ class ContentFiles:
         """
         with report_faults(path):
             about = path.stat()
-            identity = about.st_ino, about.st_size, about.st_mtime_ns
-            with self._lock:
-                if self._checked.get(sha256) == identity:
-                    return
-            if digest_file(path) != sha256:
-                log.error("%s is damaged", path)
-                raise DamagedContentError(path)
-            with self._lock:
-                self._checked[sha256] = identity
+            digest = _digest(path, (about.st_ino, about.st_size, about.st_mtime_ns))
+        if digest != sha256:
+            log.error("%s is damaged", path)
+            raise DamagedContentError(path)
 
     def _fetch(self, sha256: str, place: str) -> Path:
         """Fetch a content of a bucket; return its file, held once."""
@@ -163,6 +162,13 @@ class ContentFiles:
                 "store's: try again when requests have ended, or raise store_cache_bytes."
             )
             raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+
+
+@lru_cache(CHECKED_FILES)
+def _digest(path: Path, _identity: tuple[int, ...]) -> str:
+    """Return the SHA-256 of a file, which is read once while it has this identity."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class JobContents:
@@ -214,7 +220,7 @@ class JobContents:
             detail = f"The {kind.noun} was deleted while the request waited; upload it again."
             raise api_error(kind.unknown, detail) from error
         except DamagedContentError as error:
-            raise refuse_damage(f"content {content.sha256}", kind.noun) from error
+            raise kind.report_damage(f"content {content.sha256}", content.path) from error
 
 
 def _set_paths(job: Job, paths: Mapping[Content, str]) -> Job:

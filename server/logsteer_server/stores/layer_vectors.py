@@ -11,15 +11,17 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.steering import FLOAT32_MAX
+from logsteer.schemas.steering import Finite
 
 Vector = npt.NDArray[np.float32]
 Array = npt.NDArray[np.floating]
@@ -40,40 +42,21 @@ _BY_NUMBER = re.compile(
 
 READOUTS = "logsteer.readouts"
 """The metadata entry of a file with the readouts, JSON by layer."""
-ReadoutKind = Literal["logistic", "relu"]
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config={"strict": True, "extra": "forbid"})
 class Readout:
     """The meaning of the projection c = x . v / |v| of an activation x on one layer's vector v.
 
     With z = slope c + bias, `logistic` is the probability 1 / (1 + exp(-z)), and `relu` the
     activation of a feature: z if z > `threshold`, else 0 (JumpReLU of sparse autoencoders, arXiv
-    2407.14435; threshold 0 is ReLU). Errors: APIError `invalid_vector`.
+    2407.14435; threshold 0 is ReLU). Errors: ValueError.
     """
 
-    kind: ReadoutKind
-    slope: float
-    bias: float
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(ReadoutKind):
-            raise invalid_vector(
-                f"a readout's kind is {str(self.kind)[:80]!r}, not logistic or relu."
-            )
-        for name in ("slope", "bias", "threshold"):
-            number = getattr(self, name)
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or not abs(number) <= FLOAT32_MAX:
-                raise invalid_vector(
-                    f"a readout's {name} is {str(number)[:80]}; give a number that float32 holds."
-                )
-            object.__setattr__(self, name, float(number))
-        if self.kind == "logistic" and self.threshold:
-            raise invalid_vector("a logistic readout has a threshold, which only relu has.")
-        if self.threshold < 0:
-            raise invalid_vector("a readout's threshold is below 0, where no activation is.")
+    kind: Literal["logistic", "relu"]
+    slope: Finite
+    bias: Finite
+    threshold: Annotated[Finite, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,11 +111,6 @@ class LayerVectors:
     def width(self) -> int:
         """Numbers of each layer's vector."""
         return len(next(iter(self.layers.values())))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the numbers."""
-        return 4 * self.width * len(self.layers)
 
     def norms(self) -> dict[int, float]:
         """Return the Euclidean norm of each layer's vector, summed in float64."""
@@ -264,14 +242,6 @@ def place_tensors(tensors: Mapping[str, Array], readouts: str) -> LayerVectors:
             f"it has several hooks, {', '.join(sorted(hooks))}; store one vector for each."
         )
     return LayerVectors(layers, hooks.pop() if hooks else RESID_POST, parse_readouts(readouts))
-
-
-def parse_content(content: bytes) -> LayerVectors:
-    """Parse `LayerVectors.content`. Errors: ValueError if it is damaged."""
-    try:
-        return parse_safetensors(content)
-    except APIError as error:
-        raise ValueError(error.detail) from error
 
 
 def read_layer(content: Path, layer: int, hook: str) -> Vector:

@@ -5,8 +5,12 @@ name, and its name before the write returns: obstore does not sync, so this modu
 files itself. A bucket keeps what it has confirmed.
 """
 
+import errno
+import fcntl
+import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from tempfile import mkstemp
+from typing import IO, Literal
 
 import obstore
 from obstore.exceptions import (
@@ -28,13 +33,6 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.settings import ConfigurationError, Settings
-from logsteer_server.stores.upload import (
-    OWNER_ONLY_DIRECTORY,
-    Upload,
-    remove_left_overs,
-    report_faults,
-    sync_directory,
-)
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +44,73 @@ REST_S = 2.0
 bucket that does not answer."""
 PIECE = 4 * 2**20
 """Bytes of an object downloaded at once."""
-MULTIPART_BYTES = 16 * 2**20
-"""Size from which a file is sent in parts, without being held in memory."""
 REFUSALS = (PermissionDeniedError, UnauthenticatedError, NotSupportedError)
 """A bucket's errors for which a retry does not help."""
+OWNER_ONLY_DIRECTORY = 0o700
+UNLOCKED_S = 60.0
+"""An upload that nobody has locked for so long is not one that is just being opened."""
+INSUFFICIENT_STORAGE = 507
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Upload:
+    """A file that is being written; `discard` it when done, whether or not it was stored.
+
+    `check` refuses a size that the store has no room for.
+    """
+
+    def __init__(self, directory: Path, check: Callable[[int], None] | None = None) -> None:
+        self._directory = directory
+        self.check = check or (lambda _size: None)
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._handle, name = mkstemp(dir=directory, suffix=".part")
+        self.path = Path(name)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
+        self._hasher = hashlib.sha256()
+        self._is_open = True
+        self.size = 0
+
+    def __del__(self) -> None:
+        self.discard()  # nobody got it: its caller left while it was opened
+
+    def write(self, data: bytes) -> None:
+        """Append bytes. Errors: as `check`; APIError `internal` where the disk fails."""
+        with self._use():
+            self.check(self.size + len(data))
+            self._hasher.update(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+            self.size += len(data)
+
+    def finish(self) -> str:
+        """Bring the bytes to the disk; return their SHA-256. Errors: as `write`."""
+        with self._use():
+            os.fsync(self._handle)
+            return self._hasher.hexdigest()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keep the file open: who uploads may be gone while a thread still writes."""
+        with report_faults(self._directory), self._lock:
+            if not self._is_open:
+                raise OSError(errno.EBADF, "the upload was given up")
+            yield
+
+    def discard(self) -> None:
+        """Close the file, and remove it where it was not stored."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)  # noqa: PTH108
+            except OSError as error:  # the next start removes it
+                log.warning("%s could not be removed: %s", self.path, error)
+            finally:
+                os.close(self._handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +172,17 @@ class Objects:
             make_directory(self.uploads)
             return Upload(self.uploads, check)
 
-    def remove_left_overs(self) -> None:
-        """Remove the uploads of servers that were killed."""
+    def remove_left_overs(self, min_age_s: float = UNLOCKED_S) -> None:
+        """Remove the uploads of servers that were killed, which nobody has locked."""
+        newest = time.time() - min_age_s
         with report_faults(self.uploads):
-            for path in remove_left_overs(self.uploads):
-                log.info("removed %s, which a server that was killed had left", path)
+            for path in self.uploads.glob("*.part"):
+                # One that is at work is locked, or gone by now: done with.
+                with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
+                    if path.stat().st_mtime <= newest:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
+                        log.info("removed %s, which a server that was killed had left", path)
 
     def list(self, prefix: str) -> list[ObjectEntry]:
         """Return the objects below a prefix, sorted by place."""
@@ -135,8 +202,6 @@ class Objects:
 
     def read(self, place: str) -> bytes:
         """Return an object's bytes."""
-        if self.is_local and not self.root.exists():
-            raise FileNotFoundError(place)
         with self._call():
             return bytes(obstore.get(self._store, place).bytes())
 
@@ -151,6 +216,18 @@ class Objects:
                 return
             write(bytes(piece))
 
+    def open_file(self, place: str) -> IO[bytes]:
+        """Open an object as a file; one of a bucket is fetched, and removed when it is closed."""
+        if self.is_local:
+            with report_faults(path := self.root / place):
+                return path.open("rb")
+        fetched = self.open_upload()
+        try:
+            self.download(place, fetched.write)
+            return fetched.path.open("rb")
+        finally:
+            fetched.discard()
+
     def write_file(self, upload: Upload, place: str, *, create: bool) -> bool:
         """Store a finished upload at a place; with `create`, return False if an object exists.
 
@@ -158,14 +235,10 @@ class Objects:
         """
         if self.is_local:
             return self._link(upload.path, self.root / place, create=create)
-        large = upload.size >= MULTIPART_BYTES  # a multipart put cannot check for an object
         try:
-            with self._call():
-                if large:
-                    obstore.put(self._store, place, upload.path)
-                else:
-                    mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
-                    obstore.put(self._store, place, upload.path.read_bytes(), mode=mode)
+            with self._call():  # a large file goes in parts, unless it is to be created
+                mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+                obstore.put(self._store, place, upload.path, mode=mode)
         except AlreadyExistsError:
             return False
         except FileNotFoundError as error:  # the bucket itself
@@ -262,6 +335,33 @@ def _open_bucket(url: str, options: dict[str, str]) -> ObjectStore:
             f"store_url, store_options: {url} cannot be used: {why}; give s3://, gs:// or az:// "
             "and obstore's options of it, or leave it out for a directory"
         ) from error
+
+
+@contextmanager
+def report_faults(place: Path) -> Iterator[None]:
+    """Turn the faults of a disk into APIError; where it was is for the log alone.
+
+    `internal`, with status 507 where the disk is full. A file that is not there is no fault.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        log.error("%s cannot be used: %s", place, error)
+        why = error.strerror or type(error).__name__
+        status = INSUFFICIENT_STORAGE if error.errno in FULL else None
+        detail = f"The server's disk failed ({why}): make room on it; the server's log says where."
+        raise api_error("internal", detail, status=status) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring a directory's entries to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def make_directory(directory: Path) -> None:

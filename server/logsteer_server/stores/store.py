@@ -1,4 +1,4 @@
-"""A store of uploaded contents: a name points to a content, whose address is its SHA-256.
+"""Stores of uploaded contents: a name points to a content, whose address is its SHA-256.
 
     vectors/names/<name>.json                        a record: a card, and its content's name
     vectors/contents/<sha256>-<time>.safetensors     a content, written once
@@ -29,16 +29,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256 as new_sha256
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VariantCard, VectorCard
 from logsteer.schemas.common import ProblemCode
-from logsteer_server.stores.objects import ObjectEntry, Objects
-from logsteer_server.stores.upload import Upload, refuse_damage, refuse_size
+from logsteer_server.stores.objects import ObjectEntry, Objects, Upload
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +53,12 @@ RETRY_AFTER_S = 60.0
 GRACE_S = 3600.0
 _CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
 
+SHARED = "shared"
+PREFIX = f"{SHARED}/"
+"""What the shared names of a caller with a namespace of its own begin with."""
+KEYS_DIRECTORY = "keys"
+"""First part of the places of all keys' stores."""
+
 C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard | SaeCard | VariantCard)
 
 
@@ -65,20 +69,26 @@ class Kind(Generic[C]):
     noun: str
     card: type[C]
     unknown: ProblemCode
-    how: str
-    """How to create one."""
 
     @property
     def plural(self) -> str:
         """The noun for several: the kind's directory, path and key of the list."""
         return f"{self.noun}s"
 
+    def report_damage(self, what: str, place: str) -> APIError:
+        """Log that an object is damaged; return the error for it."""
+        log.error("%s is damaged: PUT or DELETE the %s", place, self.noun)
+        detail = (
+            f"The {what} is damaged: PUT the {self.noun} again with overwrite=true, or DELETE it."
+        )
+        return api_error("internal", detail)
 
-VECTORS = Kind("vector", VectorCard, "unknown_vector", "PUT or train one")
-OVERRIDES = Kind("override", OverrideCard, "unknown_override", "PUT one")
-ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter", "PUT one")
-SAES = Kind("sae", SaeCard, "unknown_sae", "PUT one")
-VARIANTS = Kind("variant", VariantCard, "unknown_model", "PUT one")
+
+VECTORS = Kind("vector", VectorCard, "unknown_vector")
+OVERRIDES = Kind("override", OverrideCard, "unknown_override")
+ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter")
+SAES = Kind("sae", SaeCard, "unknown_sae")
+VARIANTS = Kind("variant", VariantCard, "unknown_model")
 KINDS = (VECTORS, OVERRIDES, ADAPTERS, SAES, VARIANTS)
 
 
@@ -92,6 +102,10 @@ class StoredContent:
     name: str | None
     sha256: str
     source: str
+
+    def describe(self, kind: Kind[Any]) -> str:
+        """Return what an error calls it."""
+        return f"content of {kind.noun} {(self.name or self.sha256)!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +126,10 @@ class NameRecord(BaseModel, Generic[C]):
     request: str
 
 
-@dataclass(frozen=True)
-class StoreIndex(Generic[C]):
-    """All records by name, None for a damaged one, and the sizes of all contents."""
-
-    records: dict[str, NameRecord[C] | None]
-    sizes: dict[str, int]
-
-    def is_whole(self, record: NameRecord[C] | None) -> bool:
-        """Return whether a record's content exists and has the size in its card."""
-        return record is not None and self.sizes.get(record.content) == record.card.bytes
-
-    def measure(self, without: str | None = None) -> int:
-        """Return the bytes of all named contents, without those of one name."""
-        named = {
-            record.content
-            for name, record in self.records.items()
-            if record is not None and name != without
-        }
-        return sum(self.sizes.get(content, 0) for content in named)
+def measure(records: Mapping[str, NameRecord[C] | None], without: str | None = None) -> int:
+    """Return the bytes of all contents of named records, without those of one name."""
+    found = [one for name, one in records.items() if one is not None and name != without]
+    return sum({one.content: one.card.bytes for one in found}.values())
 
 
 def digest_request(kind: str, **parts: Any) -> str:
@@ -152,13 +151,20 @@ class Store(Generic[C]):
     prefix: str = ""
     """Prefix of its places: empty, or `keys/<key>/`."""
     grace_s: float = GRACE_S
+    label: str = ""
+    """Prefix of its names as callers see them: empty, or `shared/`."""
 
     def __post_init__(self) -> None:
         self._root = f"{self.prefix}{self.kind.plural}"
         self._parsed: dict[ObjectEntry, NameRecord[C] | None] = {}
 
     def _locate(self, name: str) -> str:
-        return f"{self._root}/names/{name}.json"
+        return f"{self._root}/names/{name.removeprefix(PREFIX)}.json"
+
+    def _label(self, card: C) -> C:
+        """Return a card with the name that callers see."""
+        name = self.label + card.name
+        return cast(C, card.model_copy(update={"name": name})) if self.label else card
 
     def _locate_content(self, content: str) -> str:
         return f"{self._root}/contents/{content}"
@@ -168,16 +174,17 @@ class Store(Generic[C]):
 
         Errors: APIError `payload_too_large` and `overloaded` without room.
         """
-        index = self._read_index()
-        self._check_count(index.records, name)
-        stored = index.measure(without=name)
+        records, name = self._read_records(), name.removeprefix(PREFIX)
+        self._check_count(records, name)
+        stored = measure(records, without=name)
 
         def check(size: int) -> None:
             if stored + size > self.max_bytes:
                 raise refuse_size(self.kind.noun, stored + size, self.max_bytes)
 
         check(announced)
-        if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
+        held = sum(entry.size for entry in self._list_contents())
+        if held + announced > SLACK * self.max_bytes:
             detail = (
                 f"The {self.kind.noun} store still holds contents that were replaced or deleted "
                 f"within the last {3 * self.grace_s:g} s: try again when they are swept."
@@ -193,15 +200,12 @@ class Store(Generic[C]):
         """
         try:
             record = None if overwrite else self._read_record(name)
-            if record is None:
-                return None
-            size = self.objects.measure(self._locate_content(record.content))
         except FileNotFoundError:
             return None
-        return self._repeat(record, request) if size == record.card.bytes else None
+        return None if record is None else self._repeat(record, request)
 
     def _repeat(self, record: NameRecord[C], request: str) -> C:
-        card = record.card
+        card = self._label(record.card)
         if record.request == request:
             return card
         noun = self.kind.noun
@@ -218,25 +222,22 @@ class Store(Generic[C]):
         Without `overwrite` it may be the card of an equal request that was faster. Errors: APIError
         `payload_too_large` if the store is full; as `find_repeat`.
         """
-        index = self._read_index()
-        self._check_count(index.records, card.name)
-        total = index.measure(without=card.name) + card.bytes
+        records, name = self._read_records(), card.name.removeprefix(PREFIX)
+        self._check_count(records, name)
+        total = measure(records, without=name) + card.bytes
         if total > self.max_bytes:
             raise refuse_size(self.kind.noun, total, self.max_bytes)
-        if (there := self.find_repeat(card.name, request, overwrite=overwrite)) is not None:
+        if (there := self.find_repeat(name, request, overwrite=overwrite)) is not None:
             return there
-        is_known = card.name in index.records
         begin = int(time.time() // self.grace_s * self.grace_s)
         content = f"{card.sha256}-{begin}.safetensors"
-        # A content of the right size is not written again, unless it may be damaged.
-        create = not overwrite and not is_known
-        keep = create and index.sizes.get(content) in (None, card.bytes)
-        self.objects.write_file(upload, self._locate_content(content), create=keep)
-        record = NameRecord[C](card=card, content=content, request=request)
-        data = record.model_dump_json().encode()
-        if not self.objects.write(data, self._locate(card.name), create=create):
-            return self._repeat(self._find_record(card.name), request)  # another server's
-        return card
+        self.objects.write_file(upload, self._locate_content(content), create=False)
+        card = cast(C, card.model_copy(update={"name": name}))
+        data = NameRecord[C](card=card, content=content, request=request).model_dump_json().encode()
+        create = not overwrite and name not in records
+        if not self.objects.write(data, self._locate(name), create=create):
+            return self._repeat(self._find_record(name), request)  # another server's
+        return self._label(card)
 
     def _check_count(self, names: Mapping[str, object], name: str) -> None:
         if name not in names and len(names) >= MAX_NAMES:
@@ -246,13 +247,13 @@ class Store(Generic[C]):
     def look_up(self, name: str) -> tuple[C, StoredContent]:
         """Return the card of a name, and its content."""
         record = self._find_record(name)
-        return record.card, self._show(name, record)
+        return self._label(record.card), self._show(name, record)
 
-    def find_content(self, sha256: str) -> tuple[C, StoredContent]:
+    def look_up_content(self, sha256: str) -> tuple[C, StoredContent]:
         """Return the named content with a SHA-256, and its name's card."""
         for record in self._read_records().values():
             if record is not None and record.card.sha256 == sha256:
-                return record.card, self._show(None, record)
+                return self._label(record.card), self._show(None, record)
         detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
         raise api_error(self.kind.unknown, detail + "what there is.")
 
@@ -260,27 +261,18 @@ class Store(Generic[C]):
         source = self.objects.locate(self._locate_content(record.content))
         return StoredContent(name, record.card.sha256, source)
 
-    def read(self, found: StoredContent) -> bytes:
-        """Return a content's bytes. Errors: APIError `internal` if they are damaged."""
-        place = found.source
-        if self.objects.is_local:
-            place = str(Path(place).relative_to(self.objects.root))
-        try:
-            content = self.objects.read(place)
-        except FileNotFoundError as error:
-            raise self.report_damage(found) from error
-        if new_sha256(content).hexdigest() != found.sha256:
-            raise self.report_damage(found)
-        return content
-
     def list_all(self) -> StoreListing[C]:
         """Return all cards, and the damaged names."""
-        index = self._read_index()
-        cards = [
-            record.card for record in index.records.values() if record and index.is_whole(record)
-        ]
-        damaged = [name for name, record in index.records.items() if not index.is_whole(record)]
-        return StoreListing(cards, damaged, index.measure())
+        records = self._read_records()
+        sizes = {entry.name: entry.size for entry in self._list_contents()}
+        cards: list[C] = []
+        damaged: list[str] = []
+        for name, record in records.items():
+            if record is None or sizes.get(record.content) != record.card.bytes:
+                damaged.append(self.label + name)
+            else:
+                cards.append(self._label(record.card))
+        return StoreListing(cards, damaged, measure(records))
 
     def delete(self, name: str) -> str | None:
         """Remove a name; return its SHA-256, or None if it was damaged.
@@ -320,15 +312,6 @@ class Store(Generic[C]):
                 continue  # another server sweeps, too
         return [entry.place for entry in unnamed]
 
-    def report_damage(self, found: StoredContent) -> APIError:
-        """Return the error for a damaged content."""
-        what = f"{self.kind.noun} {found.name!r}" if found.name else found.sha256
-        return self._report(f"content of {what}", found.source)
-
-    def _report(self, what: str, place: str) -> APIError:
-        log.error("%s is damaged: PUT or DELETE the %s", place, self.kind.noun)
-        return refuse_damage(what, self.kind.noun)
-
     def _find_record(self, name: str) -> NameRecord[C]:
         """Return the current record of a name."""
         try:
@@ -336,13 +319,15 @@ class Store(Generic[C]):
         except FileNotFoundError as error:
             raise self._refuse_name(name) from error
         if record is None:
-            raise self._report(f"card of {self.kind.noun} {name!r}", self._locate(name))
+            what = f"card of {self.kind.noun} {name!r}"
+            raise self.kind.report_damage(what, self._locate(name))
         return record
 
     def _refuse_name(self, name: str) -> APIError:
-        shown = sorted(entry.name.removesuffix(".json") for entry in self._list_names())
+        names = (entry.name.removesuffix(".json") for entry in self._list_names())
+        shown = sorted(self.label + name for name in names)
         known = ", ".join(shown[:SHOWN_NAMES]) + (", and more" if shown[SHOWN_NAMES:] else "")
-        there = f"these are there: {known}." if shown else f"none is there yet; {self.kind.how}."
+        there = f"these are there: {known}." if shown else "none is there yet; PUT one."
         detail = f"No {self.kind.noun} is named {name!r}; {there}"
         return api_error(self.kind.unknown, detail)
 
@@ -356,14 +341,10 @@ class Store(Generic[C]):
             log.warning("the name %s cannot be read", place)
             return None
         content, card = _CONTENT.fullmatch(record.content), record.card
-        if card.name != name or content is None or content["sha256"] != card.sha256:
+        if self._locate(card.name) != place or content is None or content["sha256"] != card.sha256:
             log.warning("the name %s has a record that was not written for it", place)
             return None
         return record
-
-    def _read_index(self) -> StoreIndex[C]:
-        records = self._read_records()
-        return StoreIndex(records, {entry.name: entry.size for entry in self._list_contents()})
 
     def _read_records(self) -> dict[str, NameRecord[C] | None]:
         """Return all records by name; read only records that changed since the last call."""
@@ -390,23 +371,81 @@ class Store(Generic[C]):
         return [entry for entry in entries if _CONTENT.fullmatch(entry.name)]
 
 
+class Namespace(Generic[C]):
+    """Resolve a caller's names: `happy` in its own store, `shared/happy` in the shared one.
+
+    Without keys both are one store, and `shared/happy` is `happy`. Errors are those of `Store`.
+    """
+
+    def __init__(self, own: Store[C], shared: Store[C] | None = None, *, may_share: bool = True):
+        self.own = own
+        self.shared = own if shared is None else shared
+        self._may_share = may_share
+
+    def of(self, name: str) -> Store[C]:
+        """Return the store of a name."""
+        return self.shared if name.startswith(PREFIX) else self.own
+
+    def of_writable(self, name: str) -> Store[C]:
+        """Return the store of a name that this caller may write under. Errors: APIError."""
+        if name.startswith(PREFIX) and not self._may_share:
+            detail = (
+                f"{name}: what is shared takes a key with the scope admin to write; store the "
+                f"{self.own.kind.noun} under a name without {PREFIX}."
+            )
+            raise api_error("forbidden", detail)
+        if name == SHARED and self.own is not self.shared:
+            detail = f"{SHARED} is what shared names begin with; choose another name."
+            raise api_error("invalid_request", detail, param="name")
+        return self.of(name)
+
+    def look_up(self, name: str) -> tuple[C, StoredContent]:
+        """Return the card of a name, and its content."""
+        return self.of(name).look_up(name)
+
+    def look_up_content(self, sha256: str) -> tuple[C, StoredContent]:
+        """Return the own or shared content with a SHA-256, and the card of a name that has it."""
+        try:
+            return self.own.look_up_content(sha256)
+        except APIError as error:
+            if error.code != self.own.kind.unknown or self.shared is self.own:
+                raise
+        return self.shared.look_up_content(sha256)
+
+    def list_all(self) -> StoreListing[C]:
+        """Return every card, own ones first; `num_bytes` counts own contents."""
+        own = self.own.list_all()
+        if self.shared is self.own:
+            return own
+        shared = self.shared.list_all()
+        return StoreListing(own.cards + shared.cards, own.damaged + shared.damaged, own.num_bytes)
+
+
 def open_all(
-    objects: Objects, max_bytes: int, prefix: str, grace_s: float
-) -> tuple[
-    Store[VectorCard],
-    Store[OverrideCard],
-    Store[AdapterCard],
-    Store[SaeCard],
-    Store[VariantCard],
-]:
-    """Return the stores of all kinds below a prefix, each of at most `max_bytes`."""
-    return (
-        Store(VECTORS, objects, max_bytes, prefix, grace_s),
-        Store(OVERRIDES, objects, max_bytes, prefix, grace_s),
-        Store(ADAPTERS, objects, max_bytes, prefix, grace_s),
-        Store(SAES, objects, max_bytes, prefix, grace_s),
-        Store(VARIANTS, objects, max_bytes, prefix, grace_s),
+    objects: Objects, max_bytes: int, prefix: str, grace_s: float, label: str = ""
+) -> list[Store[Any]]:
+    """Return the stores of all kinds below a prefix, in the order of `KINDS`."""
+    return [Store(kind, objects, max_bytes, prefix, grace_s, label) for kind in KINDS]
+
+
+def name_prefix(key: str | None) -> str:
+    """Return what the places of a key's namespace, or of everybody's, begin with."""
+    return "" if key is None else f"{KEYS_DIRECTORY}/{key}/"
+
+
+def list_keys(objects: Objects) -> list[str | None]:
+    """Return the namespaces that may have contents: everybody's, and keys'."""
+    parts = (entry.place.split("/") for entry in objects.list(KEYS_DIRECTORY))
+    return [None, *sorted({own[1] for own in parts if len(own) > 2})]
+
+
+def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
+    """Return the error for contents that are more than a store may hold."""
+    detail = (
+        f"The {noun} store would hold {total} bytes, at most {max_bytes} are allowed: delete "
+        f"{noun}s, or raise max_key_bytes or the key's stored_bytes."
     )
+    return api_error("payload_too_large", detail)
 
 
 def _read_time(entry: ObjectEntry) -> int:

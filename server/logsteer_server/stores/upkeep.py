@@ -12,9 +12,15 @@ from typing import Any
 from logsteer.errors import APIError
 from logsteer_server.observation.metrics import DiskReading
 from logsteer_server.settings import Settings
-from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.objects import Objects
-from logsteer_server.stores.store import KINDS, Store, open_all
+from logsteer_server.stores.store import (
+    KEYS_DIRECTORY,
+    KINDS,
+    Store,
+    list_keys,
+    name_prefix,
+    open_all,
+)
 from logsteer_server.stores.threads import StoreThreads
 
 log = logging.getLogger(__name__)
@@ -30,13 +36,8 @@ scope admin."""
 
 def open_stores(objects: Objects, grace_s: float) -> Iterator[Store[Any]]:
     """Yield the shared stores, and those of each key that has stored something."""
-    prefixes = set()
-    for entry in objects.list(""):
-        parts = entry.place.split("/")
-        if parts[0] == KEYS_DIRECTORY and len(parts) > 2:
-            prefixes.add(f"{KEYS_DIRECTORY}/{parts[1]}/")
-    for prefix in ("", *sorted(prefixes)):
-        yield from open_all(objects, SHARED_BYTES, prefix, grace_s)
+    for key in list_keys(objects):
+        yield from open_all(objects, SHARED_BYTES, name_prefix(key), grace_s)
 
 
 class StoreUpkeep:

@@ -10,8 +10,14 @@ from hashlib import sha256
 
 from logsteer.errors import api_error
 from logsteer.schemas import VariantCard, VariantFields
-from logsteer_server.stores.namespace import PREFIX, Namespace
-from logsteer_server.stores.store import Store, StoredContent, StoreListing, stamp
+from logsteer_server.stores.store import (
+    PREFIX,
+    Namespace,
+    Store,
+    StoredContent,
+    StoreListing,
+    stamp,
+)
 
 FIELDS = set(VariantFields.model_fields)
 
@@ -63,15 +69,16 @@ class VariantStore(Namespace[VariantCard]):
         if name in self._configured:
             raise api_error("exists", f"The variant {name!r} is one of the server's file.")
         own = [other for _, other in list_names(variant) if not other.startswith(PREFIX)]
-        if own and name.startswith(PREFIX) and self._own is not self._shared:
+        if own and name.startswith(PREFIX) and self.own is not self.shared:
             detail = f"{name} is everybody's, and {own[0]}, which it names, is yours: share that"
             raise api_error("invalid_request", f"{detail}, too, as {PREFIX}{own[0]}.")
         content = write_variant(variant)
-        upload = self.receive(name, len(content))
+        store = self.of_writable(name)
+        upload = store.receive(name, len(content))
         try:
             upload.write(content)
             digest = upload.finish()
-            return self.put(upload, make_card(name, variant, stamp()), digest, overwrite=overwrite)
+            return store.put(upload, make_card(name, variant, stamp()), digest, overwrite=overwrite)
         finally:
             upload.discard()
 

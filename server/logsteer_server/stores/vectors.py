@@ -6,15 +6,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from cachetools import LRUCache, cachedmethod
 
+from logsteer.errors import APIError
 from logsteer.schemas import Recommendation, SaeCard, VectorAbout, VectorCard, VectorReadout
-from logsteer_server.stores.contents import ContentFiles, DamagedContentError
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.formats.sae_file import SaeFile, open_sae
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
-from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.store import StoredContent, stamp
+from logsteer_server.stores.layer_vectors import LayerVectors, parse_safetensors
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import SAES, VECTORS, Namespace, Store, StoredContent, stamp
 
 PARSED_BYTES = 64 * 2**20
 """Size of the cache of parsed contents, which are checked once and not at each request."""
@@ -47,52 +49,61 @@ class ParsedVectors:
 
 
 def _measure(vectors: LayerVectors) -> int:
-    further = LAYER_BYTES * len(vectors.layers) + READOUT_BYTES * len(vectors.readouts)
-    return vectors.num_bytes + ENTRY_BYTES + further
+    layer_bytes = 4 * vectors.width + LAYER_BYTES
+    return ENTRY_BYTES + layer_bytes * len(vectors.layers) + READOUT_BYTES * len(vectors.readouts)
 
 
-@dataclass(frozen=True, slots=True)
-class SaeStore:
+class SaeStore(Namespace[SaeCard]):
     """Autoencoders by name. Methods block; errors are those of `Store`."""
 
-    names: Namespace[SaeCard]
-    files: ContentFiles
+    def __init__(
+        self,
+        own: Store[SaeCard],
+        shared: Store[SaeCard] | None = None,
+        *,
+        files: ContentFiles,
+        may_share: bool = True,
+    ) -> None:
+        super().__init__(own, shared, may_share=may_share)
+        self._files = files
 
     @contextmanager
     def open(self, found: StoredContent) -> Iterator[SaeFile]:
         """Open the autoencoder of a content while the block runs."""
-        try:
-            with self.files.open(found.sha256, found.source) as path:
-                yield open_sae(path)
-        except (FileNotFoundError, DamagedContentError) as error:
-            raise self.names.report_damage(found) from error
+        with self._files.open(SAES, found) as path:
+            yield open_sae(path)
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
         """Return a feature's vectors from `SaeFile.read_vectors`, named NAME/FEATURE.
 
         Errors: APIError `unknown_sae`, `invalid_sae`; `invalid_request` for an unknown feature.
         """
-        _, found = self.names.look_up(name)
+        _, found = self.look_up(name)
         with self.open(found) as file:
             number = file.find(feature)
             vectors = file.read_vectors(number, reads=reads)
         return StoredVectors(f"{name}/{number}", vectors.sha256, vectors)
 
 
-class VectorStore:
+class VectorStore(Namespace[VectorCard]):
     """Vectors by name, with a cache; threads may share it. Methods block; errors are those of
     `Store`.
     """
 
     def __init__(
         self,
-        files: Namespace[VectorCard],
-        parsed: ParsedVectors | None = None,
-        features: SaeStore | None = None,
+        own: Store[VectorCard],
+        shared: Store[VectorCard] | None = None,
+        *,
+        files: ContentFiles,
+        parsed: ParsedVectors,
+        saes: SaeStore,
+        may_share: bool = True,
     ) -> None:
-        self.files = files
-        self._features = features
-        self._parsed = parsed or ParsedVectors()
+        super().__init__(own, shared, may_share=may_share)
+        self._files = files
+        self._saes = saes
+        self._parsed = parsed
 
     def put(
         self,
@@ -104,7 +115,8 @@ class VectorStore:
         overwrite: bool = True,
     ) -> VectorCard:
         """Point a name to vectors; return the name's card, as `Store.put`."""
-        upload = self.files.receive(name, len(vectors.content))
+        store = self.of_writable(name)
+        upload = store.receive(name, len(vectors.content))
         try:
             upload.write(vectors.content)
             readouts = {str(n): VectorReadout(**asdict(r)) for n, r in vectors.readouts.items()}
@@ -120,13 +132,13 @@ class VectorStore:
                 created=stamp(),
                 about=about,
             )
-            return self.files.put(upload, card, request, overwrite=overwrite)
+            return store.put(upload, card, request, overwrite=overwrite)
         finally:
             upload.discard()
 
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
-        card, found = self.files.look_up(name)
+        card, found = self.look_up(name)
         about, vectors = card.about, self._load(found)
         return StoredVectors(
             name, found.sha256, vectors, about.recommendation, about.weights_digest
@@ -134,15 +146,14 @@ class VectorStore:
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
-        card, found = self.files.find_content(sha256)
+        card, found = self.look_up_content(sha256)
         return StoredVectors(
             None, sha256, self._load(found), weights_digest=card.about.weights_digest
         )
 
     def find_feature(self, name: str, feature: int | str, *, reads: bool) -> StoredVectors:
         """Return the vectors of a feature: see `SaeStore.find_feature`."""
-        assert self._features is not None, "what resolves requests has autoencoders"
-        return self._features.find_feature(name, feature, reads=reads)
+        return self._saes.find_feature(name, feature, reads=reads)
 
     @cachedmethod(
         lambda self: self._parsed.vectors,
@@ -151,7 +162,18 @@ class VectorStore:
     )
     def _load(self, found: StoredContent) -> LayerVectors:
         """Return a content's vectors. Errors: APIError `internal` for damaged ones."""
+        with self._files.open(VECTORS, found) as path:
+            content = path.read_bytes()
         try:
-            return parse_content(self.files.read(found))
-        except ValueError as error:
-            raise self.files.report_damage(found) from error
+            return parse_safetensors(content)
+        except APIError as error:
+            raise VECTORS.report_damage(found.describe(VECTORS), found.source) from error
+
+
+def open_vectors(directory: Path, max_bytes: int = 0) -> VectorStore:
+    """Return the vectors and autoencoders of a server's `store_directory`."""
+    objects = Objects(directory)
+    files = ContentFiles(objects, 0)
+    saes = SaeStore(Store(SAES, objects, max_bytes), files=files)
+    own = Store(VECTORS, objects, max_bytes)
+    return VectorStore(own, files=files, parsed=ParsedVectors(), saes=saes)

@@ -1,7 +1,7 @@
 """`/activations`: the activations of a model over texts, as arrays or as a file."""
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,29 +30,35 @@ WHOLE = ChatForm(is_whole=True)
 
 @dataclass(frozen=True, slots=True)
 class CaptureSite:
-    """The activations to read: `hook` of some layers (None: all), as in `Capture`."""
+    """The activations to read of texts: their capture, and how wide one is.
 
-    hook: str
-    layers: Sequence[int] | None
-    read: CaptureRead
-    positions: Positions = field(default_factory=Positions)
+    A mean over all tokens leaves out `bos_id`, the tokenizer's BOS, at a text's beginning.
+    """
+
+    capture: Capture
+    width: int
     bos_id: int | None = None
-    """The tokenizer's BOS, which a mean over all tokens leaves out at a text's beginning."""
 
-    def find_places(self, tokens: Ids) -> Positions:
-        """Return the positions of the tokens that are read."""
-        leaves_bos = self.read == "mean" and self.positions.kind == "all" and len(tokens) > 1
-        if leaves_bos and tokens[0] == self.bos_id:
-            return Positions("slices", ((1, len(tokens)),))
-        return self.positions
+    @classmethod
+    def resolve(
+        cls,
+        hook: str,
+        layers: Sequence[int] | None,
+        read: CaptureRead,
+        info: EngineInfo,
+        positions: Positions | None = None,
+        bos_id: int | None = None,
+    ) -> "CaptureSite":
+        """Return the site of a model, of all layers if None are named. Errors: as `find_layers`."""
+        capture = Capture(find_layers(hook, layers, info), hook, read, positions or Positions())
+        return cls(capture, info.hook_widths.get(hook, info.hidden_size), bos_id)
 
-    def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
-        """Return the layers in order. Errors: APIError if the model lacks the hook or a layer."""
-        return find_layers(self.hook, self.layers, info)
-
-    def find_width(self, info: EngineInfo) -> int:
-        """Return the numbers of one activation."""
-        return info.hook_widths.get(self.hook, info.hidden_size)
+    def place(self, tokens: Ids) -> Capture:
+        """Return the capture of a text's tokens."""
+        leaves_bos = self.capture.read == "mean" and self.capture.positions.kind == "all"
+        if leaves_bos and len(tokens) > 1 and tokens[0] == self.bos_id:
+            return replace(self.capture, positions=Positions("slices", ((1, len(tokens)),)))
+        return self.capture
 
 
 def read_items(
@@ -78,14 +84,6 @@ def read_items(
         yield item.token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCapture:
-    """A job, and the number of tokens dropped at the left of its sequence."""
-
-    job: CaptureJob
-    truncated: int
-
-
 def plan_captures(
     sequences: Iterable[list[int]],
     places: Iterable[str],
@@ -93,14 +91,16 @@ def plan_captures(
     info: EngineInfo,
     cover: Cover,
     on_overflow: OverflowPolicy = "error",
-) -> list[PlannedCapture]:
+) -> tuple[list[CaptureJob], list[int]]:
     """Plan one job per sequence, in order; errors name the item in the request.
 
-    Errors: APIError `unsupported_by_engine`, `invalid_request`, `context_too_long`, and
+    Return with them how many tokens at the left of each sequence are not read.
+
+    Errors: APIError `invalid_request`, `context_too_long`, and
     `payload_too_large` if the engine has no room for a sequence's activations.
     """
-    layers = site.find_layers(info)
-    planned: list[PlannedCapture] = []
+    jobs: list[CaptureJob] = []
+    truncated: list[int] = []
     num_planned = 0
     for place, tokens in zip(places, sequences, strict=True):
         if not tokens:
@@ -113,17 +113,17 @@ def plan_captures(
             )
             raise api_error("context_too_long", detail, param=place)
         read = np.array(tokens[excess:], dtype=np.int32)
-        capture = Capture(layers, site.hook, site.read, site.find_places(read))
-        job = CaptureJob(read, capture=capture)
+        job = CaptureJob(read, capture=site.place(read))
         if not len(job.places):
             detail = f"{place}: positions select none of its {len(read)} tokens; choose others."
             raise api_error("invalid_request", detail, param="positions")
         if failure := info.refuse(job):
             raise api_error(failure.code, f"{place}: {failure.detail}.", param=place)
-        planned.append(PlannedCapture(job, excess))
+        jobs.append(job)
+        truncated.append(excess)
         num_planned += len(read)
         cover(num_planned)
-    return planned
+    return jobs, truncated
 
 
 def count_numbers(jobs: Sequence[CaptureJob], width: int) -> int:
@@ -144,12 +144,11 @@ class ChosenSae:
     card: SaeCard
     content: StoredContent
 
-    def find_site(self, site: CaptureSite) -> CaptureSite:
-        """Return the site whose activations it encodes, for a request's site."""
-        return replace(site, hook=self.card.hook, layers=[self.card.layer])
+    def count_features(self, top: int, width: int) -> int:
+        """Return the number of features shown of each token's activation, so wide.
 
-    def check_width(self, width: int) -> None:
-        """Check the width of the model's activations. Errors: APIError `invalid_sae`."""
+        Errors: APIError `invalid_sae` for a model of another width.
+        """
         if width != self.card.width:
             detail = (
                 f"The sparse autoencoder {self.card.name!r} encodes activations of "
@@ -157,9 +156,6 @@ class ChosenSae:
                 "was trained on."
             )
             raise api_error("invalid_sae", detail, param="sae")
-
-    def count(self, top: int) -> int:
-        """Return the number of features returned for each token."""
         return min(top, self.card.features, self.card.k or top)
 
 
@@ -169,11 +165,10 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
     kind = "activations"
     has_file = True
 
-    _planned: list[PlannedCapture]
+    _jobs: Sequence[CaptureJob]
     _outputs: Sequence[CaptureOutput]
     _sae: ChosenSae | None = None
     _features: list[tuple[Ids, Floats]]
-    _labels: dict[str, str]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of items. Errors: APIError `payload_too_large`."""
@@ -182,23 +177,22 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch, and encode their features if requested."""
         body, info = self._body, self.info
-        planner.cover_text(max(map(_count_chars, body.items)))
-        where, bos_id = place_positions(body.positions), self.codec.bos_id
-        site = CaptureSite(body.hook, body.layers, body.read, where, bos_id)
+        texts = (item if isinstance(item, str) else item.messages or () for item in body.items)
+        planner.cover_text(max(len(t) if isinstance(t, str) else count_chars(t) for t in texts))
+        hook, layers = body.hook, body.layers
         if body.sae is not None:
-            look_up = self._stores.saes.names.look_up
+            look_up = self._stores.saes.look_up
             self._sae = ChosenSae(*await planner.capacity.call_long(look_up, body.sae))
-            site = self._sae.find_site(site)
-        self._planned = await planner.run(self._plan, site, planner)
-        jobs = [capture.job for capture in self._planned]
-        held = count_numbers(jobs, site.find_width(info))
-        if self._sae is None:
-            planner.expect_arrays(held + _count_ids(jobs))
-        else:
-            self._sae.check_width(site.find_width(info))
+            hook, layers = self._sae.card.hook, [self._sae.card.layer]
+        where = place_positions(body.positions)
+        site = CaptureSite.resolve(hook, layers, body.read, info, where, self.codec.bos_id)
+        jobs = self._jobs = await planner.run(self._plan, site, planner)
+        shown = held = count_numbers(jobs, site.width)
+        if self._sae is not None:
+            features = self._sae.count_features(body.top, site.width)
             planner.hold_activations(held)
-            numbers = 2 * sum(job.num_rows for job in jobs) * self._sae.count(body.top)
-            planner.expect_arrays(numbers + _count_ids(jobs))
+            shown = 2 * features * sum(job.num_rows for job in jobs)
+        planner.expect_arrays(shown + sum(len(job.tokens) + len(job.places) for job in jobs))
         collector = Collector()
         yield Batch(jobs, collector.take)
         self._outputs = collector.outputs
@@ -206,8 +200,8 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
             self._features = []
             for part in _cut_outputs(self._outputs):
                 self._features += await planner.capacity.call_long(self._encode, part, self._sae)
-            shown = {str(i) for ids_TK, _ in self._features for i in np.unique(ids_TK)}
-            self._labels = await planner.capacity.call_long(self._read_labels, shown, self._sae)
+            found = {str(i) for ids_TK, _ in self._features for i in np.unique(ids_TK)}
+            self._labels = await planner.capacity.call_long(self._read_labels, found, self._sae)
 
     def _encode(self, outputs: Sequence[CaptureOutput], sae: ChosenSae) -> list[tuple[Ids, Floats]]:
         """Return the strongest features of each output's tokens, ids and activations [T, K]."""
@@ -217,27 +211,24 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         ends = np.cumsum([output.activations_LTD.shape[1] for output in outputs])[:-1]
         return list(zip(np.split(ids_NK, ends), np.split(found_NK, ends), strict=True))
 
-    def _read_labels(self, shown: set[str], sae: ChosenSae) -> dict[str, str]:
+    def _read_labels(self, found: set[str], sae: ChosenSae) -> dict[str, str]:
         with self._stores.saes.open(sae.content) as file:
-            return {feature: file.labels[feature] for feature in shown & file.labels.keys()}
+            return {feature: file.labels[feature] for feature in found & file.labels.keys()}
 
-    def _plan(self, site: CaptureSite, planner: Planner) -> list[PlannedCapture]:
+    def _plan(self, site: CaptureSite, planner: Planner) -> Sequence[CaptureJob]:
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         form = ChatForm.of(body, is_whole=True)
         sequences = read_items(body.items, body.bos, self.codec, info.vocab_size, form)
         places = [f"items[{index}]" for index in range(len(body.items))]
-        planned = plan_captures(sequences, places, site, info, planner.cover, body.on_overflow)
-        jobs = self.interventions.apply([capture.job for capture in planned])
-        return [
-            PlannedCapture(job, capture.truncated)
-            for job, capture in zip(jobs, planned, strict=True)
-        ]
+        jobs, self._truncated = plan_captures(
+            sequences, places, site, info, planner.cover, body.on_overflow
+        )
+        return self.interventions.apply(jobs)
 
     def report(self) -> dict[str, Any]:
         """Return the activations of each item, by layer."""
-        pairs = zip(self._planned, self._outputs, strict=True)
-        results = [_describe(capture, output) for capture, output in pairs]
+        results = list(map(_describe, self._jobs, self._truncated, self._outputs))
         found = {"hook": self._body.hook, "read": self._body.read, "results": results}
         if self._sae is None:
             return found
@@ -252,7 +243,7 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         """Return the answer as the tensors of a file, described in `ActivationsAnswer`."""
         results = document["results"]
         hook, is_mean = document["hook"], self._body.read == "mean"
-        rows = [capture.job.num_rows for capture in self._planned]
+        rows = [job.num_rows for job in self._jobs]
         if self._sae is not None:
             tensors = {
                 f"feature_{name}": [result["features"][name] for result in results]
@@ -277,12 +268,6 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         return TensorLayout(tensors, {"answer": document | {"results": described}})
 
 
-def _count_chars(item: Any) -> int:
-    if isinstance(item, str):
-        return len(item)
-    return count_chars(item.messages or ())
-
-
 def _cut_outputs(outputs: Sequence[CaptureOutput]) -> Iterator[list[CaptureOutput]]:
     """Yield outputs in parts of about `ENCODED_AT_ONCE` tokens."""
     part: list[CaptureOutput] = []
@@ -295,21 +280,16 @@ def _cut_outputs(outputs: Sequence[CaptureOutput]) -> Iterator[list[CaptureOutpu
         yield part
 
 
-def _count_ids(jobs: Sequence[CaptureJob]) -> int:
-    """Return the count of the answer's numbers for token ids and positions."""
-    return sum(len(job.tokens) + len(job.places) for job in jobs)
-
-
 def _find_starts(sizes: Sequence[int]) -> Array:
     return np.cumsum([0, *sizes], dtype=np.int32)
 
 
-def _describe(capture: PlannedCapture, output: CaptureOutput) -> dict[str, Any]:
-    job, found_LTD = capture.job, output.activations_LTD
+def _describe(job: CaptureJob, truncated: int, output: CaptureOutput) -> dict[str, Any]:
+    found_LTD = output.activations_LTD
     finite = bool(np.isfinite(found_LTD).all())
     return {
         "token_ids": job.tokens,
-        "truncated_tokens": capture.truncated,
+        "truncated_tokens": truncated,
         "positions": job.places.astype(np.int32),
         "activations": dict(zip(map(str, job.capture.layers), found_LTD, strict=True)),
         "sinks": {str(layer): places for layer, places in output.sinks.items()},

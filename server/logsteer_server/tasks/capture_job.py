@@ -16,11 +16,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -29,17 +29,10 @@ from safetensors.numpy import load, save
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ActivationItem
-from logsteer.schemas.captures import (
-    CaptureIndex,
-    CaptureProblem,
-    CaptureRequest,
-    CaptureShard,
-    name_shard,
-)
+from logsteer.schemas.captures import CaptureIndex, CaptureRequest
 from logsteer.schemas.faults import explain
-from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureOutput
+from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.interventions.interventions import (
     Interventions,
     NamespaceRegistry,
@@ -52,8 +45,9 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.captures import (
-    SHARD_BYTES,
-    encode_shard,
+    CapturedDocument,
+    add_shard,
+    count_shard_rows,
     lay_out,
     name_sums,
     read_lines,
@@ -63,7 +57,6 @@ from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.tasks.activations import (
     CaptureSite,
-    PlannedCapture,
     count_numbers,
     plan_captures,
     read_items,
@@ -85,7 +78,6 @@ SLICES = 2
 SHARD_DOCUMENTS = 2**16
 MAX_CHARS = 2**20
 """Of a document's text: encoding it takes up to a few hundred bytes each."""
-MAX_FAILURES = 1000
 MAX_MOMENT_BYTES = 2**30
 SHOWN_TOKENS = 24
 RETRY_S = 5.0
@@ -96,14 +88,10 @@ class CaptureStoppedError(Exception):
 
 
 @dataclass(slots=True)
-class Document:
-    """A document of the data set: its planned capture, then its output, or its problem."""
+class PlannedDocument(CapturedDocument):
+    """A document with its job, unless it has a problem."""
 
-    number: int
-    planned: PlannedCapture | None = None
-    is_cut: bool = False
-    problem: APIError | None = None
-    output: CaptureOutput | None = None
+    job: CaptureJob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +112,8 @@ class CapturePlan:
         if body.special_tokens == "text":
             codec = codec.literal
         where = place_positions(body.positions)
-        site = CaptureSite(body.hook, body.layers, body.read, where, codec.bos_id)
-        layers = site.find_layers(info)
+        site = CaptureSite.resolve(body.hook, body.layers, body.read, info, where, codec.bos_id)
+        layers = site.capture.layers
         asked = body.reduce
         probes = resolve_probes(asked.top if asked else None, stores.vectors, info)
         for one in probes:
@@ -135,22 +123,12 @@ class CapturePlan:
                     f"{one.probe.layer}, which is not captured: name its layers, or capture those."
                 )
                 raise api_error("invalid_request", detail, param="reduce.top")
-        size = 8 * len(layers) * site.find_width(info) ** 2
+        size = 8 * len(layers) * site.width**2
         if asked is not None and asked.covariance and size > MAX_MOMENT_BYTES:
             detail = f"The covariances take {size} bytes, at most {MAX_MOMENT_BYTES}: fewer layers."
             raise api_error("payload_too_large", detail, param="reduce.covariance")
         interventions = Interventions.resolve(body, stores, info, codec)
         return cls(body, codec, info, site, interventions, probes)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that are captured, in order."""
-        return self.site.find_layers(self.info)
-
-    @property
-    def width(self) -> int:
-        """Numbers of an activation."""
-        return self.site.find_width(self.info)
 
     @property
     def writes(self) -> bool:
@@ -167,41 +145,36 @@ class CapturePlan:
         steered = [vector.sha256 for vector in vectors]
         return digest_request("changes", steering=steered, used=used, probes=probes)
 
-    def read(self, line: bytes) -> tuple[list[int], bool]:
-        """Return the tokens of a line, and whether some of it is not read. Errors: APIError."""
-        found = read_row(line)
-        if isinstance(found, str) and len(found) > MAX_CHARS:
-            detail = f"It has {len(found)} characters, at most {MAX_CHARS}: split it."
-            raise api_error("payload_too_large", detail)
-        form = ChatForm.of(self.body, is_whole=True)
-        (tokens,) = read_items([found], self.body.bos, self.codec, self.info.vocab_size, form)
-        length = self.body.max_length or len(tokens)
-        return tokens[:length], length < len(tokens)
-
-    def plan(self, number: int, line: bytes) -> Document:
+    def plan(self, number: int, line: bytes) -> PlannedDocument:
         """Plan a line; what is wrong with it is its problem."""
-        found = Document(number)
+        found, body = PlannedDocument(number), self.body
         try:
-            tokens, found.is_cut = self.read(line)
-            overflow = self.body.on_overflow
-            place = f"document {number}"
-            (found.planned,) = plan_captures(
-                [tokens], [place], self.site, self.info, lambda _: None, overflow
+            row = read_row(line)
+            if isinstance(row, str) and len(row) > MAX_CHARS:
+                detail = f"It has {len(row)} characters, at most {MAX_CHARS}: split it."
+                raise api_error("payload_too_large", detail)
+            form = ChatForm.of(body, is_whole=True)
+            (tokens,) = read_items([row], body.bos, self.codec, self.info.vocab_size, form)
+            place, length = f"document {number}", body.max_length or len(tokens)
+            (found.job,), (excess,) = plan_captures(
+                [tokens[:length]], [place], self.site, self.info, lambda _: None, body.on_overflow
             )
-            found.is_cut = found.is_cut or found.planned.truncated > 0
+            found.tokens, found.is_cut = found.job.tokens, excess > 0 or length < len(tokens)
         except APIError as error:
             found.problem = error
         return found
 
-    def plan_slice(self, lines: Iterator[tuple[int, bytes]], max_bytes: int) -> list[Document]:
+    def plan_slice(
+        self, lines: Iterator[tuple[int, bytes]], max_bytes: int
+    ) -> list[PlannedDocument]:
         """Plan the next documents; none at the end of the data set."""
-        found: list[Document] = []
+        found: list[PlannedDocument] = []
         tokens = size = 0
         for number, line in lines:
             found.append(document := self.plan(number, line))
-            if document.planned is not None:
-                tokens += len(document.planned.job.tokens)
-                size += 4 * count_numbers([document.planned.job], self.width)
+            tokens += len(document.tokens)
+            if document.job is not None:
+                size += 4 * count_numbers([document.job], self.site.width)
             if tokens >= SLICE_TOKENS or size >= max_bytes or len(found) >= SLICE_DOCUMENTS:
                 break
         return found
@@ -230,28 +203,27 @@ class CaptureTask(Task):
 
     kind = "capture"
 
-    def __init__(self, model: ResidentModel, plan: CapturePlan, documents: Sequence[Document]):
+    def __init__(
+        self, model: ResidentModel, plan: CapturePlan, documents: Sequence[PlannedDocument]
+    ) -> None:
         super().__init__(model)
         self.interventions = plan.interventions
-        self._width = plan.width
+        self._width = plan.site.width
         self._documents = documents
+        self.results = []  # documents have their outputs
 
     def check_limits(self, settings: Settings) -> None:
         """Leave the bounds to what plans the slice."""
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all documents in one batch."""
-        found = [one.planned.job for one in self._documents if one.planned]
+        found = [one.job for one in self._documents if one.job is not None]
         jobs = self.interventions.apply(found)
         planner.hold_activations(count_numbers(jobs, self._width))
         collector = Collector()
         yield Batch(jobs, collector.take)
         for document, output in zip(self._documents, collector.outputs, strict=True):
-            document.output = output
-
-    def report(self) -> dict[str, Any]:
-        """Return nothing: documents have their outputs."""
-        return {}
+            document.activations = output.activations
 
 
 @dataclass(slots=True)
@@ -297,7 +269,7 @@ class CaptureJobRun:
         self._store = host.namespaces.find_captures(self._caller)
         self._index = index
         self._threads = host.threads
-        self._buffer: list[Document] = []
+        self._buffer: list[PlannedDocument] = []
         self._rows = 0
         self._since = time.monotonic()
         self._reduction: Reduction | None = None
@@ -312,11 +284,11 @@ class CaptureJobRun:
         self._plan = plan = await retry(self._make_plan)
         if plan.body.reduce is not None:
             await retry(partial(self._threads.run, self._open_reduction, plan))
-        opened, file = await retry(self._open_source)
-        row_bytes = 4 * plan.width * len(plan.layers)
-        most_rows = min(plan.body.shard_rows, max(1, SHARD_BYTES // row_bytes))
+        open_source = partial(self._store.open_source, index.name, index.source)
+        file = await retry(partial(self._threads.run, open_source))
+        most_rows = min(plan.body.shard_rows, count_shard_rows(index))
         max_bytes = min(SLICE_BYTES, host.settings.max_activation_bytes // 2)
-        running: deque[asyncio.Task[list[Document]]] = deque()
+        running: deque[asyncio.Task[list[PlannedDocument]]] = deque()
         try:
             lines = read_lines(file, index.documents)
             while True:
@@ -329,7 +301,7 @@ class CaptureJobRun:
                     break
                 for document in await running[0]:
                     self._buffer.append(document)
-                    self._rows += document.output.activations_LTD.shape[1] if document.output else 0
+                    self._rows += document.num_rows
                     if self._rows >= most_rows or len(self._buffer) >= SHARD_DOCUMENTS:
                         await self._commit()
                 running.popleft()
@@ -338,11 +310,7 @@ class CaptureJobRun:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            opened.__exit__(None, None, None)
-
-    async def _open_source(self) -> tuple[AbstractContextManager[IO[bytes]], IO[bytes]]:
-        opened = self._store.open_source(self._index.name, self._index.source)
-        return opened, await self._threads.run(opened.__enter__)
+            file.close()
 
     async def _make_plan(self) -> CapturePlan:
         body = CaptureRequest.model_validate(self._index.request)
@@ -369,9 +337,9 @@ class CaptureJobRun:
             plan.body.reduce, plan.probes, plan.codec.bos_id, sums, self._index.reduced
         )
 
-    async def _run_slice(self, documents: list[Document]) -> list[Document]:
+    async def _run_slice(self, documents: list[PlannedDocument]) -> list[PlannedDocument]:
         """Run a slice, and its documents one by one where it fails as a whole."""
-        own = [document for document in documents if document.planned is not None]
+        own = [document for document in documents if document.problem is None]
         if not own:
             return documents
 
@@ -381,7 +349,7 @@ class CaptureJobRun:
         except APIError as error:
             await retry(self._check_model)  # one that fails is no document's problem
             if len(own) == 1:
-                own[0].planned, own[0].problem = None, error
+                own[0].problem = error
             else:
                 for document in own:
                     await self._run_slice([document])
@@ -411,55 +379,26 @@ class CaptureJobRun:
 
     def _make_part(self, is_last: bool) -> tuple[CaptureIndex, dict[str, bytes]]:
         """Return the index with the buffer's documents as its next shard, and the shard's files."""
-        index, plan, documents = self._index, self._plan, self._buffer
+        index, documents = self._index, self._buffer
+        seconds = index.seconds + time.monotonic() - self._since
+        changed: dict[str, Any] = {"seconds": seconds, "state": "done" if is_last else "running"}
         files: dict[str, bytes] = {}
-        capture = Capture(plan.layers, plan.body.hook, plan.body.read)
-        found = [
-            (one.number, one.planned.job.tokens, one.output.activations)
-            for one in documents
-            if one.planned and one.output and one.output.activations
-        ]
-        reduced, tensors = index.reduced, lay_out(capture, found)
-        rows, num_lost = len(tensors["document"]), 0
-        if self._reduction is not None and documents:
-            self._add(self._reduction, tensors)
-            reduced = self._reduction.describe()
-            files[name_sums(len(index.shards))] = save(self._reduction.sums)
-        if plan.writes and rows:
-            data, num_lost = encode_shard(tensors, plan.body.dtype)
-            files[name_shard(len(index.shards))] = data
-        size = len(files.get(name_shard(len(index.shards)), b""))
-        failures = [
-            CaptureProblem(document=one.number, code=one.problem.code, detail=one.problem.detail)
-            for one in documents
-            if one.problem is not None
-        ]
-        shard = CaptureShard(first=index.documents, documents=len(documents), rows=rows, bytes=size)
-        planned = [one.planned for one in documents if one.planned]
-        changed = {
-            "shards": [*index.shards, shard] if documents else index.shards,
-            "num_shards": index.num_shards + bool(documents),
-            "documents": index.documents + len(documents),
-            "problems": index.problems + len(failures),
-            "failures": [*index.failures, *failures][:MAX_FAILURES],
-            "truncated": index.truncated + sum(one.is_cut for one in documents if one.planned),
-            "tokens": index.tokens + sum(len(own.job.tokens) for own in planned),
-            "rows": index.rows + rows,
-            "bytes": index.bytes + size,
-            "non_finite": index.non_finite + num_lost,
-            "seconds": index.seconds + time.monotonic() - self._since,
-            "reduced": reduced,
-            "state": "done" if is_last else "running",
-        }
+        if documents:
+            tensors = lay_out(index, documents)
+            index, files = add_shard(index, documents, tensors, writes=self._plan.writes)
+            if self._reduction is not None:
+                self._add(self._reduction, tensors)
+                changed["reduced"] = self._reduction.describe()
+                files[name_sums(len(index.shards) - 1)] = save(self._reduction.sums)
         return index.model_copy(update=changed), files
 
     def _add(self, reduction: Reduction, tensors: Mapping[str, Any]) -> None:
         """Add a shard's rows to the statistics."""
         plan = self._plan
-        layers = {layer: tensors[f"{plan.body.hook}.{layer}"] for layer in plan.layers}
+        layers = {n: tensors[f"{plan.body.hook}.{n}"] for n in plan.site.capture.layers}
         columns = [tensors[name] for name in ("document", "position", "token_ids")]
         rows_N3 = np.stack(columns, axis=1)
-        tokens = {one.number: one.planned.job.tokens for one in self._buffer if one.planned}
+        tokens = {one.number: one.tokens for one in self._buffer}
 
         def write(row: int) -> str:
             own, end = tokens[int(rows_N3[row, 0])], int(rows_N3[row, 1]) + 1

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import IO, Any
 from weakref import WeakValueDictionary
 
 import orjson
@@ -26,14 +26,13 @@ from logsteer_server.keys.caller import Requester
 from logsteer_server.stores.captures import (
     SOURCE,
     CaptureStore,
-    list_keys,
-    name_prefix,
+    begin_index,
     read_lines,
     refuse_name,
 )
-from logsteer_server.stores.store import digest_request, stamp
+from logsteer_server.stores.objects import Upload
+from logsteer_server.stores.store import digest_request, list_keys, name_prefix
 from logsteer_server.stores.threads import FairTurns
-from logsteer_server.stores.upload import Upload
 from logsteer_server.tasks.capture_job import (
     CaptureHost,
     CaptureJobRun,
@@ -59,21 +58,12 @@ class CaptureJobs:
         self._turns = FairTurns(RUNNING)
         self.find: Callable[[Requester], CaptureStore] = host.namespaces.find_captures
 
-    def _lock(self, place: str) -> asyncio.Lock:
-        return self._locks.setdefault(place, asyncio.Lock())
-
     def start(self) -> None:
         """Resume what this server was computing when it ended."""
         self._launch("", self._resume_all())
 
     def _launch(self, place: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[place] = task = asyncio.create_task(work)
-
-        def forget(_: asyncio.Task[None]) -> None:
-            if self._tasks.get(place) is task:
-                del self._tasks[place]
-
-        task.add_done_callback(forget)
+        self._tasks[place] = asyncio.create_task(work)
 
     async def close(self) -> None:
         """Stop all jobs where they are."""
@@ -81,7 +71,7 @@ class CaptureJobs:
             await self._stop(place)
 
     async def _stop(self, place: str) -> None:
-        if (task := self._tasks.get(place)) is not None:
+        if (task := self._tasks.pop(place, None)) is not None:
             task.cancel()
             await asyncio.wait([task])
 
@@ -130,7 +120,7 @@ class CaptureJobs:
         """Store a data set; errors: APIError `exists` where something else was captured of one."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             digest = await self._threads.run(upload.finish)
             there = await self._threads.run(store.find, name)
             if there is not None and there.source != digest:
@@ -138,9 +128,9 @@ class CaptureJobs:
                     raise refuse_name(there)
                 await self._stop(place)
                 await self._threads.run(store.remove, name)
-            documents = await self._threads.run(_count_lines, upload)
-            if await self._threads.run(store.find_source, name) != digest:
-                await self._threads.run(store.put_source, name, upload, digest)
+            with upload.path.open("rb") as file:
+                documents = await self._threads.run(_count_lines, file)
+            await self._threads.run(store.put_source, name, upload, digest)
         return CaptureSource(name=name, sha256=digest, documents=documents, bytes=upload.size)
 
     async def begin(self, body: CaptureRequest, caller: Requester) -> CaptureIndex:
@@ -153,7 +143,7 @@ class CaptureJobs:
         body = body.model_copy(update={"model": model.id})
         plan = await self._host.capacity.call_long(CapturePlan.make, body, model, stores)
         place = store.locate(body.name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             if body.overwrite:
                 await self._stop(place)
             index, is_new = await self._threads.run(self._write_first, store, plan)
@@ -165,56 +155,43 @@ class CaptureJobs:
         body, name = plan.body, plan.body.name
         asked = body.model_dump(mode="json", exclude={"items", "overwrite"})
         rows = [
-            item if isinstance(item, str) else item.model_dump(mode="json", exclude_none=True)
+            orjson.dumps(
+                item if isinstance(item, str) else item.model_dump(mode="json", exclude_none=True)
+            )
+            + b"\n"
             for item in body.items or ()
         ]
-        data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
-        source = sha256(data).hexdigest() if rows else store.find_source(name)
+        source = sha256(b"".join(rows)).hexdigest() if rows else store.find_source(name)
         if (there := store.find(name)) is not None and not body.overwrite:
             if there.digest == digest_request("capture", rows=source, **asked):
                 return there, False
             raise refuse_name(there)
         if body.source is not None:
             source = store.copy_source(name, body.source.removeprefix("store://"))
+        elif rows:
+            source = store.write_source(name, rows)
         if source is None:
             detail = f"There is no data set: send items, or PUT it to /captures/{name}/source."
             raise api_error("invalid_request", detail, param="items")
         if there is not None:
-            store.remove(name, lambda file: bool(rows) or not file.startswith(SOURCE))
-        if rows:
-            upload = store.receive(name, len(data))
-            try:
-                upload.write(data)
-                store.put_source(name, upload, upload.finish())
-            finally:
-                upload.discard()
+            store.remove(name, lambda file: not file.startswith(SOURCE))
         with store.open_source(name, source) as file:
-            total = sum(1 for _ in read_lines(file))
+            total = _count_lines(file)
         if not total:
             raise api_error("invalid_request", "The data set has no rows.", param="items")
-        counts = ("documents", "problems", "truncated", "tokens", "rows", "num_shards", "bytes")
-        index = CaptureIndex(
+        index = begin_index(
+            plan.site.capture,
             name=name,
-            state="running",
             model=str(body.model),
             weights_digest=plan.info.weights_digest,
-            layers=list(plan.layers),
-            hook=body.hook,
-            read=body.read,
             dtype=body.dtype,
-            width=plan.width,
+            width=plan.site.width,
             documents_total=total,
-            non_finite=0,
-            seconds=0.0,
-            created=stamp(),
             server=self._host.server,
-            shards=[],
-            failures=[],
             request=asked,
             source=source,
             digest=digest_request("capture", rows=source, **asked),
             changes=plan.changes,
-            **dict.fromkeys(counts, 0),
         )
         store.write_index(index)
         return index, True
@@ -223,12 +200,10 @@ class CaptureJobs:
         """Pause a job, or resume one here; one that is done stays so."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             index = await self._threads.run(store.read, name)
             if state == "running":
                 self._host.models.find(index.model)
-                if self._host.is_own(index) and place in self._tasks:
-                    return index
             await self._stop(place)
             index = await self._threads.run(store.read, name)
             if index.state != "done":
@@ -243,7 +218,7 @@ class CaptureJobs:
         """Stop a job, and remove all of its files, its data set too."""
         store = self.find(caller)
         place = store.locate(name)
-        async with self._lock(place):
+        async with self._locks.setdefault(place, asyncio.Lock()):
             source = await self._threads.run(store.find_source, name)
             if source is None:
                 await self._threads.run(store.read, name)
@@ -252,6 +227,5 @@ class CaptureJobs:
         return Deleted(name=name, sha256=source)
 
 
-def _count_lines(upload: Upload) -> int:
-    with upload.path.open("rb") as file:
-        return sum(1 for _ in read_lines(file))
+def _count_lines(file: IO[bytes]) -> int:
+    return sum(1 for _ in read_lines(file))

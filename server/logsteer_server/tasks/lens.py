@@ -21,12 +21,12 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, ScoreJob
 from logsteer_server.contract.plan import Positions
+from logsteer_server.interventions.captures import find_layers
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import RESID_POST
-from logsteer_server.tasks.activations import CaptureSite
 from logsteer_server.tasks.logprob import show_listed
 from logsteer_server.tasks.patch import replace_at
 from logsteer_server.tasks.planning import ItemProblems, Planner
@@ -103,7 +103,7 @@ class LensTask(BodyTask[LensRequest]):
     def _plan(self, planner: Planner, problems: ItemProblems) -> tuple[TargetPlan, tuple[int, ...]]:
         body, info = self._body, self.info
         check_feature("steering", info, "layers")
-        layers = CaptureSite(RESID_POST, body.layers, "each").find_layers(info)
+        layers = find_layers(RESID_POST, body.layers, info)
         self.interventions = Interventions.resolve(body, self._stores, info, self.codec)
         top = min(body.top, info.vocab_size)
         policy = plan_policy(body.policy, self.codec, info)

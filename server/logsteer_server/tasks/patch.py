@@ -22,7 +22,6 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, PatchPair, PatchRequest
-from logsteer_server.contract.captures import Capture
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Ids, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.interventions.interventions import Interventions, Stores
@@ -187,8 +186,8 @@ class PatchTask(BodyTask[PatchRequest]):
         body, info = self._body, self.info
         planner.cover_text(find_longest(_list_items(body.pairs)))
         pairs, layer_sets = await planner.run(self._plan, planner)
-        site = CaptureSite(body.hook, sorted(set().union(*layer_sets)), "each")
-        layers = site.find_layers(info)
+        site = CaptureSite.resolve(body.hook, sorted(set().union(*layer_sets)), "each", info)
+        layers = site.capture.layers
         places = sum(len(pair.positions) for pair in pairs)
         check_count(
             "pairs x layers x positions", places * len(layer_sets), planner.settings.max_items
@@ -196,9 +195,8 @@ class PatchTask(BodyTask[PatchRequest]):
         planner.expect_rows(places * len(layer_sets), 1)
         sources = [pair.runs[self._source].context for pair in pairs]
         held = len(layers) * sum(map(len, sources)) + sum(map(len, layer_sets)) * places
-        planner.hold_activations(held * site.find_width(info))
-        capture = Capture(layers, body.hook, "each")
-        captures = [CaptureJob(tokens, capture=capture) for tokens in sources]
+        planner.hold_activations(held * site.width)
+        captures = [CaptureJob(tokens, capture=site.capture) for tokens in sources]
         captured, scored = Collector(), Collector()
         applied = await planner.run(self.interventions.apply, captures)
         yield Batch(applied, captured.take)

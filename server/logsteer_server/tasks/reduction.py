@@ -5,6 +5,7 @@ Axis letters: N rows, D width of an activation.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +38,9 @@ ROWS_AT_ONCE = 4096
 class Reduction:
     """The requested sums over all rows added.
 
-    `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; and
-    `norms.LAYER`, of |x| and |x|^2, then the smallest and the largest |x|. `counts` are the rows
-    counted, and the rows left out because one of their numbers is not finite. BOS, and tokens that
+    `sums` has by layer `sum.LAYER` [D], the sum of x; `outer.LAYER` [D, D], of xx'; `norms.LAYER`,
+    of |x| and |x|^2; and `ends.LAYER`, the largest -|x| and |x|. Rows with a number that is not
+    finite are left out. BOS, and tokens that
     are attention sinks at a layer, are in none of them: one of their rows outweighs a document.
     """
 
@@ -81,21 +82,19 @@ class Reduction:
             x_ND = layers[one.probe.layer][kept_N]
             norms_N = np.linalg.norm(x_ND, axis=1)
             readings_N = one.convert(x_ND @ one.probe.direction, norms_N)
-            # NaN, a cosine of nothing, is the smallest.
-            for n in np.argsort(-np.nan_to_num(readings_N, nan=-np.inf))[: self._asked.k]:
+            best_N = np.argsort(-readings_N)[: self._asked.k]  # NaN, a cosine of nothing, is last
+            for n in best_N[np.isfinite(readings_N[best_N])]:
                 row = int(kept_N[n])
-                document, position, token_id = map(int, rows_N3[row])
-                reading = float(readings_N[n])
-                if math.isfinite(reading):
-                    found.append(
-                        CaptureExample(
-                            reading=reading,
-                            document=document,
-                            position=position,
-                            token_id=token_id,
-                            text=write(row),
-                        )
+                document, position, token_id = rows_N3[row].tolist()
+                found.append(
+                    CaptureExample(
+                        reading=float(readings_N[n]),
+                        document=document,
+                        position=position,
+                        token_id=token_id,
+                        text=write(row),
                     )
+                )
             found.sort(key=lambda example: -(example.reading or 0.0))
             del found[self._asked.k :]
 
@@ -123,21 +122,18 @@ class Reduction:
             self._count(f"outer.{layer}", x_ND.T @ x_ND)
         if asked.norms:
             norms_N = np.linalg.norm(x_ND, axis=1)
-            name, ends = f"norms.{layer}", [norms_N.min(), norms_N.max()]
-            if (known := self.sums.get(name)) is not None:
-                ends = [min(known[2], ends[0]), max(known[3], ends[1])]
-            self._count(name, np.array([norms_N.sum(), (norms_N**2).sum(), 0, 0]))
-            self.sums[name][2:] = ends
+            self._count(f"norms.{layer}", np.array([norms_N.sum(), (norms_N**2).sum()]))
+            self._count(f"ends.{layer}", np.array([-norms_N.min(), norms_N.max()]), np.maximum)
 
-    def _count(self, name: str, more: Doubles) -> None:
-        self.sums[name] = self.sums[name] + more if name in self.sums else more
+    def _count(self, name: str, more: Doubles, join: Callable[..., Any] = np.add) -> None:
+        self.sums[name] = join(self.sums[name], more) if name in self.sums else more
 
     def describe(self) -> CaptureSums:
         """Return what a card says of it."""
         norms = {
-            name.partition(".")[2]: self._describe_norms(sums)
-            for name, sums in self.sums.items()
-            if name.startswith("norms.")
+            layer: self._describe_norms(layer)
+            for kind, _, layer in (name.partition(".") for name in self.sums)
+            if kind == "norms"
         }
         top = [
             CaptureTop(**one.describe(), examples=found)
@@ -151,8 +147,9 @@ class Reduction:
             top=top or None,
         )
 
-    def _describe_norms(self, sums: Doubles) -> CaptureNorms:
-        total, squares, smallest, largest = sums.tolist()
+    def _describe_norms(self, layer: str) -> CaptureNorms:
+        total, squares = self.sums[f"norms.{layer}"].tolist()
+        smallest, largest = (self.sums[f"ends.{layer}"] * [-1, 1]).tolist()
         mean = total / self._rows
         std = math.sqrt(max(0.0, squares / self._rows - mean**2))
         return CaptureNorms(mean=mean, std=std, smallest=smallest, largest=largest)
@@ -167,17 +164,13 @@ def load_moments(store: CaptureStore, index: CaptureIndex) -> dict[str, Doubles]
     if asked is None or index.reduced is None or not index.reduced.rows:
         detail = f"Capture {index.name!r} has no statistics yet, or was asked for none (reduce)."
         raise api_error("not_found", detail)
-    rows = index.reduced.rows
     place = store.locate(index.name, name_sums(len(index.shards) - 1))
-    sums: dict[str, Doubles] = load(store.objects.read(place))
+    moments = {n: x / index.reduced.rows for n, x in load(store.objects.read(place)).items()}
     found: dict[str, Doubles] = {}
-    for name, sum_D in sums.items():
-        kind, _, layer = name.partition(".")
-        if kind == "sum":
-            mean_D = sum_D / rows
-            if asked.mean:
-                found[f"mean.{layer}"] = mean_D
-            if asked.covariance:
-                outer_DD = sums[f"outer.{layer}"]
-                found[f"covariance.{layer}"] = outer_DD / rows - np.outer(mean_D, mean_D)
+    for layer in index.layers:
+        mean_D, outer_DD = moments.get(f"sum.{layer}"), moments.get(f"outer.{layer}")
+        if asked.mean and mean_D is not None:
+            found[f"mean.{layer}"] = mean_D
+        if mean_D is not None and outer_DD is not None:
+            found[f"covariance.{layer}"] = outer_DD - np.outer(mean_D, mean_D)
     return found

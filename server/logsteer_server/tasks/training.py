@@ -124,7 +124,7 @@ def plan_pairs(
     Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
     `max_bytes`.
     """
-    needed = 4 * count * len(site.find_layers(info)) * site.find_width(info)
+    needed = 4 * count * len(site.capture.layers) * site.width
     if needed > max_bytes:
         detail = (
             f"The activations would take {needed} bytes, at most {max_bytes} are allowed: train on "
@@ -132,8 +132,7 @@ def plan_pairs(
         )
         raise api_error("payload_too_large", detail)
     places = map(name_side, range(count))
-    planned = plan_captures(sequences, places, site, info, cover)
-    return [capture.job for capture in planned]
+    return plan_captures(sequences, places, site, info, cover)[0]
 
 
 def train_vectors(
@@ -230,7 +229,7 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     """
     cards = [
         card
-        for card in store.files.list_all().cards
+        for card in store.list_all().cards
         if (card.hook, card.width) == (vectors.hook, vectors.width)
         and card.name != name
         and vectors.layers.keys() & set(card.layers)
@@ -305,7 +304,7 @@ class TrainTask(BodyTask[TrainRequest]):
         """Capture all activations in one batch, then train and store."""
         body = self._body
         store = self._stores.vectors
-        store.files.check_writing(body.name)
+        own = store.of_writable(body.name)
         info = self.info
         asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
         weights = {"model": self.model.id, "weights_digest": info.weights_digest}
@@ -315,7 +314,7 @@ class TrainTask(BodyTask[TrainRequest]):
         made = measured.created if measured else None
         request = digest_request("train", **asked, **weights, measured=made)
         repeated = await planner.capacity.call_long(
-            store.files.find_repeat, body.name, request, overwrite=body.overwrite
+            own.find_repeat, body.name, request, overwrite=body.overwrite
         )
         if repeated is not None:
             self._card = repeated
@@ -323,7 +322,7 @@ class TrainTask(BodyTask[TrainRequest]):
             await self._compare(stored.vectors, planner)
             return
         read: CaptureRead = "mean" if body.read == "mean" else "last"
-        site = CaptureSite(body.hook, body.layers, read, bos_id=self.codec.bos_id)
+        site = CaptureSite.resolve(body.hook, body.layers, read, info, bos_id=self.codec.bos_id)
         sides = list_sides(body.pairs)
         lengths = [len(s) if isinstance(s, str) else count_chars(s) for s in sides]
         planner.cover_text(max(*lengths, *map(len, body.harm_texts)))
@@ -344,7 +343,7 @@ class TrainTask(BodyTask[TrainRequest]):
         known: dict[int, Covariance] = {}
         if measured is not None:
             known = await planner.capacity.call_long(
-                load_covariances, self._stores.captures, measured, site.find_layers(info)
+                load_covariances, self._stores.captures, measured, site.capture.layers
             )
         trained = await planner.capacity.call_long(
             train_vectors, jobs, collector.outputs, folds_N, body.method, bool(body.whiten), known

@@ -18,7 +18,6 @@ from logsteer.schemas.captures import (
 from logsteer.schemas.steering import CaptureName
 from logsteer_server.api.dependencies import (
     CapturesDep,
-    SettingsDep,
     StoreThreadsDep,
     expand_model,
 )
@@ -26,7 +25,6 @@ from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import answer
 from logsteer_server.api.routes.resources import (
     OVERWRITE,
-    UploadLimit,
     describe_file,
     open_upload,
     write_body,
@@ -59,15 +57,13 @@ async def put_source(
     name: CaptureName,
     request: Request,
     captures: CapturesDep,
-    settings: SettingsDep,
     threads: StoreThreadsDep,
     overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
     """Store a data set under this name, for `POST /captures` to read."""
     caller = request.state.caller
-    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
-    async with open_upload(request, captures.find(caller), name, limit, threads) as upload:
-        await write_body(request, upload, limit, threads)
+    async with open_upload(request, captures.find(caller).receive, name, threads) as upload:
+        await write_body(request, upload, threads)
         source = await captures.put_source(name, upload, caller, overwrite=overwrite)
     return answer(request, source.model_dump())
 

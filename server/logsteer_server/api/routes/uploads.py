@@ -5,24 +5,28 @@ from typing import Annotated, Any
 from fastapi import Query, Request, Response
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, OverrideCard, SaeCard, VariantCard, VariantRequest
+from logsteer.schemas import (
+    AdapterCard,
+    AdapterList,
+    OverrideCard,
+    OverrideList,
+    SaeCard,
+    SaeList,
+    VariantCard,
+    VariantList,
+    VariantRequest,
+)
 from logsteer.schemas.steering import VectorName
 from logsteer.schemas.vectors import SaeQuery
 from logsteer_server.api.dependencies import (
     ModelsDep,
-    SettingsDep,
     StoresDep,
     StoreThreadsDep,
 )
 from logsteer_server.api.respond import answer
 from logsteer_server.api.routes.resources import (
-    ADAPTER_RESOURCE,
-    OVERRIDE_RESOURCE,
     OVERWRITE,
     READ_BYTES,
-    SAE_RESOURCE,
-    VARIANT_RESOURCE,
-    UploadLimit,
     answer_upload,
     describe_file,
     describe_form,
@@ -44,21 +48,30 @@ from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.references import check_feature
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.stores.formats.sae_file import SaeFile, SaeUpload, check_sae, join_sae
+from logsteer_server.stores.formats.sae_file import SaeFile, check_sae, join_sae
 from logsteer_server.stores.formats.tensor_file import (
-    AdapterContent,
     TensorContent,
-    invalid_direction,
     join_files,
     read_adapter,
     read_direction,
 )
-from logsteer_server.stores.store import StoredContent, stamp
+from logsteer_server.stores.store import (
+    ADAPTERS,
+    OVERRIDES,
+    SAES,
+    VARIANTS,
+    StoredContent,
+    stamp,
+)
 
-overrides = make_router(OVERRIDE_RESOURCE)
-adapters = make_router(ADAPTER_RESOURCE)
-saes = make_router(SAE_RESOURCE)
-variants = make_router(VARIANT_RESOURCE)
+overrides = make_router(OVERRIDES, OverrideList)
+adapters = make_router(
+    ADAPTERS,
+    AdapterList,
+    "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
+)
+saes = make_router(SAES, SaeList)
+variants = make_router(VARIANTS, VariantList)
 
 ADAPTER_FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 SAE_FILES = {"config": "cfg.json", "weights": "sae_weights.safetensors"}
@@ -90,7 +103,6 @@ async def upload_override(
     name: VectorName,
     request: Request,
     models: ModelsDep,
-    settings: SettingsDep,
     stores: StoresDep,
     threads: StoreThreadsDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
@@ -114,16 +126,14 @@ async def upload_override(
             **asked,
         )
 
-    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
-    async with open_upload(request, stores.overrides, name, limit, threads) as upload:
-        await write_body(request, upload, limit, threads)
-        if not upload.size:
-            raise invalid_direction("the body is empty; send the file's bytes")
+    store = stores.overrides.of_writable(name)
+    async with open_upload(request, store.receive, name, threads) as upload:
+        await write_body(request, upload, threads)
         return await answer_upload(
             request,
             name,
             upload,
-            stores.overrides,
+            store,
             read_direction,
             check,
             overwrite=overwrite,
@@ -144,7 +154,6 @@ async def upload_adapter(
     name: VectorName,
     request: Request,
     models: ModelsDep,
-    settings: SettingsDep,
     stores: StoresDep,
     threads: StoreThreadsDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
@@ -153,27 +162,23 @@ async def upload_adapter(
     """Load the adapter and store it under this name."""
     owner, asked = _find_owner(models, model, "adapter")
 
-    async def check(found: StoredContent, content: AdapterContent) -> AdapterCard:
+    async def check(found: StoredContent, content: dict[str, Any]) -> AdapterCard:
         fits = await owner.check(CheckAdapterJob(adapter=Adapter(found.source, found.sha256)))
         assert isinstance(fits, CheckAdapterOutput)
         return AdapterCard(
             name=name,
             sha256=found.sha256,
-            rank=content.rank,
-            alpha=content.alpha,
-            modules=content.modules,
-            tensors=content.tensors,
             updated=fits.updated,
-            norm=content.norm,
             bytes=upload.size,
             created=stamp(),
+            **content,
             **asked,
         )
 
-    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
+    store = stores.adapters.of_writable(name)
     async with (
-        open_upload(request, stores.adapters, name, limit, threads) as upload,
-        open_form(request, limit, upload, ADAPTER_FILES) as files,
+        open_upload(request, store.receive, name, threads) as upload,
+        open_form(request, upload, ADAPTER_FILES) as files,
     ):
         async with take_turn(request, READ_BYTES):
             config, weights = await files["config"].read(), files["weights"].file
@@ -182,7 +187,7 @@ async def upload_adapter(
             request,
             name,
             upload,
-            stores.adapters,
+            store,
             read_adapter,
             check,
             overwrite=overwrite,
@@ -204,7 +209,6 @@ async def upload_sae(
     name: VectorName,
     query: Annotated[SaeQuery, Query()],
     request: Request,
-    settings: SettingsDep,
     stores: StoresDep,
     threads: StoreThreadsDep,
 ) -> Response:
@@ -227,21 +231,19 @@ async def upload_sae(
             created=stamp(),
         )
 
-    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
+    store = stores.saes.of_writable(name)
     async with (
-        open_upload(request, stores.saes.names, name, limit, threads) as upload,
-        open_form(request, limit, upload, SAE_FILES, LABELS) as files,
+        open_upload(request, store.receive, name, threads) as upload,
+        open_form(request, upload, SAE_FILES, LABELS) as files,
     ):
-        about = SaeUpload(
-            await files["config"].read(),
-            await files[LABELS].read() if LABELS in files else None,
-            query.layer,
-            query.activation_scale,
-        )
+        config = await files["config"].read()
+        labels = await files[LABELS].read() if LABELS in files else None
+        place = query.model_dump(include={"layer", "activation_scale"})
         async with take_turn(request, READ_BYTES):
-            await threads.run(join_sae, about, files["weights"].file, upload.write)
+            weights = files["weights"].file
+            await threads.run(join_sae, config, labels, place, weights, upload.write)
         return await answer_upload(
-            request, name, upload, stores.saes.names, check_sae, check, overwrite=query.overwrite
+            request, name, upload, store, check_sae, check, overwrite=query.overwrite
         )
 
 

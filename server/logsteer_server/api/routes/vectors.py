@@ -3,8 +3,6 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Annotated
 
 from fastapi import Query, Request, Response
@@ -16,6 +14,7 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
     VectorFormat,
+    VectorList,
     VectorPart,
 )
 from logsteer.schemas.steering import VectorName
@@ -28,30 +27,29 @@ from logsteer_server.api.dependencies import (
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
     OVERWRITE,
-    VECTOR_RESOURCE,
-    UploadLimit,
+    choose_fitting,
     describe_file,
     make_router,
     open_upload,
     take_turn,
     write_body,
 )
-from logsteer_server.stores.contents import ContentFiles, DamagedContentError
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
 from logsteer_server.stores.layer_vectors import (
     LayerVectors,
     Vector,
     invalid_vector,
-    parse_content,
+    parse_safetensors,
     read_layer,
 )
-from logsteer_server.stores.store import StoredContent, digest_request
+from logsteer_server.stores.objects import report_faults
+from logsteer_server.stores.store import VECTORS, StoredContent, digest_request
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import report_faults
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.training import check_parts, combine_layer
 
-router = make_router(VECTOR_RESOURCE)
+router = make_router(VECTORS, VectorList, choose=choose_fitting)
 
 FORMAT_OF_FILE = Query(description="null: what the file looks like.")
 READ_MEMORY = 8
@@ -61,6 +59,8 @@ CONVERT_MEMORY = 4
 """The same of writing a content in another format."""
 COPIES = 3
 """Of a combination, while it is stored: as it was summed, checked, and written."""
+VECTOR_LIMIT = "max_vector_bytes"
+"""The setting that limits uploads of vectors."""
 SENT_AT_ONCE = 2**18
 """Bytes of a download that are held in memory."""
 
@@ -88,7 +88,7 @@ async def download_vector(
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
-    card, found = await threads.run(stores.vectors.files.look_up, name)
+    card, found = await threads.run(stores.vectors.look_up, name)
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
@@ -98,10 +98,15 @@ async def download_vector(
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
 
     def open_file() -> IO[bytes]:
-        with _VectorFiles(stores.vectors, files).open(found) as file:
+        with files.open(VECTORS, found) as path, report_faults(path):
             if format == "safetensors":
-                return os.fdopen(os.dup(file.fileno()), "rb")
-            return _convert(file, format, hint)
+                return path.open("rb")
+            written = write_file(parse_safetensors(path.read_bytes()), format, hint)
+            # A file without a name, so that a slow reader holds no memory.
+            converted = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
+            converted.write(written)
+            converted.seek(0)
+            return converted
 
     async def open_in_turn() -> IO[bytes]:
         async with take_turn(request, CONVERT_MEMORY * card.bytes):
@@ -110,20 +115,6 @@ async def download_vector(
     file = await run_within(request, settings.request_timeout_s, open_in_turn())
     headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
     return StreamingResponse(_read_pieces(file), headers=headers, media_type=MEDIA_TYPES[format])
-
-
-def _convert(file: IO[bytes], form: ContentFormat, hint: str | None) -> IO[bytes]:
-    """Return a content in another format, as a file without a name on the disk of the stores.
-
-    So a slow reader of it holds no memory.
-    """
-    written = write_file(parse_content(file.read()), form, hint)
-    directory = Path(file.name).parent
-    with report_faults(directory):
-        converted = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
-        converted.write(written)
-        converted.seek(0)
-    return converted
 
 
 def _read_pieces(file: IO[bytes]) -> Iterator[bytes]:
@@ -147,17 +138,14 @@ async def upload_vector(
     overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
     """Store the file's vector under this name."""
-    store = stores.vectors
-    limit = UploadLimit(settings.max_vector_bytes, "max_vector_bytes")
-    async with open_upload(request, store.files, name, limit, threads) as upload:
-        await write_body(request, upload, limit, threads)
-        if not upload.size:
-            raise invalid_vector("the body is empty; send the file's bytes.")
+    store = stores.vectors.of_writable(name)
+    async with open_upload(request, store.receive, name, threads, VECTOR_LIMIT) as upload:
+        await write_body(request, upload, threads, VECTOR_LIMIT)
 
         async def read_and_store() -> VectorCard:
             sha256 = await threads.run(upload.finish)
             digest = digest_request("put", sha256=sha256, format=format)
-            there = await threads.run(store.files.find_repeat, name, digest, overwrite=overwrite)
+            there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
             if there is not None:
                 return there
             async with take_turn(request, READ_MEMORY * upload.size):
@@ -165,7 +153,7 @@ async def upload_vector(
                 # What is stored is written anew, in the one form that contents have.
                 about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
                 return await threads.run(
-                    store.put, name, read.vectors, about, digest, overwrite=overwrite
+                    stores.vectors.put, name, read.vectors, about, digest, overwrite=overwrite
                 )
 
         card = await run_within(request, settings.request_timeout_s, read_and_store())
@@ -186,42 +174,24 @@ async def combine_vector(
     threads: StoreThreadsDep,
 ) -> Response:
     """A weighted sum of stored vectors, stored under this name."""
-    stores.vectors.files.check_writing(name)
-    work = _combine(name, body, request, _VectorFiles(stores.vectors, files), threads)
+    work = _combine(name, body, request, stores.vectors, files, threads)
     card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 
 
-class _VectorFiles:
-    """The files of a caller's vectors."""
-
-    def __init__(self, store: VectorStore, files: ContentFiles) -> None:
-        self.store = store
-        self._files = files
-
-    @contextmanager
-    def open(self, found: StoredContent) -> Iterator[IO[bytes]]:
-        """Give the file of a content, which is whole. Errors: APIError."""
-        try:
-            with self._files.open(found.sha256, found.source) as path, path.open("rb") as file:
-                yield file
-        except (FileNotFoundError, DamagedContentError) as error:
-            raise self.store.files.report_damage(found) from error
-
-    def read_layer(self, found: StoredContent, layer: int, hook: str) -> Vector:
-        """Return one layer of a content. Errors: APIError."""
-        with self.open(found) as file:
-            return read_layer(Path(file.name), layer, hook)
-
-
 async def _combine(
-    name: str, body: CombineRequest, request: Request, files: _VectorFiles, threads: StoreThreads
+    name: str,
+    body: CombineRequest,
+    request: Request,
+    store: VectorStore,
+    files: ContentFiles,
+    threads: StoreThreads,
 ) -> VectorCard:
     """Sum vectors layer by layer, so that memory is needed for the sum alone."""
-    store = files.store
+    own = store.of_writable(name)
 
     def look_up(names: Sequence[str]) -> list[tuple[VectorCard, StoredContent]]:
-        return [store.files.look_up(name) for name in names]
+        return [store.look_up(name) for name in names]
 
     parts = await threads.run(look_up, [part.name for part in body.vectors])
     weights = [part.weight for part in body.vectors]
@@ -238,21 +208,23 @@ async def _combine(
         orthogonal_to=[_describe_part(other, None) for other, _ in others] or None,
     )
     digest = digest_request("combine", **about.model_dump(include={"parts", "orthogonal_to"}))
-    there = await threads.run(store.files.find_repeat, name, digest, overwrite=body.overwrite)
+    there = await threads.run(own.find_repeat, name, digest, overwrite=body.overwrite)
     if there is not None:
         return there
     hook, width = cards[0].hook, cards[0].width
     chosen = sorted({layer for card, _ in parts for layer in card.layers})
 
+    def read(found: StoredContent, layer: int) -> Vector:
+        with files.open(VECTORS, found) as path:
+            return read_layer(path, layer, hook)
+
     def combine(layer: int) -> Vector:
         terms = (
-            (files.read_layer(found, layer, hook), weight)
+            (read(found, layer), weight)
             for (card, found), weight in zip(parts, weights, strict=True)
             if layer in card.layers
         )
-        taken = [
-            files.read_layer(found, layer, hook) for card, found in others if layer in card.layers
-        ]
+        taken = [read(found, layer) for card, found in others if layer in card.layers]
         return combine_layer(terms, taken)
 
     # A layer's sums are float64; least squares holds the others at that layer three times.

@@ -20,22 +20,22 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, TypeAdapter, ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.common import MAX_COUNT
 from logsteer_server.numerics.sae import SaeEncoder
 from logsteer_server.stores.formats.tensor_file import (
     TensorFile,
-    TensorFileError,
     copy_with_metadata,
     read_content,
+    refuse_invalid,
 )
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, Readout
 
@@ -58,75 +58,68 @@ _BLOCK = re.compile(r"blocks\.([0-9]+|\{layer\})\.(?:hook_)?([A-Za-z0-9_.]+)")
 _MODULE = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.([0-9]+)")
 MAX_LABEL = 512
 """Most characters of a label."""
+_LABELS = TypeAdapter(
+    dict[
+        Annotated[str, Field(pattern=r"^[0-9]+$")],
+        Annotated[str, Field(min_length=1, max_length=MAX_LABEL)],
+    ]
+)
 MAX_CONFIG_BYTES, MAX_TENSORS = 2**16, 64
 OPENED = 4
 """Autoencoders kept open: a request may name many features, and reading labels takes long."""
 
 
-def invalid_sae(detail: str) -> APIError:
-    """Return the error for an autoencoder that cannot be used."""
-    return api_error("invalid_sae", f"The sparse autoencoder is invalid: {detail.rstrip('.')}.")
+refuse_sae = refuse_invalid("invalid_sae", "sparse autoencoder")
 
 
-@dataclass(frozen=True, slots=True)
-class SaeUpload:
-    """The parts of an upload besides the weights: SAELens' configuration, labels as JSON, and the
-    layer and scale if the configuration lacks them.
-    """
-
-    config: bytes
-    labels: bytes | None = None
-    layer: int | None = None
-    activation_scale: float | None = None
-
-
-def join_sae(about: SaeUpload, weights: IO[bytes], write: Callable[[bytes], None]) -> None:
+@refuse_sae
+def join_sae(
+    config: bytes,
+    labels: bytes | None,
+    place: Mapping[str, Any],
+    weights: IO[bytes],
+    write: Callable[[bytes], None],
+) -> None:
     """Write the weights' safetensors file with the other parts in its metadata.
 
-    Errors: APIError `invalid_sae`.
+    `config`: SAELens' configuration; `labels`: JSON; `place`: the `layer` and `activation_scale`
+    where the configuration lacks them. Errors: APIError `invalid_sae`.
     """
-    if len(about.config) > MAX_CONFIG_BYTES:
-        raise invalid_sae(f"cfg.json has more than {MAX_CONFIG_BYTES} bytes")
-    try:
-        document: dict[str, Any] = {"config": json.loads(about.config)}
-        document["labels"] = {} if about.labels is None else _read_labels(about.labels)
-        document |= {"layer": about.layer, "activation_scale": about.activation_scale}
-        text = json.dumps(document, sort_keys=True, ensure_ascii=False)
-        text.encode()  # JSON may contain half of a surrogate pair, which no answer can
-        copy_with_metadata(weights, {SAE_KEY: text}, write)
-    except TensorFileError as error:
-        raise invalid_sae(str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise invalid_sae(f"its JSON cannot be read: {error}") from error
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"cfg.json has more than {MAX_CONFIG_BYTES} bytes")
+    told = {} if labels is None else _read_labels(labels)
+    document = {"config": json.loads(config), "labels": told, **place}
+    text = json.dumps(document, sort_keys=True, ensure_ascii=False)
+    text.encode()  # JSON may contain half of a surrogate pair, which no answer can
+    copy_with_metadata(weights, {SAE_KEY: text}, write)
 
 
 def _read_labels(data: bytes) -> dict[str, str]:
-    labels = json.loads(data)
-    if not isinstance(labels, dict):
-        raise invalid_sae('labels are no object of feature -> text, such as {"123": "dogs"}')
-    for feature, label in labels.items():
-        if not feature.isdecimal() or not isinstance(label, str) or not label:
-            raise invalid_sae(f"labels has {feature[:80]!r}: {str(label)[:80]!r}; give id -> text")
-        if len(label) > MAX_LABEL:
-            raise invalid_sae(f"the label of feature {feature} has more than {MAX_LABEL} letters")
+    try:
+        labels = _LABELS.validate_json(data)
+    except ValidationError as error:
+        raise ValueError(
+            f"labels are no object of feature -> text of at most {MAX_LABEL} letters, such as "
+            f'{{"123": "dogs"}}: {error.errors(include_url=False)[0]["msg"]}'
+        ) from error
     return {str(int(feature)): label for feature, label in labels.items()}
 
 
 class SaeConfig:
     """The settings in `cfg.json`, completed by the upload; SAELens 6 has some in `metadata`.
 
-    Errors: APIError `invalid_sae`.
+    Errors: ValueError.
     """
 
     def __init__(self, document: Any, layer: int | None, scale: float | None) -> None:
         if not isinstance(document, dict):
-            raise invalid_sae("cfg.json is not a JSON object")
+            raise ValueError("cfg.json is not a JSON object")
         self._document = document
         self.architecture = self._name_architecture()
         normalized = self.get("normalize_activations") or "none"
         self.normalization = SCALED if normalized is True else str(normalized)
         if self.normalization not in (known := ("none", SCALED, *MEASURED)):
-            raise invalid_sae(
+            raise ValueError(
                 f"cfg.json: normalize_activations {self.normalization[:80]!r} is not known; "
                 f"{', '.join(known)} are"
             )
@@ -149,14 +142,14 @@ class SaeConfig:
         if name == "standard" and function == "topk":
             name = "topk"
         if name in TRAINED:
-            raise invalid_sae(
+            raise ValueError(
                 f"architecture {name} is what SAELens trains, whose features depend on the batch: "
                 f"save it by save_inference_model; {', '.join(ENCODED)} are read"
             )
         if name != "topk" and function != "relu":
             name += f" with {function}"
         if name not in ENCODED:
-            raise invalid_sae(
+            raise ValueError(
                 f"cfg.json: architecture {name[:80]!r} is not known; {', '.join(ENCODED)} are read"
             )
         return name
@@ -164,13 +157,13 @@ class SaeConfig:
     def _choose_scale(self, given: float | None) -> float:
         """Return the constant factor of activations."""
         if self.normalization == SCALED and given is None:
-            raise invalid_sae(
+            raise ValueError(
                 "cfg.json: activations are multiplied by a constant before this autoencoder, and "
                 "the files do not have it: give --activation-scale (activation_scale), SAELens' "
                 "norm_scaling_factor; 1 where it was folded in"
             )
         if self.normalization != SCALED and given is not None:
-            raise invalid_sae(
+            raise ValueError(
                 f"cfg.json: normalize_activations is {self.normalization}, so there is no "
                 "activation scale: leave it out"
             )
@@ -179,7 +172,7 @@ class SaeConfig:
     def _choose_place(self, layer: int | None) -> tuple[int, str]:
         """Return the layer and hook of the activations."""
         if self.get("hook_head_index", "hook_point_head_index") is not None:
-            raise invalid_sae("cfg.json: it reads a single head, which no vector stands for")
+            raise ValueError("cfg.json: it reads a single head, which no vector stands for")
         name = str(self.get("hook_name", "hook_point") or "")
         hook, own = RESID_POST, None
         if found := _BLOCK.fullmatch(name):
@@ -192,7 +185,7 @@ class SaeConfig:
             told = f"hook_name {name[:80]!r} is not known" if name else "it names no hook"
             if chosen is not None:
                 told = f"there is no layer {chosen!r:.40}"
-            raise invalid_sae(
+            raise ValueError(
                 f"cfg.json: {told}; give --layer (layer), the block whose output it reads"
             )
         if hook == "resid_pre" and chosen:
@@ -204,17 +197,14 @@ class SaeConfig:
 class SaeFile:
     """A joined file, read only where needed.
 
-    Errors: APIError `invalid_sae` for any other file, or if its encoder is not supported.
+    Errors: ValueError or KeyError for any other file, or if its encoder is not supported.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._file = TensorFile(path)
-            about = json.loads(self._file.metadata[SAE_KEY])
-            self.config = SaeConfig(about["config"], about["layer"], about["activation_scale"])
-            self.size, self.width = self._read_sizes()
-        except (ValueError, KeyError, RecursionError) as error:
-            raise invalid_sae(str(error)) from error
+        self._file = TensorFile(path)
+        about = json.loads(self._file.metadata[SAE_KEY])
+        self.config = SaeConfig(about["config"], about["layer"], about["activation_scale"])
+        self.size, self.width = self._read_sizes()
         self.layer, self.hook = self.config.layer, self.config.hook
         self.encoder = self._describe_encoder()
         self.labels: Mapping[str, str] = about["labels"]
@@ -223,18 +213,18 @@ class SaeFile:
         """Return the number of features and the width."""
         config, shape = self.config, list(self._file.view("W_dec").shape)
         if len(shape) != 2:
-            raise invalid_sae(f"W_dec has shape {shape}, not [features, width]")
+            raise ValueError(f"W_dec has shape {shape}, not [features, width]")
         size, width = shape
         expected = {"W_enc": [width, size], **({"b_dec": [width]} if config.has_centre else {})}
         expected |= {name: [size] for name in ENCODED[config.architecture]}
         for name, wanted in expected.items():
             if (found := list(self._file.view(name).shape)) != wanted:
-                raise invalid_sae(
+                raise ValueError(
                     f"{name} has shape {found}, W_dec {shape}: they do not belong together"
                 )
         for name, count in (("d_in", width), ("d_sae", size)):
             if config.get(name) not in (None, count):
-                raise invalid_sae(
+                raise ValueError(
                     f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}"
                 )
         return size, width
@@ -245,7 +235,7 @@ class SaeFile:
             given = config.get("k", "activation_fn_kwargs")
             k = given.get("k") if isinstance(given, dict) else given
             if type(k) is not int or not 1 <= k <= self.size:
-                raise invalid_sae(f"cfg.json has k {k!r:.40}; topk takes 1 to {self.size}")
+                raise ValueError(f"cfg.json has k {k!r:.40}; topk takes 1 to {self.size}")
         return SaeEncoder(
             name,
             self.size,
@@ -275,6 +265,7 @@ class SaeFile:
         detail = f"{told[0].upper()}{told[1:]} the label {feature!r}: give an id."
         raise api_error("invalid_request", detail, param="feature")
 
+    @refuse_sae
     def read_vectors(self, feature: int, *, reads: bool) -> LayerVectors:
         """Return a feature's decoder row, or with `reads` its encoder column.
 
@@ -291,9 +282,10 @@ class SaeFile:
                 readout = self._read_out(feature, numbers_D)
             readouts = {} if readout is None else {self.layer: readout}
             return LayerVectors({self.layer: numbers_D}, self.hook, readouts)
-        except (APIError, OverflowError) as error:
-            told = error.detail if isinstance(error, APIError) else error
-            raise invalid_sae(f"feature {feature}: {told}") from error
+        except APIError as error:
+            raise ValueError(f"feature {feature}: {error.detail}") from error
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"feature {feature}: its readout is beyond float32") from error
 
     def _read_written(self, feature: int) -> npt.NDArray[np.float64]:
         """Return the vector that a feature with activation 1 adds to the activations."""
@@ -333,15 +325,13 @@ def open_sae(path: Path) -> SaeFile:
     return SaeFile(path)
 
 
+@refuse_sae
 def check_sae(path: Path) -> SaeFile:
     """Read all of a joined file, check it, and open it. Errors: APIError `invalid_sae`."""
-    try:
-        content = read_content(path)
-    except TensorFileError as error:
-        raise invalid_sae(str(error)) from error
+    content = read_content(path)
     if len(content.shapes) > MAX_TENSORS:
-        raise invalid_sae(f"it has {len(content.shapes)} tensors, at most {MAX_TENSORS} are read")
+        raise ValueError(f"it has {len(content.shapes)} tensors, at most {MAX_TENSORS} are read")
     sae = SaeFile(path)
     if far := [feature for feature in sae.labels if int(feature) >= sae.size]:
-        raise invalid_sae(f"labels has feature {far[0]}, and there are 0 to {sae.size - 1}")
+        raise ValueError(f"labels has feature {far[0]}, and there are 0 to {sae.size - 1}")
     return sae
