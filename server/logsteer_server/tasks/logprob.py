@@ -103,7 +103,7 @@ def assemble_targets(
         score = writer.write(target, begin, end, total, is_greedy)
         if shown.interventions.probes:
             first = plan.jobs[target.job].prompt_len
-            readings = outputs.readings[target.job] if outputs.readings else None
+            readings = outputs.readings[target.job]
             score |= shown.interventions.show_readings(readings, first)
         if shown.captured:
             score |= shown.interventions.show_activations(shown.captured[target.job].activations)
