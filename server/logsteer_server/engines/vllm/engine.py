@@ -86,7 +86,7 @@ class VllmEngine:
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec), self._info)
-        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank, path)
+        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
         self._generation = GenerationRequests(self._vllm, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._info.eos_ids),
