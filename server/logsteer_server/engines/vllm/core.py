@@ -105,7 +105,7 @@ class VllmCore:
         may_hit = first_needed is None or first_needed >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
-        if self._step_limit is None and extra_args.get(SCORE, {}).get("step_tokens"):
+        if self._step_limit is None and SCORE in extra_args and extra_args[SCORE].step_tokens:
             self._step_limit = StepLimit(self.engine_core.scheduler)
         return self._add(tokens, params, adapter, cache_salt)
 
@@ -313,9 +313,9 @@ class StepLimit:
     def limit(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return the smaller of vLLM's number and the request's limit."""
         params = request.sampling_params
-        scored = (params.extra_args or {}).get(SCORE, {}) if params else {}
+        scored = (params.extra_args or {}).get(SCORE) if params else None
         allowed: int = self._reserve(request, num_computed_tokens, num_new_tokens)
-        return min(allowed, scored.get("step_tokens") or allowed)
+        return min(allowed, (scored and scored.step_tokens) or allowed)
 
 
 class PrefixHitLimit:
