@@ -75,7 +75,6 @@ class VllmCore:
         core.structured_output_manager.tokenizer = self.tokenizer
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         PrefixHitLimit(core.scheduler.kv_cache_manager)
-        self.freed_prefixes = FreedPrefixes(core.scheduler.kv_cache_manager)
         self.preemptions = PreemptionCount(core.scheduler)
         self._step_limit: StepLimit | None = None
         depth = self.config.max_concurrent_batches
@@ -168,7 +167,6 @@ class VllmCore:
         Errors: whatever the model raises.
         """
         self.steps.begin()
-        self.freed_prefixes.clear()
         return self.steps.end()
 
     def count_held(self) -> int:
@@ -347,36 +345,3 @@ class PrefixHitLimit:
         """Return vLLM's longest hit before the first token to compute."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
-
-
-class FreedPrefixes:
-    """Evict a request's blocks from the prefix cache, after its last step or while it runs.
-
-    The engine evicts the blocks of failed or non-finite results. Only an equal request could hit
-    blocks with NaN, and would compute NaN itself; eviction makes room for usable blocks.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._free = manager.free
-        self._freed: dict[str, Any] = {}
-        manager.free = self.free
-
-    def free(self, request: Any) -> None:
-        """Record a request's blocks, then free them with vLLM's method, which this replaces."""
-        request_id = request.request_id
-        self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
-        self._free(request)
-
-    def clear(self) -> None:
-        """Clear the record of freed blocks, before the next step ends and frees others.
-
-        If a later step has begun before an eviction, other requests may own the blocks; they lose
-        their cached prefixes and nothing else.
-        """
-        self._freed = {}
-
-    def evict(self, request_id: str) -> None:
-        """Evict the request's blocks from the prefix cache; running requests keep using them."""
-        groups = self._freed.get(request_id) or self._manager.coordinator.get_blocks(request_id)
-        self._manager.evict_blocks({block.block_id for blocks in groups for block in blocks})
