@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
-from logsteer_server.engines.vllm.adapters import read_weight_shapes
+from logsteer_server.engines.weights import find_weight_shapes
 from tests.conftest import DEMO_MODEL, QUANTIZED, Server
 from tests.contract.quantized_cases import (
     FACTS,
@@ -122,7 +123,9 @@ def test_linear_layers_are_quantised_on_disk_and_nothing_else(
 
 
 def test_shapes_are_those_of_the_matrices_however_they_are_packed(checkpoint: Path) -> None:
-    assert read_weight_shapes(checkpoint).items() >= read_weight_shapes(DEMO_MODEL).items()
+    shapes = find_weight_shapes(AutoConfig.from_pretrained(checkpoint))
+    weights = load_file(DEMO_MODEL / "model.safetensors")
+    assert {name: weight.shape for name, weight in weights.items()} == shapes
 
 
 def test_answers_say_what_the_model_is(client: Client, scheme: str) -> None:

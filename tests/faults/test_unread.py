@@ -56,7 +56,7 @@ async def test_a_call_whose_results_are_not_read_is_ended() -> None:
     deliver(1)
     with pytest.raises(OverloadedError, match="that were not read"):
         await reading
-    assert handle._waiters == {}
+    assert handle._calls == set()
 
 
 async def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
@@ -75,7 +75,7 @@ async def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
     await asyncio.gather(reading, return_exceptions=True)
     *_, last = sent
     assert last == Cancel([0, 1])
-    assert handle._waiters == {}
+    assert handle._calls == set()
 
 
 async def test_a_reader_who_keeps_up_is_never_ended() -> None:

@@ -111,6 +111,7 @@ ONLY_IN = {
         "engines.rounding",
         "engines.tlens",
         "engines.vllm",
+        "engines.weights",
         "stores.formats.pt_file",
     },
     "vllm": {"engines.vllm"},

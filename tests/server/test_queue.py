@@ -29,10 +29,7 @@ from logsteer_server.runtime.queue import (
     LOOK_AHEAD,
     EngineCall,
     FairQueue,
-    PrefixMemory,
-    ReplicaLoad,
-    choose_replica,
-    hash_blocks,
+    hash_context,
 )
 from logsteer_server.settings import ModelSettings
 
@@ -334,8 +331,8 @@ def make_queue() -> FairQueue:
     return FairQueue(EngineRoom(100_000), replicas=2)
 
 
-class TestBlocks:
-    def test_what_no_engine_shares_has_other_blocks(self) -> None:
+class TestContexts:
+    def test_what_no_engine_shares_is_another_context(self) -> None:
         jobs = [
             replace(score(1, 5), **fields)  # type: ignore[arg-type]
             for fields in (
@@ -350,34 +347,31 @@ class TestBlocks:
                 {"plan": SteeringPlan((Site(1, "resid_post", np.ones(4, np.float32)),))},
             )
         ]
-        blocks = [block for job in jobs for block in hash_blocks(job)]
-        assert len(set(blocks)) == len(blocks) == 4 * len(jobs)
+        contexts = [hash_context(job) for job in jobs]
+        assert len(set(contexts)) == len(contexts)
+        assert {size for _, size in contexts} == {4 * BLOCK}
+        assert hash_context(score(1, 6)) == contexts[0], "the targets are not of the context"
+        assert hash_context(score(1, 5, BLOCK - 1))[1] == 0
 
-
-class TestRule:
-    def test_a_token_of_prefix_is_worth_waiting_for_so_many(self) -> None:
-        replicas, blocks = [ReplicaLoad(0), ReplicaLoad(1)], hash_blocks(score(1, 5))
-        replicas[0].prefixes.record(blocks, None)
-        replicas[0].add(EngineCall([Job(context(1, 4 * 4 * BLOCK))], 1), [1])
-        assert choose_replica(blocks, replicas).number == 0, "as much as the prefix is worth"
-        replicas[0].add(EngineCall([Job(context(1, 1))], 2), [2])
-        assert choose_replica(blocks, replicas).number == 1, "and one token more"
-        assert choose_replica([], replicas).number == 1, "without a prefix load alone counts"
-
-    def test_a_replica_remembers_what_its_cache_holds(self) -> None:
-        known, (old, new) = PrefixMemory(), (hash_blocks(score(n, 5)) for n in (1, 2))
-        known.record(old, 4 * BLOCK)
-        known.record(new[:2], 4 * BLOCK)
-        assert known.count(old) == 2, "the ends go first, as in the engine's cache"
-        assert known.count(new) == 2
-
-    def test_and_forgets_it_with_its_process(self) -> None:
-        queue, blocks = make_queue(), hash_blocks(score(1, 5))
+    @pytest.mark.parametrize(("more", "expected"), [(0, 0), (1, 1)])
+    def test_a_token_of_it_is_worth_waiting_for_so_many(self, more: int, expected: int) -> None:
+        queue = make_queue()
         queue.put(EngineCall([score(1, 5)], 0))
         assert send(queue) == {0: 0}
-        assert queue.replicas[0].prefixes.count(blocks) == 4
+        queue.finish([0])
+        other = EngineCall([Job(np.zeros(4 * 4 * BLOCK + more, np.int32))], 10)
+        queue.replicas[0].add(other, [10])
+        queue.put(EngineCall([score(1, 7), score(2, 7)], 20))
+        assert send(queue) == {20: expected, 21: 1}
+
+    def test_they_are_forgotten_with_their_process(self) -> None:
+        queue = make_queue()
+        queue.put(EngineCall([score(1, 5)], 0))
+        assert send(queue) == {0: 0}
         queue.lose(0)
-        assert queue.replicas[0].prefixes.count(blocks) == 0
+        queue.replicas[0].add(EngineCall([Job(context(1, 1))], 10), [10])
+        queue.put(EngineCall([score(1, 6)], 20))
+        assert send(queue) == {20: 1}
 
 
 class TestSplit:

@@ -6,6 +6,7 @@ GPU. Nothing is launched here but what stands outside the captured graph.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import READ, STEER
-from logsteer_server.engines.vllm.steering import StepSteering
+from logsteer_server.engines.vllm.steering import MeasureWish, StageMeasurements, StepSteering
 
 WIDTH, REQUESTS, PROMPT = 4, 64, 3
 VIEWS = ("view", "select", "slice", "unbind", "unsqueeze", "expand", "alias", "flatten", "detach")
@@ -125,9 +126,13 @@ class Rank:
         self.steering.mark(list(self.positions), starts, np.array([*self.positions.values()]))
         self.positions = {name: at + tokens for name, at in self.positions.items()}
 
+    def measure(self, *names: str) -> dict[str, StageMeasurements]:
+        wish = partial(MeasureWish, traces=not self.plan.probes, reads=True, rows=None)
+        return self.steering.measure({name: wish(self.positions[name]) for name in names})
+
     def end(self, names: list[str]) -> None:
-        traces = self.steering.take_traces({name: self.positions[name] for name in names})
-        assert [sum(traces[name][0]) for name in names] == [self.positions[name] for name in names]
+        found = self.measure(*names)
+        assert found.keys() == set(names)
         for name in names:
             self.steering.end(name)
             del self.positions[name]
@@ -164,11 +169,10 @@ def test_readings_cross_when_somebody_asks(crossings: Crossings) -> None:
     for _ in range(20):
         rank.step()
     assert crossings.take() == (0, 0, 20)  # a gather each
-    taken = rank.steering.take_readings("r7")
-    assert len(taken.values_TGR) == PROMPT + 22
+    taken = rank.measure("r7")["r7"].readings
+    assert taken is not None and len(taken.values_TGR) == PROMPT + 22
     assert crossings.take() == (0, 1, 2)  # the last step's, and all of them joined
-    other = rank.steering.take_readings("r8")
-    assert other is not None
+    assert rank.measure("r8")["r8"].readings is not None
     assert crossings.take() == (0, 0, 0)
 
 

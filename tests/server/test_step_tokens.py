@@ -5,7 +5,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.captures import Capture, CapturedActivations, CaptureRead
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, Job, ScoreJob
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.captures import CaptureWish, RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.engine import VllmEngine
-from logsteer_server.engines.vllm.extra_args import CAPTURE
+from logsteer_server.engines.vllm.extra_args import CAPTURE, STEER
 from logsteer_server.engines.vllm.requests import RunningJob
-from logsteer_server.engines.vllm.steering import StepSteering, TraceRecorder
+from logsteer_server.engines.vllm.steering import MeasureWish, StepSteering
 from logsteer_server.engines.vllm.tables import TraceSums
 from logsteer_server.tasks.activations import CaptureSite, plan_captures
 from tests.refusals import refused
@@ -104,6 +103,14 @@ def test_chunks_and_preemption_capture_what_the_whole_would(
     rank.step({"c": (7, 8), "b": (3, 4)})
     assert np.array_equal(rank.end("a"), expect("a", job))
     assert np.array_equal(rank.end("b"), expect("b", make_job("each", length=4)))
+
+
+def test_decoding_captures_a_window_of_it() -> None:
+    rank, job = CaptureRank(), make_job("each", WHERE[1])
+    rank.begin("a", job)
+    for n in range(10):
+        rank.step({"a": (n, n + 1)})
+    assert np.array_equal(rank.end("a"), expect("a", job))
 
 
 def test_a_step_that_captures_nothing_marks_nothing() -> None:
@@ -218,22 +225,20 @@ KINDS = st.sampled_from(
 
 
 class TraceRank:
-    """A recorder and the sums that the tables keep: at layer 1 every token changes by half."""
+    """One rank where at layer 1 every steered token is doubled, so that it changes by its norm."""
 
-    def __init__(self) -> None:
-        self.recorder = TraceRecorder()
-        self.sums = TraceSums(64, 3, torch.empty(0))
-        self.entries: dict[str, int] = {}
+    def __init__(self, *, lags: bool = False) -> None:
+        size = SteeringSize(2, 1, 1, 64)
+        self.steering = StepSteering(size, 3, 64, 1, torch.empty(0), lags=lags)
+        one = np.ones(1, np.float32)
+        site = Site(1, "resid_post", None, (ResidualOp(one, per_component=2.0),))
+        self.steering.tables.load({slot: SteeringPlan((site,)) for slot in (1, 2)})
 
     def begin(
         self, name: str, slot: int, positions: Positions, prompt_len: int, num_cached: int
     ) -> None:
-        entry = self.entries[name] = self.sums.acquire()
-        self.recorder.begin(name, entry, [(slot, positions)], prompt_len, num_cached)
-
-    def end(self, name: str) -> None:
-        self.recorder.end(name)
-        self.sums.release(self.entries.pop(name))
+        extra_args = {STEER: (((slot, positions),), prompt_len)}
+        self.steering.begin(name, extra_args, num_cached)
 
     def run(self, steps: list[dict[str, tuple[int, int]]]) -> dict[str, set[int]]:
         """The steered positions of each request, over steps of [begin, end) by request."""
@@ -242,20 +247,24 @@ class TraceRank:
             names = list(step)
             starts = np.cumsum([0, *(end - begin for begin, end in step.values())])
             computed = np.array([begin for begin, _ in step.values()])
-            tokens = self.recorder.find(names, starts, computed)
-            entries = tokens.entries_t[tokens.is_new_t]
-            first = tokens.is_first_t[tokens.is_new_t]
-            self.sums.add(1, entries, torch.full((1, len(entries)), 0.5), first)
-            for place in tokens.index_t:
+            self.steering.mark(names, starts, computed)
+            hidden = torch.ones(int(starts[-1]), 1)
+            self.steering.tables.apply(hidden, None, 1)
+            self.steering.record()
+            for place in np.flatnonzero(hidden.ravel().numpy() == 2.0):
                 row = int(np.searchsorted(starts, place, side="right")) - 1
                 found.setdefault(names[row], set()).add(int(computed[row] + place - starts[row]))
         return found
 
-    def read(self, name: str) -> tuple[int, dict[int, tuple[int, float]]]:
-        """How many tokens were steered; by layer, how many changed, and their ratios' sum."""
-        sums_Ln = self.sums.fetch([self.entries[name]])[0].tolist()
-        layers = {n: (int(count), total) for n, (count, total, _) in enumerate(sums_Ln) if count}
-        return sum(self.recorder.count(name, 2**31)), layers
+    def read(self, name: str, end: int = 2**31) -> dict[int, tuple[int, float, float]]:
+        """By layer, how many tokens changed, their ratios' sum, and the first token's ratio."""
+        wishes = {name: MeasureWish(end, True, False, None)}
+        return self.steering.measure(wishes)[name].sums
+
+
+def expect_sums(positions: set[int]) -> dict[int, tuple[int, float, float]]:
+    count = len(positions)
+    return {1: (count, float(count), float(0 in positions))} if count else {}
 
 
 @given(
@@ -276,9 +285,7 @@ def test_chunks_steer_what_the_whole_would(
     wanted = set(np.nonzero(positions.mask(0, 12, prompt_len))[0].tolist())
     new = {position for position in wanted if position >= cached}
     assert rank.run(steps).get("a", set()) == new
-    steered, layers = rank.read("a")
-    assert steered == len(wanted)
-    assert layers == ({1: (len(new), 0.5 * len(new))} if new else {})
+    assert rank.read("a") == expect_sums(new)
 
 
 @given(positions=KINDS, prompt_len=st.integers(1, 6), steps=st.integers(1, 150))
@@ -295,43 +302,30 @@ def test_decoding_step_by_step_records_every_token(
     wanted = set(np.nonzero(positions.mask(0, prompt_len + steps, prompt_len))[0].tolist())
     assert found.get("a", set()) == wanted
     assert found["b"] == set(range(3 + steps))
-    assert rank.read("a") == (
-        len(wanted),
-        {1: (len(wanted), len(wanted) / 2)} if wanted else {},
-    )
-    assert rank.read("b") == (3 + steps, {1: (3 + steps, (3 + steps) / 2)})
+    assert rank.read("a") == expect_sums(wanted)
+    assert rank.read("b") == expect_sums(set(range(3 + steps)))
 
 
 def test_a_request_that_begins_again_a_token_at_a_time_counts_nothing_twice() -> None:
     rank = TraceRank()
     rank.begin("a", 1, Positions(), 2, 0)
     rank.run([{"a": (n, n + 1)} for n in (0, 1, 2, 0, 1, 2, 3, 4)])
-    assert rank.read("a") == (5, {1: (5, 2.5)})
+    assert rank.read("a") == expect_sums(set(range(5)))
 
 
-def test_a_token_after_the_end_is_in_neither_count_nor_sum() -> None:
-    recorder, sums = TraceRecorder(), TraceSums(4, 2, torch.empty(0))
-    entries = [sums.acquire() for _ in range(2)]
-    for name, entry in zip("ab", entries, strict=True):
-        recorder.begin(name, entry, [(2, Positions("all"))], prompt_len=4, num_cached=0)
-    for at, ratios in ((0, [0.5, 0.25]), (1, [2.0, 4.0])):
-        found = recorder.find(["a", "b"], np.arange(3), np.array([at, at]))
-        sums.snapshot(found.entries_t)
-        sums.add(1, found.entries_t, torch.tensor([ratios]), found.is_first_t)
-    assert [recorder.is_beyond("a", end) for end in (1, 2)] == [True, False]
-    assert (recorder.count("a", 1), recorder.count("b", 2)) == ((1,), (2,))
-    assert sums.fetch(entries, before=entries[:1])[:, 1].tolist() == [
-        [1, 0.5, 0.5],
-        [2, 4.25, 0.25],
-    ]
+def test_a_token_after_the_end_is_left_out() -> None:
+    rank = TraceRank(lags=True)
+    for name in "ab":
+        rank.begin(name, 2, Positions(), 2, 0)
+    rank.run([{"a": (n, n + 1), "b": (n, n + 1)} for n in range(3)])
+    assert rank.read("a", 2) == expect_sums({0, 1})
+    assert rank.read("b", 3) == expect_sums({0, 1, 2})
 
 
 def test_entries_are_empty_when_they_are_given_out_again() -> None:
     sums = TraceSums(3, 2, torch.empty(0))
     first = [sums.acquire() for _ in range(3)]
     assert sorted(first) == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="more requests"):
-        sums.acquire()
     sums.add(1, np.array(first), torch.tensor([[np.nan, 0.0, np.inf]]), np.array([0, 0, 1]) > 0)
     sums.decided_E[first[1]] = 5
     counts, totals, firsts = sums.fetch(first)[:, 1].T

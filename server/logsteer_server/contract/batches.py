@@ -13,8 +13,9 @@ scores stay NaN, and become null with a flag.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeVar, cast, overload
 
 import numpy as np
@@ -123,51 +124,14 @@ class ScoreJobs(_Entries[ScoreJob]):
         return len(self.shares_row)
 
     def _make(self, index: int) -> ScoreJob:
-        read, scored, others = self.token_starts, self.target_starts, self.alternatives
-        return self._fill(
-            self.tokens[read[index] : read[index + 1]],
-            self.targets[scored[index] : scored[index + 1]],
-            bool(self.shares_row[index]),
-            None if others is None else others[scored[index] : scored[index + 1]],
-        )
-
-    def __iter__(self) -> Iterator[ScoreJob]:
-        """Yield the jobs in order."""
-        read, scored = self.token_starts.tolist(), self.target_starts.tolist()
-        others = self.alternatives
-        for n, shares_row in enumerate(self.shares_row.tolist()):
-            yield self._fill(
-                self.tokens[read[n] : read[n + 1]],
-                self.targets[scored[n] : scored[n + 1]],
-                shares_row,
-                None if others is None else others[scored[n] : scored[n + 1]],
-            )
-
-    def _fill(
-        self, tokens: Ids, targets: Ids, shares_row: bool, alternatives: Ids | None
-    ) -> ScoreJob:
-        like = self.like
-        return ScoreJob(
-            tokens,
-            targets,
-            like.columns,
-            like.top,
-            shares_row,
-            like.export,
-            like.reference,
-            like.policy,
-            like.double,
-            like.reads_end,
-            like.step_tokens,
-            alternatives,
-            like.tail,
-            like.beta,
-            like.exchange,
-            plan=like.plan,
-            override=like.override,
-            adapter=like.adapter,
-            cache_namespace=like.cache_namespace,
-            capture=like.capture,
+        read = slice(self.token_starts[index], self.token_starts[index + 1])
+        scored = slice(self.target_starts[index], self.target_starts[index + 1])
+        return replace(
+            self.like,
+            tokens=self.tokens[read],
+            targets=self.targets[scored],
+            shares_row=bool(self.shares_row[index]),
+            alternatives=None if self.alternatives is None else self.alternatives[scored],
         )
 
     def _gather(self, indices: Indices) -> "ScoreJobs":
@@ -200,6 +164,14 @@ class ScoreJobs(_Entries[ScoreJob]):
         ]
 
 
+OWN = {"tokens", "targets", "shares_row", "alternatives"}
+"""Fields in which packed jobs differ."""
+OBJECTS = ("plan", "override", "adapter", "capture")
+"""Fields that packed jobs share as one object."""
+_get_objects = attrgetter(*OBJECTS)
+_get_options = attrgetter(*(f.name for f in fields(ScoreJob) if f.name not in {*OWN, *OBJECTS}))
+
+
 def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     """Pack jobs into arrays if all are score jobs that differ only in tokens and targets."""
     if isinstance(jobs, ScoreJobs) or not jobs:
@@ -207,24 +179,11 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     scored = [job for job in jobs if type(job) is ScoreJob]
     kinds = {
         (
-            *(
-                j.columns,
-                j.top,
-                j.export,
-                j.reference,
-                j.policy,
-                j.double,
-                j.reads_end,
-                j.step_tokens,
-                j.tail,
-                j.beta,
-                j.exchange,
-                j.cache_namespace,
-                None if j.alternatives is None else j.alternatives.shape[1],
-            ),
-            *(id(j.plan), id(j.override), id(j.adapter), id(j.capture)),
+            *_get_options(job),
+            *map(id, _get_objects(job)),
+            None if job.alternatives is None else job.alternatives.shape[1],
         )
-        for j in scored
+        for job in scored
     }
     return ScoreJobs.of(scored) if len(kinds) == 1 and len(scored) == len(jobs) else jobs
 
@@ -243,9 +202,7 @@ def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
 
 def name_contents(jobs: Sequence[Job]) -> bool:
     """Return whether any job has a stored file: an override or an adapter."""
-    if isinstance(jobs, ScoreJobs):
-        return bool(jobs.like.override or jobs.like.adapter)
-    return any(job.override or job.adapter for job in jobs)
+    return any(job.override or job.adapter for job in read_all(jobs))
 
 
 def select_jobs(jobs: Sequence[Job], indices: Indices) -> Sequence[Job]:
@@ -281,32 +238,29 @@ def sum_expected(jobs: Sequence[Job]) -> int:
 class ScoreOutputs(_Entries[ScoreOutput]):
     """Outputs of N score jobs with the same columns.
 
-    `columns`: the rows of all jobs, concatenated. `traces`, `readings`: None if no output has any.
+    `columns`: the rows of all jobs, concatenated. `traces`, `readings`: by output, or None.
     """
 
     columns: dict[str, npt.NDArray[Any]]
     row_starts: Starts
     cached_tokens: npt.NDArray[np.int32]
-    traces: Sequence[SteeringTrace | None] | None = None
-    readings: Sequence[Readings | None] | None = None
+    traces: Sequence[SteeringTrace | None]
+    readings: Sequence[Readings | None]
 
     @classmethod
     def of(cls, outputs: Sequence[ScoreOutput]) -> "ScoreOutputs":
         """Pack outputs, at least one, with the same columns."""
         if isinstance(outputs, ScoreOutputs):
             return outputs
-        first = outputs[0]
-        traces = [output.trace for output in outputs]
-        readings = [output.readings for output in outputs]
         return cls(
             {
                 name: np.concatenate([output.columns[name] for output in outputs])
-                for name in first.columns
+                for name in outputs[0].columns
             },
             find_starts([len(next(iter(output.columns.values()))) for output in outputs]),
             np.array([output.cached_tokens for output in outputs], dtype=np.int32),
-            traces if any(trace is not None for trace in traces) else None,
-            readings if any(reading is not None for reading in readings) else None,
+            [output.trace for output in outputs],
+            [output.readings for output in outputs],
         )
 
     @classmethod
@@ -323,8 +277,8 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             },
             find_starts(np.concatenate([np.diff(part.row_starts) for part in parts])),
             np.concatenate([part.cached_tokens for part in parts]),
-            _join_optional([(len(part), part.traces) for part in parts]),
-            _join_optional([(len(part), part.readings) for part in parts]),
+            [trace for part in parts for trace in part.traces],
+            [reading for part in parts for reading in part.readings],
         )
 
     def __len__(self) -> int:
@@ -336,8 +290,8 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         return ScoreOutput(
             {name: values[rows] for name, values in self.columns.items()},
             cached_tokens=int(self.cached_tokens[index]),
-            trace=self.traces[index] if self.traces else None,
-            readings=self.readings[index] if self.readings else None,
+            trace=self.traces[index],
+            readings=self.readings[index],
         )
 
     def _gather(self, indices: Indices) -> "ScoreOutputs":
@@ -346,8 +300,8 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             {name: gather(values, starts, indices) for name, values in self.columns.items()},
             find_starts(np.diff(self.row_starts)[indices]),
             self.cached_tokens[indices],
-            [self.traces[n] for n in chosen] if self.traces else None,
-            [self.readings[n] for n in chosen] if self.readings else None,
+            [self.traces[n] for n in chosen],
+            [self.readings[n] for n in chosen],
         )
 
 
@@ -356,15 +310,6 @@ def add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.N
     padded = np.append(values, values.dtype.type(0))  # so that the last end is a valid index
     sums: npt.NDArray[Any] = np.add.reduceat(padded, np.stack([begins, ends], -1).ravel())[::2]
     return sums
-
-
-def _join_optional(
-    parts: Sequence[tuple[int, Sequence[T | None] | None]],
-) -> list[T | None] | None:
-    """Concatenate the entries of all (count, entries); None if no part has entries."""
-    if all(entries is None for _, entries in parts):
-        return None
-    return [entry for count, entries in parts for entry in entries or [None] * count]
 
 
 def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:

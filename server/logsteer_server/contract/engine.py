@@ -61,18 +61,15 @@ class EngineSpec:
 
         Devices 0, 1, 2, 3 with `tensor_parallel` 2 are 0, 1 and 2, 3 for two replicas.
         """
-        if self.replicas == 1:
-            return [self]
+        listed, ranks = not isinstance(self.devices, str), self.num_ranks
         return [
-            replace(self, replica=number, devices=self._devices_of(number))
+            replace(
+                self,
+                replica=number,
+                devices=self.devices[number * ranks :][:ranks] if listed else self.devices,
+            )
             for number in range(self.replicas)
         ]
-
-    def _devices_of(self, number: int) -> str | tuple[int, ...]:
-        if isinstance(self.devices, str):
-            return self.devices
-        ranks = self.tensor_parallel * self.pipeline_parallel
-        return self.devices[number * ranks : (number + 1) * ranks]
 
 
 @dataclass(frozen=True, slots=True)

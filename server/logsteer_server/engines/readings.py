@@ -51,10 +51,13 @@ class SequenceReadings:
     _passed_C: npt.NDArray[np.int64] = field(init=False)
     _last_C: npt.NDArray[np.int64] = field(init=False)
     _parts: list[tuple[int, Values]] = field(default_factory=list)
+    _next: int | None = field(init=False)
+    """The first position whose readings are kept and were not returned yet."""
 
     def __post_init__(self) -> None:
         self._passed_C = np.zeros(len(self.request.conditions), np.int64)
         self._decided_C = np.zeros(len(self.request.conditions), np.bool_)
+        self._next = self.request.first_kept
 
     @property
     def passed(self) -> tuple[int, ...]:
@@ -96,18 +99,23 @@ class SequenceReadings:
             self._passed_C += passed_TC.sum(0)
             self._last_C = passed_TC[-1]
             self.counted = end
-        if request.first_kept is not None and end > request.first_kept:
-            first = max(begin, request.first_kept)
+        if self._next is not None and end > self._next:
+            first = max(begin, self._next)
             self._parts.append((first, own_TGR[first - begin :]))
 
-    def pop(self) -> Readings | None:
-        """Return the kept readings since the last call; of a token read twice, the later one."""
+    def pop(self, end: int | None = None) -> Readings | None:
+        """Return the kept readings of the tokens before `end` since the last call; None without.
+
+        Of a token read twice, it returns the later one.
+        """
         if not self._parts:
             return None
-        parts, self._parts = self._parts, []
-        first = min(begin for begin, _ in parts)
-        end = max(begin + len(values) for begin, values in parts)
-        values_TGR = np.zeros((end - first, self.request.num_probes, READINGS), np.float32)
-        for begin, values in parts:
+        first = min(begin for begin, _ in self._parts)
+        last = max(begin + len(values) for begin, values in self._parts)
+        values_TGR = np.zeros((last - first, self.request.num_probes, READINGS), np.float32)
+        for begin, values in self._parts:
             values_TGR[begin - first : begin - first + len(values)] = values
-        return Readings(first, values_TGR)
+        self._next = last if end is None else max(first, min(end, last))
+        count = self._next - first
+        self._parts = [(self._next, values_TGR[count:])]
+        return Readings(first, values_TGR[:count])

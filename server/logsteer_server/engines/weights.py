@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,18 @@ def digest_weights(path: Path | str) -> str:
                 stream.seek(size - SAMPLE)
                 digest.update(stream.read(SAMPLE))
     return f"{'' if whole else 'sampled-'}sha256:{digest.hexdigest()}"
+
+
+def find_weight_shapes(config: Any) -> dict[str, Sequence[int]]:
+    """Return the shapes of a model's parameters, by their names in transformers.
+
+    `config` is that of transformers. The shapes do not depend on how a checkpoint packs its
+    weights. Empty for a model that transformers does not have.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), suppress(ValueError):
+        model = AutoModelForCausalLM.from_config(config)
+        return {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {}

@@ -73,10 +73,9 @@ def pack_outputs(outputs: ScoreOutputs) -> list[Packed]:
     for name, array in arrays.items():
         rows[name] = array
     packed, ends = rows.tobytes(), (dtype.itemsize * outputs.row_starts).tolist()
-    traces = outputs.traces or [None] * len(outputs)
     return [
         (dtype, packed[start:end], b"" if trace is None else pickle.dumps(trace))
-        for start, end, trace in zip(ends, ends[1:], traces, strict=False)
+        for start, end, trace in zip(ends, ends[1:], outputs.traces, strict=False)
     ]
 
 

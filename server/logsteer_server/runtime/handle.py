@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReplicaCard
@@ -48,20 +47,6 @@ SILENT_S = 20.0
 counts as unkillable, and another process is started."""
 
 
-@dataclass(eq=False)
-class _Waiter:
-    """The queue for the results of one call.
-
-    `begun`: jobs with some results so far; `lost`: jobs that a replica died with.
-    """
-
-    call: EngineCall
-    unread: int = 0
-    begun: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    results: asyncio.Queue[ResultPart | APIError] = field(default_factory=asyncio.Queue)
-
-
 class EngineHandle:
     """Run jobs on a model's engine, one process or several replicas, and restart dead ones.
 
@@ -88,7 +73,8 @@ class EngineHandle:
         self._queue = FairQueue(replicas=len(self.replicas), poison=self._poison)
         for load in self._queue.replicas:
             load.is_open = False
-        self._waiters: dict[EngineCall, _Waiter] = {}
+        self._calls: set[EngineCall] = set()
+        """The calls whose callers wait for results."""
         self._ids = itertools.count()
         self._watching: asyncio.Task[None] | None = None
         self._closing = False
@@ -204,16 +190,16 @@ class EngineHandle:
                 raise self._refuse_poison()
             call = EngineCall(own, next(self._ids), routing or Routing())
             self._ids = itertools.count(call.first_id + max(1, len(own)))
-            waiter, missing = _Waiter(call), len(own)
-            self._waiters[call] = waiter
+            missing = len(own)
+            self._calls.add(call)
             self._queue.put(call)
             self._send_jobs()
             try:
                 while missing:
-                    part = await waiter.results.get()
+                    part = await call.results.get()
                     if isinstance(part, APIError):
                         raise part
-                    waiter.unread -= len(part.numbers)
+                    call.unread -= len(part.numbers)
                     missing -= len(find_last(part))
                     failure = find_first_failure(part.results)
                     if failure is not None:
@@ -222,18 +208,18 @@ class EngineHandle:
                     yield part._replace(numbers=numbers)
             finally:
                 if missing:
-                    self._drop(waiter)
+                    self._drop(call)
                     self._send_jobs()
-                self._waiters.pop(call, None)
+                self._calls.discard(call)
 
-    def _drop(self, waiter: _Waiter, error: APIError | None = None) -> None:
+    def _drop(self, call: EngineCall, error: APIError | None = None) -> None:
         """Drop a call, cancel its jobs in the engine, and pass any error to its caller."""
-        self._waiters.pop(waiter.call, None)
-        for number, found in self._queue.drop(waiter.call).items():
+        self._calls.discard(call)
+        for number, found in self._queue.drop(call).items():
             if (process := self.replicas[number].process) is not None:
                 process.send(Cancel(found))
         if error is not None:
-            waiter.results.put_nowait(error)
+            call.results.put_nowait(error)
 
     def _send_jobs(self) -> None:
         """Send each replica the jobs that it has room for."""
@@ -246,26 +232,25 @@ class EngineHandle:
                 process.send(Add(groups, own.order))
 
     def _deliver(self, replica: Replica, part: ResultPart) -> None:
-        """Deliver results of one call to its waiter."""
+        """Deliver results of one call to its caller."""
         jobs, ended = self._queue.replicas[replica.number].jobs, find_last(part)
         call = jobs.get(part.numbers[0])
         if self._poison.deaths:
             self._poison.forget(jobs[job_id].job(job_id) for job_id in ended if job_id in jobs)
         self._queue.finish(ended, replica.number)
-        waiter = None if call is None else self._waiters.get(call)
-        if waiter is None:
+        if call is None or call not in self._calls:
             return
         if len(ended) < len(part.numbers):
-            waiter.begun.update(part.numbers)
-        waiter.results.put_nowait(part)
-        waiter.unread += len(part.numbers)
-        if waiter.unread > self._limits.max_unread_results:
-            waiter.results = asyncio.Queue()
+            call.begun.update(part.numbers)
+        call.results.put_nowait(part)
+        call.unread += len(part.numbers)
+        if call.unread > self._limits.max_unread_results:
+            call.results = asyncio.Queue()
             detail = (
                 f"More than {self._limits.max_unread_results} results came that were not read: "
                 "read the stream faster, or ask for less at once."
             )
-            self._drop(waiter, api_error("overloaded", detail, retry_after=1.0))
+            self._drop(call, api_error("overloaded", detail, retry_after=1.0))
 
     # ------------------------------------------------------------------ processes
 
@@ -370,31 +355,31 @@ class EngineHandle:
             error = api_error("out_of_memory", error.detail, retry_after=10)
         jobs = (call.job(job_id) for job_id, call in lost.items())
         if is_to_blame and self._poison.record_death(jobs):
-            for waiter in list(self._waiters.values()):
-                if any(map(self._poison.is_poison, waiter.call.jobs)):
-                    self._drop(waiter, self._refuse_poison())
-        again: dict[_Waiter, list[int]] = {}
+            for call in list(self._calls):
+                if any(map(self._poison.is_poison, call.jobs)):
+                    self._drop(call, self._refuse_poison())
+        again: dict[EngineCall, list[int]] = {}
         for job_id, call in lost.items():
-            if (owner := self._waiters.get(call)) is not None:
-                again.setdefault(owner, []).append(job_id)
+            if call in self._calls:
+                again.setdefault(call, []).append(job_id)
         if not any(own.state == "ready" for own in self.replicas):
             self.ready.clear()
             self._answer_all(error)
             return
-        for waiter, ids in again.items():
-            if waiter.begun.isdisjoint(ids) and waiter.lost.isdisjoint(ids):
-                waiter.lost.update(ids)
-                self._queue.put_back(waiter.call, ids)
+        for call, ids in again.items():
+            if call.begun.isdisjoint(ids) and call.lost.isdisjoint(ids):
+                call.lost.update(ids)
+                self._queue.put_back(call, ids)
             else:
-                self._drop(waiter, error)
+                self._drop(call, error)
         self._send_jobs()
 
     def _answer_all(self, error: APIError) -> None:
         """End every call with an error."""
-        waiters, self._waiters = list(self._waiters.values()), {}
+        calls, self._calls = self._calls, set()
         self._queue.clear()
-        for waiter in waiters:
-            waiter.results.put_nowait(error)
+        for call in calls:
+            call.results.put_nowait(error)
 
     async def _watch(self) -> None:
         """Kill processes that hang, until cancelled."""

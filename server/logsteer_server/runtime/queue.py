@@ -10,14 +10,16 @@ Without keys, all calls have the same tenant and priority.
 
 A job goes to the replica with the lowest cost:
 
-    tokens left to read and generate  -  PREFIX_WORTH * tokens of the job's prefix in its cache
+    expected tokens of its jobs  -  PREFIX_WORTH * tokens of the job's context, if it read it last
 
-A job waits for PREFIX_WORTH tokens of other work to save one token of its prefix. Example: replica
-0 has a context of 384 tokens in its cache. Jobs with that context go to 0 until it has 1536 tokens
-more to do than 1. Then 1 reads the context as well, and both share the jobs that follow.
+A job waits for PREFIX_WORTH tokens of other work to save one token of its context, which are the
+tokens before those scored or generated. Example: replica 0 has read a context of 384 tokens. Jobs
+with that context go to 0 until it has 1536 tokens more to do than 1. Then 1 reads the context as
+well, and jobs go there until it has as many more.
 """
 
-from collections import Counter, OrderedDict, deque
+import asyncio
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +27,8 @@ from typing import get_args
 
 import numpy as np
 
-from logsteer_server.contract.batches import ScoreJobs, count_positions, select_jobs
+from logsteer.errors import APIError
+from logsteer_server.contract.batches import ResultPart, ScoreJobs, count_positions, select_jobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
 from logsteer_server.contract.jobs import GenerateJob, Job, Priority, Routing
 from logsteer_server.runtime.poison import PoisonMemory
@@ -35,8 +38,8 @@ BATCH_EVERY = 16
 PREFIX_WORTH = 4.0
 BLOCK = 32
 """Tokens of a prefix block; engines share prefixes in blocks of 16 or 32."""
-UNKNOWN_CACHE = 131_072
-"""Assumed prefix cache of a replica, in tokens, if its engine reports none."""
+MAX_CONTEXTS = 4096
+"""Contexts whose last reader is remembered; prefix caches hold fewer."""
 LOOK_AHEAD = 16
 """Tokens reserved for the growth of each generation when another one is admitted."""
 
@@ -45,7 +48,8 @@ LOOK_AHEAD = 16
 class EngineCall:
     """The jobs of one call, with their `sizes` in positions and the positions `expected` in use.
 
-    `unsent`: ids of jobs not sent to the engine yet.
+    `unsent`: ids of jobs not sent to the engine yet. `begun`: jobs with some results so far;
+    `lost`: jobs that a replica died with. `unread` counts the `results` that wait for the caller.
     """
 
     jobs: Sequence[Job]
@@ -56,6 +60,10 @@ class EngineCall:
     expected: list[int] = field(init=False)
     only_reads: bool = field(init=False)
     """Whether the jobs are packed score jobs, so that none generates."""
+    unread: int = 0
+    begun: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    results: asyncio.Queue[ResultPart | APIError] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
@@ -154,54 +162,29 @@ class CallQueue:
                 del waiting[tenant]
 
 
-def hash_blocks(job: Job) -> list[int]:
-    """Return a hash of each full block of a job's tokens and all tokens before it.
+def hash_context(job: Job) -> tuple[int, int]:
+    """Return a hash of the full blocks of a job's context, and their tokens.
 
     Hashes differ between jobs with other model changes or cache namespaces.
     """
-    tokens = np.ascontiguousarray(job.tokens, dtype=np.int32).tobytes()
-    size = 4 * BLOCK
-    if len(tokens) < size:
-        return []
+    size = job.prompt_len // BLOCK * BLOCK
+    tokens = np.ascontiguousarray(job.tokens[:size], dtype=np.int32).tobytes()
     adapter = job.adapter and job.adapter.sha256
     override = job.override and job.override.identity
-    before = hash((job.cache_namespace, adapter, override))
-    first, plan = job.plan_namespace or (len(tokens), "")
-    found = []
-    for start in range(0, len(tokens) - size + 1, size):
-        is_steered = first < start // 4 + BLOCK
-        before = hash((before, tokens[start : start + size], plan if is_steered else ""))
-        found.append(before)
-    return found
-
-
-class PrefixMemory:
-    """The prefix blocks last sent to a replica, as many as its cache holds."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def count(self, blocks: Sequence[int]) -> int:
-        """Return how many of a job's leading blocks are cached."""
-        return next((n for n, block in enumerate(blocks) if block not in self._blocks), len(blocks))
-
-    def record(self, blocks: Sequence[int], cache_tokens: int | None) -> None:
-        """Record a job's blocks; later blocks are evicted first, as in the cache."""
-        for block in reversed(blocks):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > (cache_tokens or UNKNOWN_CACHE) // BLOCK:
-            self._blocks.popitem(last=False)
+    changes = job.cache_namespace, adapter, override, job.plan_namespace
+    return hash((changes, tokens)), size
 
 
 class ReplicaLoad:
-    """The jobs of one replica, by id with their calls, and the tokens that they take.
+    """The jobs of one replica, by id with their calls, and the `tokens` that they are expected to
+    take.
 
     Jobs not yet begun take at most `room.ahead_tokens`, or there is only one. If the replica
-    reports what generation holds (`update`), a generating job counts with its prompt until that
-    has been read. Another one is admitted while the unread prompts fit into the cache beside what
-    is held now, with room for all to grow by LOOK_AHEAD; if they grow more, the engine preempts
-    some. A replica accepts jobs while it `is_open`. `candidate`: its one suspected poison job.
+    reports what generation holds (`update`), a generating job counts there with its prompt until
+    that has been read. Another one is admitted while what is still to be read fits into the cache
+    beside what is held now, with room for all to grow by LOOK_AHEAD; if they grow more, the engine
+    preempts some. A replica accepts jobs while it `is_open`. `candidate`: its one suspected poison
+    job.
     """
 
     def __init__(
@@ -210,22 +193,14 @@ class ReplicaLoad:
         self.number = number
         self.room = room or EngineRoom()
         self.is_open = is_open
-        self.prefixes = PrefixMemory()
+        self.tokens = 0
         self.ahead_tokens = 0
         self.candidate: int | None = None
         self.jobs: dict[int, EngineCall] = {}
         self._ahead_of: dict[int, int] = {}
         """Job -> tokens not begun."""
-        self._to_generate: dict[int, int] = {}
-        """Generating job -> expected tokens."""
-        self._generated_ahead = 0
-        self._unread_prompts = 0
+        self._generating: set[int] = set()
         self._held_tokens = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens left to read, and the expected ones left to generate."""
-        return self.ahead_tokens + self._generated_ahead
 
     def measure(self, call: EngineCall, job_id: int) -> int:
         """Return the tokens of a job that has not begun."""
@@ -244,7 +219,7 @@ class ReplicaLoad:
     def may_generate(self, call: EngineCall) -> bool:
         """Return whether there is room to generate for a call's next job."""
         cache_tokens, sequences = self.room.cache_tokens, self.room.sequences
-        count = len(self._to_generate)
+        count = len(self._generating)
         if not count:
             return True
         if sequences is not None and count >= sequences:
@@ -252,7 +227,7 @@ class ReplicaLoad:
         if cache_tokens is None:
             return True
         size = self.measure(call, call.unsent[0])
-        to_come = self._unread_prompts + size + LOOK_AHEAD * (count + 1)
+        to_come = self.ahead_tokens + size + LOOK_AHEAD * (count + 1)
         return self._held_tokens + to_come <= cache_tokens
 
     def count_due(self, call: EngineCall) -> int:
@@ -267,25 +242,18 @@ class ReplicaLoad:
 
     def add(self, call: EngineCall, ids: Sequence[int]) -> None:
         """Add jobs of a call."""
-        reads = call.only_reads
         self.jobs |= dict.fromkeys(ids, call)
         for job_id in ids:
-            size = call.sizes[job_id - call.first_id] if reads else self.measure(call, job_id)
-            self._ahead_of[job_id] = size
+            self._ahead_of[job_id] = size = self.measure(call, job_id)
             self.ahead_tokens += size
-            if not reads and isinstance(job := call.job(job_id), GenerateJob):
-                self._to_generate[job_id] = job.num_expected - len(job.tokens)
-                self._generated_ahead += self._to_generate[job_id]
-                self._unread_prompts += size
+            self.tokens += call.expected[job_id - call.first_id]
+            if not call.only_reads and isinstance(call.job(job_id), GenerateJob):
+                self._generating.add(job_id)
 
     def update(self, load: EngineLoad) -> None:
         """Record what generation holds, and which prompts were read."""
         for job_id in load.started:
-            if job_id in self._to_generate:
-                size = self._ahead_of.get(job_id, 0)
-                self.ahead_tokens -= size
-                self._unread_prompts -= size
-                self._ahead_of[job_id] = 0
+            self.ahead_tokens -= self._ahead_of.pop(job_id, 0)
         self._held_tokens = load.held_tokens
 
     def finish(self, job_ids: Collection[int]) -> None:
@@ -293,21 +261,10 @@ class ReplicaLoad:
         if self.candidate in job_ids:
             self.candidate = None
         for job_id in job_ids:
-            self.jobs.pop(job_id, None)
-            size = self._ahead_of.pop(job_id, 0)
-            self.ahead_tokens -= size
-            if job_id in self._to_generate:
-                self._unread_prompts -= size
-                self._generated_ahead -= self._to_generate.pop(job_id)
-
-
-def choose_replica(blocks: Sequence[int], fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
-    """Return the replica with the lowest cost for a job of these blocks; the first of equals."""
-
-    def cost(replica: ReplicaLoad) -> float:
-        return replica.tokens - PREFIX_WORTH * BLOCK * replica.prefixes.count(blocks)
-
-    return min(fit, key=cost)
+            if (call := self.jobs.pop(job_id, None)) is not None:
+                self.tokens -= call.expected[job_id - call.first_id]
+            self.ahead_tokens -= self._ahead_of.pop(job_id, 0)
+            self._generating.discard(job_id)
 
 
 @dataclass(slots=True)
@@ -321,8 +278,8 @@ class ReplicaJobs:
 class FairQueue:
     """Dequeue jobs of the waiting calls in fair order, while a replica has room.
 
-    `choose_replica` chooses among the replicas with room for a job (`ReplicaLoad`). While a
-    generation waits for room, jobs without generation pass it:
+    While a generation waits for room in the replicas (`ReplicaLoad`), jobs without generation pass
+    it:
 
         cache of 1000 tokens          held  to come
         40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
@@ -342,6 +299,8 @@ class FairQueue:
         self.replicas = [ReplicaLoad(number, room) for number in range(replicas)]
         self.poison = poison or PoisonMemory()
         self._waiting = CallQueue()
+        self._readers: dict[int, ReplicaLoad] = {}
+        """Hash of a context -> its last reader, oldest first."""
 
     @property
     def num_waiting(self) -> int:
@@ -366,7 +325,7 @@ class FairQueue:
         held: set[EngineCall] = set()
         reading = False
         while (call := self._waiting.peek(reading, held)) is not None:
-            fit = self._find_room(call)
+            fit = [replica for replica in self.replicas if replica.may_read(call)]
             if not fit:
                 break
             if call.generates and not (fit := [own for own in fit if own.may_generate(call)]):
@@ -391,17 +350,18 @@ class FairQueue:
             jobs.by_call.setdefault(call, []).extend(ids)
         return found
 
-    def _find_room(self, call: EngineCall) -> list[ReplicaLoad]:
-        """Return the replicas with room for a call's next job."""
-        return [replica for replica in self.replicas if replica.may_read(call)]
-
     def _choose(self, call: EngineCall, fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
-        """Choose one of these replicas for a call's next job."""
+        """Choose the one of these replicas with the lowest cost for a call's next job."""
         job_id = call.unsent[0]
         is_short = call.sizes[job_id - call.first_id] < BLOCK
-        blocks = [] if is_short else hash_blocks(call.job(job_id))
-        replica = choose_replica(blocks, fit)
-        replica.prefixes.record(blocks, replica.room.cache_tokens)
+        context, size = (0, 0) if is_short else hash_context(call.job(job_id))
+        last = self._readers.pop(context, None)
+        worth = PREFIX_WORTH * size
+        replica = min(fit, key=lambda own: own.tokens - (worth if own is last else 0.0))
+        if size:
+            self._readers[context] = replica
+            if len(self._readers) > MAX_CONTEXTS:
+                del self._readers[next(iter(self._readers))]
         return replica
 
     def update(self, load: EngineLoad, replica: int = 0) -> None:

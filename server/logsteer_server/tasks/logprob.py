@@ -95,7 +95,7 @@ def assemble_targets(
         score = writer.write(target, begin, end, total, is_greedy)
         if interventions.probes:
             first = plan.jobs[target.job].prompt_len
-            readings = outputs.readings[target.job] if outputs.readings else None
+            readings = outputs.readings[target.job]
             score |= interventions.show_readings(readings, first)
         if captured:
             score |= interventions.show_activations(captured[target.job].activations)

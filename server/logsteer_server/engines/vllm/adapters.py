@@ -6,18 +6,17 @@ that is deleted or does not fit fails a job, not the engine.
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.plan import CONFIG_KEY, Adapter
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.vllm.slots import SlotPool
+from logsteer_server.engines.weights import find_weight_shapes
 from logsteer_server.numerics.lora import (
     AdapterConfig,
     AdapterLayoutError,
@@ -56,9 +55,8 @@ class AdapterSlot:
 class AdapterSlots:
     """Load adapters into the slots of one engine, and count the jobs that use each slot."""
 
-    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, checkpoint: Path | str) -> None:
+    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int) -> None:
         self._vllm = vllm
-        self._checkpoint = checkpoint
         self._max_rank = max_rank
         self._num_slots = slots
         self._pool = SlotPool(slots)
@@ -92,8 +90,8 @@ class AdapterSlots:
         self._pool.release(slot.number)
 
     @cached_property
-    def _shapes(self) -> dict[str, list[int]]:
-        return read_weight_shapes(self._checkpoint)
+    def _shapes(self) -> Mapping[str, Sequence[int]]:
+        return find_weight_shapes(self._vllm.config.model_config.hf_config)
 
     def _load(self, adapter: Adapter, number: int) -> AdapterSlot:
         """Load the adapter in vLLM, on every rank. Errors: UnfitAdapterError."""
@@ -163,52 +161,3 @@ def write_peft_directory(path: str, directory: Path) -> None:
     """Fill an empty directory with an adapter in PEFT's layout. Errors: as `read_config`."""
     (directory / "adapter_config.json").write_text(json.dumps(read_config(path)))
     (directory / "adapter_model.safetensors").symlink_to(path)
-
-
-Shape = list[int]
-
-UNPACKED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8"}
-"""Data types with one weight per element; other types pack several."""
-DIMS = ".weight_shape"
-"""compressed-tensors' name of a packed weight's shape."""
-STATE = ".weight.quant_state.bitsandbytes__"
-"""bitsandbytes' name of a packed weight's state, which has its shape."""
-
-
-def read_weight_shapes(path: Path | str) -> dict[str, Shape]:
-    """Return the shapes of a checkpoint's parameters in safetensors files, by name.
-
-    A matrix is [outputs, inputs], also if it is packed. Unknown packings are left out. Errors:
-    OSError and SafetensorError.
-    """
-    shapes: dict[str, Shape] = {}
-    packed: dict[str, Shape] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, "numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                module, has_state, _ = name.partition(STATE)
-                if name.endswith(DIMS):
-                    shapes[f"{name.removesuffix(DIMS)}.weight"] = tensors.get_tensor(name).tolist()
-                elif has_state:
-                    state = tensors.get_tensor(name).astype(np.uint8).tobytes()
-                    with suppress(ValueError, KeyError):
-                        shapes[f"{module}.weight"] = json.loads(state)["shape"]
-                else:
-                    tensor = tensors.get_slice(name)
-                    known = shapes if tensor.get_dtype() in UNPACKED else packed
-                    known[name] = list(tensor.get_shape())
-    return shapes | _unpack(packed, shapes)
-
-
-def _unpack(packed: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the unpacked shapes of GPTQ's and AWQ's weights, [outputs, inputs]."""
-    found = {}
-    for name, weight in packed.items():
-        module, is_packed, rest = name.rpartition(".qweight")
-        scales, zeros = shapes.get(f"{module}.scales"), packed.get(f"{module}.qzeros")
-        if is_packed and not rest and scales is not None and zeros is not None:
-            outputs = scales[1]
-            rows, columns = weight
-            inputs = rows if columns < outputs else rows * outputs // zeros[1]
-            found[f"{module}.weight"] = [outputs, inputs]
-    return found

@@ -14,7 +14,7 @@ Axis letters: L layers, N rows of the buffer, T tokens of a step, D width; lower
 step that are captured at a layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,39 +121,26 @@ class CaptureBuffer:
         return found
 
 
-class StepCaptures:
-    """Mark the captured tokens of each step, for one rank."""
+def find_captured(
+    wishes: Sequence[CaptureWish | None], starts_R: Indices, computed_R: Indices
+) -> Captured:
+    """Return what is captured of a step, given the wish of each of its R requests.
 
-    def __init__(self) -> None:
-        self._wishes: dict[str, CaptureWish] = {}
-
-    def __len__(self) -> int:
-        return len(self._wishes)
-
-    def begin(self, req_id: str, wish: CaptureWish) -> None:
-        """Begin with a request."""
-        self._wishes[req_id] = wish
-
-    def end(self, req_id: str) -> None:
-        """Forget a request that has ended; its rows stay as they are."""
-        self._wishes.pop(req_id, None)
-
-    def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> Captured:
-        """Return what is captured of a step; the arguments are those of `StepEntries._place`."""
-        if not self._wishes:
-            return {}
-        found: dict[tuple[int, bool], list[tuple[Indices, Indices]]] = {}
-        for place, req_id in enumerate(req_ids):
-            if (wish := self._wishes.get(req_id)) is None:
-                continue
-            start, begin = int(starts_R[place]), int(computed_R[place])
-            end = begin + int(starts_R[place + 1]) - start
-            some = slice(*np.searchsorted(wish.places, (begin, end)))
-            index_t = wish.places[some] - begin + start
-            rows_t = np.arange(some.start, some.stop) * len(wish.layers) + wish.first
-            for number, layer in enumerate(wish.layers if len(index_t) else ()):
-                found.setdefault((layer, wish.before), []).append((index_t, rows_t + number))
-        return {
-            key: (np.concatenate([i for i, _ in parts]), np.concatenate([r for _, r in parts]))
-            for key, parts in found.items()
-        }
+    `starts_R` [R + 1]: the index of each request's first token in the step, then their number;
+    `computed_R`: the positions of these tokens.
+    """
+    found: dict[tuple[int, bool], list[tuple[Indices, Indices]]] = {}
+    for place, wish in enumerate(wishes):
+        if wish is None:
+            continue
+        start, begin = int(starts_R[place]), int(computed_R[place])
+        end = begin + int(starts_R[place + 1]) - start
+        some = slice(*np.searchsorted(wish.places, (begin, end)))
+        index_t = wish.places[some] - begin + start
+        rows_t = np.arange(some.start, some.stop) * len(wish.layers) + wish.first
+        for number, layer in enumerate(wish.layers if len(index_t) else ()):
+            found.setdefault((layer, wish.before), []).append((index_t, rows_t + number))
+    return {
+        key: (np.concatenate([i for i, _ in parts]), np.concatenate([r for _, r in parts]))
+        for key, parts in found.items()
+    }

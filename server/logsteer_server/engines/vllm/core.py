@@ -71,7 +71,6 @@ class VllmCore:
         core.structured_output_manager.tokenizer = self.tokenizer
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         PrefixHitLimit(core.scheduler.kv_cache_manager)
-        self.freed_prefixes = FreedPrefixes(core.scheduler.kv_cache_manager)
         self.preemptions = PreemptionCount(core.scheduler)
         self._step_limit: StepLimit | None = None
         depth = self.config.max_concurrent_batches
@@ -101,7 +100,7 @@ class VllmCore:
         may_hit = first_needed is None or first_needed >= self.engine_core.scheduler.hash_block_size
         params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
-        if self._step_limit is None and extra_args.get(SCORE, {}).get("step_tokens"):
+        if self._step_limit is None and SCORE in extra_args and extra_args[SCORE].step_tokens:
             self._step_limit = StepLimit(self.engine_core.scheduler)
         return self._add(tokens, params, adapter, cache_salt)
 
@@ -163,7 +162,6 @@ class VllmCore:
         Errors: whatever the model raises.
         """
         self.steps.begin()
-        self.freed_prefixes.clear()
         return self.steps.end()
 
     def count_held(self) -> int:
@@ -307,9 +305,9 @@ class StepLimit:
     def limit(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return the smaller of vLLM's number and the request's limit."""
         params = request.sampling_params
-        scored = (params.extra_args or {}).get(SCORE, {}) if params else {}
+        scored = (params.extra_args or {}).get(SCORE) if params else None
         allowed: int = self._reserve(request, num_computed_tokens, num_new_tokens)
-        return min(allowed, scored.get("step_tokens") or allowed)
+        return min(allowed, (scored and scored.step_tokens) or allowed)
 
 
 class PrefixHitLimit:
@@ -341,36 +339,3 @@ class PrefixHitLimit:
         """Return vLLM's longest hit before the first token to compute."""
         limit = max_cache_hit_length if self._limit is None else self._limit
         return self._find(block_hashes, min(max_cache_hit_length, limit))
-
-
-class FreedPrefixes:
-    """Evict a request's blocks from the prefix cache, after its last step or while it runs.
-
-    The engine evicts the blocks of failed or non-finite results. Only an equal request could hit
-    blocks with NaN, and would compute NaN itself; eviction makes room for usable blocks.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._free = manager.free
-        self._freed: dict[str, Any] = {}
-        manager.free = self.free
-
-    def free(self, request: Any) -> None:
-        """Record a request's blocks, then free them with vLLM's method, which this replaces."""
-        request_id = request.request_id
-        self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
-        self._free(request)
-
-    def clear(self) -> None:
-        """Clear the record of freed blocks, before the next step ends and frees others.
-
-        If a later step has begun before an eviction, other requests may own the blocks; they lose
-        their cached prefixes and nothing else.
-        """
-        self._freed = {}
-
-    def evict(self, request_id: str) -> None:
-        """Evict the request's blocks from the prefix cache; running requests keep using them."""
-        groups = self._freed.get(request_id) or self._manager.coordinator.get_blocks(request_id)
-        self._manager.evict_blocks({block.block_id for blocks in groups for block in blocks})

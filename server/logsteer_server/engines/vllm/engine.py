@@ -6,8 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from logsteer_server.contract.batches import find_failure, is_finite
-from logsteer_server.contract.captures import CapturedActivations
+from logsteer_server.contract.batches import find_failure
 from logsteer_server.contract.engine import (
     DeviceMemory,
     EngineInfo,
@@ -16,15 +15,12 @@ from logsteer_server.contract.engine import (
     EngineSpec,
 )
 from logsteer_server.contract.jobs import (
-    CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     GenerateJob,
     Job,
     JobFailure,
     JobResult,
-    Output,
-    ScoreJob,
 )
 from logsteer_server.engines.failures import describe_error
 from logsteer_server.engines.needs import choose_dtype, read_config
@@ -36,15 +32,8 @@ from logsteer_server.engines.vllm.config import (
     prepare,
     steering_size,
 )
-from logsteer_server.engines.vllm.requests import (
-    CaptureRequests,
-    Collected,
-    GenerationRequests,
-    JobRequests,
-    RunningJob,
-    ScoreRequests,
-)
-from logsteer_server.engines.vllm.slots import CapturedRows, SteeringSlot, SteeringSlots
+from logsteer_server.engines.vllm.requests import RUNNING, RunningJob
+from logsteer_server.engines.vllm.slots import Asked, SteeringSlot, SteeringSlots
 from logsteer_server.engines.vllm.stream import (
     UnknownStreamError,
     check_model_graphs,
@@ -86,13 +75,8 @@ class VllmEngine:
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec), self._info)
-        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank, path)
-        self._generation = GenerationRequests(self._vllm, self._info.eos_ids)
-        self._kinds: dict[type[Job], JobRequests] = {
-            ScoreJob: ScoreRequests(self._vllm, self._info.eos_ids),
-            CaptureJob: CaptureRequests(self._vllm),
-            GenerateJob: self._generation,
-        }
+        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
+        self._started: list[int] = []
         self._held_tokens = 0
         self._has_gpu = self._vllm.config.device_config.device_type == "cuda"
         self._memory: tuple[DeviceMemory, ...] = ()
@@ -135,7 +119,7 @@ class VllmEngine:
             elif job.features:
                 self._waiting[job_id] = job
             else:
-                self._submit(RunningJob(job_id, job, self._kinds[type(job)], SteeringSlot(), None))
+                self._submit(RUNNING[type(job)](job_id, job, SteeringSlot(), None))
         self._admit()
 
     def _admit(self) -> None:
@@ -188,7 +172,7 @@ class VllmEngine:
             if slot is None:
                 self._release(SteeringSlot(), adapter)
         if slot is not None:
-            started.append(RunningJob(job_id, job, self._kinds[type(job)], slot, adapter))
+            started.append(RUNNING[type(job)](job_id, job, slot, adapter))
         return slot is not None
 
     def _release(self, slot: SteeringSlot, adapter: AdapterSlot | None) -> None:
@@ -198,7 +182,7 @@ class VllmEngine:
 
     def _submit(self, running: RunningJob) -> None:
         try:
-            running.request_id = running.kind.submit(running)
+            running.submit(self._vllm, self._info.eos_ids)
         except Exception as error:  # whatever vLLM's checks raise, which have no common class
             failure = describe_error(error)
             if isinstance(error, ValueError) and "structure" in running.job.features:
@@ -223,7 +207,7 @@ class VllmEngine:
             if running := self._running.get(job_id):
                 self._remove(running)
                 self._release(running.slot, running.adapter)
-                running.kind.cancel(running.request_id)
+                self._vllm.abort(running.request_id)
         cancelled = set(job_ids)
         self._known = [
             (job_id, result) for job_id, result in self._known if job_id not in cancelled
@@ -237,109 +221,54 @@ class VllmEngine:
         this process builds and sends results and adds jobs.
         """
         results, self._known = self._known, []
-        results += self._collect(self._find_running(self._vllm.step()))
+        results += self._collect(self._vllm.step())
         self._admit()
         return results
 
-    def _find_running(self, outputs: Sequence[Any]) -> list[tuple[RunningJob, Any]]:
-        """Return the outputs of a step with their jobs, without cancelled ones."""
-        jobs = self._by_request_id
-        return [
-            (jobs[output.request_id], output) for output in outputs if output.request_id in jobs
-        ]
+    def _collect(self, outputs: Sequence[Any]) -> list[tuple[int, JobResult]]:
+        """Convert a step's outputs to results with their measurements; release ended jobs' slots.
 
-    def _collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[tuple[int, JobResult]]:
-        """Convert outputs of a step to results; rerun jobs that a prefix-cache hit cut short."""
-        by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
-        for running, output in outputs:
-            by_kind.setdefault(running.kind, []).append((running, output))
-        results: list[tuple[int, JobResult]] = []
-        ended: list[tuple[RunningJob, JobResult]] = []
-        pieces: list[tuple[RunningJob, Output]] = []
-        for kind, own in by_kind.items():
-            for running, result in self._add_readings(kind.collect(own)):
-                if result is None:
-                    if running.has_prompt_condition:  # decided without the skipped token's reading
-                        self._vllm.freed_prefixes.evict(running.request_id)
-                    self._remove(running)
-                    running.use_cache = False
-                    self._submit(running)
-                elif result.is_last:
-                    ended.append((running, result))
-                elif isinstance(result, Output):
-                    pieces.append((running, result))
-        captured = self._read_captures([one for one, _ in pieces if one.streams_captures])
-        for running, result in pieces:
-            found = captured.get(running.request_id)
-            results.append(
-                (running.job_id, replace(result, activations=found) if found else result)
+        Outputs of cancelled jobs have no job any more.
+        """
+        collected: list[tuple[RunningJob, JobResult]] = []
+        for output in outputs:
+            running = self._by_request_id.get(output.request_id)
+            if running is None:
+                continue
+            if output.prefill_stats is not None and isinstance(running.job, GenerateJob):
+                self._started.append(running.job_id)
+            result = running.read(output)
+            if result is None:
+                continue
+            if result.is_last and not output.finished:
+                self._vllm.abort(running.request_id)
+            collected.append((running, result))
+        asked = {
+            running.request_id: Asked(
+                running.job, running.slot, running.num_reported, running.num_read, result.is_last
             )
-        return results + self._end(ended)
-
-    def _read_captures(self, jobs: Sequence[RunningJob]) -> dict[str, CapturedActivations]:
-        """Return, by request, the activations captured since its last output with activations."""
-        captured = self._slots.read_captures(
-            {
-                running.request_id: CapturedRows(
-                    running.job, running.slot.rows, running.num_captured, running.num_read
-                )
-                for running in jobs
-            }
-        )
-        for running in jobs:
-            running.num_captured = running.num_read
-        return captured
-
-    def _add_readings(self, collected: Sequence[Collected]) -> list[Collected]:
-        """Add the probe readings of their tokens to the outputs."""
-        plans = {
-            running.request_id: running.job.plan
             for running, result in collected
-            if result is not None and not result.failed and running.keeps_readings
+            if not result.failed and (running.job.plan or running.job.capture)
         }
-        if not plans:
-            return list(collected)
-        readings = self._slots.read_readings(plans)
-        return [
-            (running, running.add_readings(result, readings.get(running.request_id)))
-            if running.request_id in plans and isinstance(result, Output)
-            else (running, result)
-            for running, result in collected
-        ]
-
-    def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
-        """Return the last results of jobs, with traces and activations, and release their slots."""
-        traces = self._slots.read_traces(
-            {
-                running.request_id: (running.slot.plan, running.num_read)
-                for running, _ in ended
-                if running.slot.plan and running.slot.plan.sites
-            }
-        )
-        captured = self._read_captures(
-            [running for running, result in ended if running.job.capture and not result.failed]
-        )
+        measured = self._slots.measure(asked)
         results: list[tuple[int, JobResult]] = []
-        for running, result in ended:
-            trace, found = traces.get(running.request_id), captured.get(running.request_id)
-            if not result.failed and (trace or found):
-                result = replace(result, trace=trace, activations=found)
-            failure = None if result.failed else find_failure(running.job, result)
-            if failure is not None or result.failed or not is_finite(result):
-                self._vllm.freed_prefixes.evict(running.request_id)
-            self._remove(running)
-            self._release(running.slot, running.adapter)
-            results.append((running.job_id, failure or result))
+        for running, result in collected:
+            running.num_reported = running.num_read
+            if not result.failed and (found := measured.get(running.request_id)):
+                result = replace(result, **found)
+            if result.is_last:
+                if not result.failed:
+                    result = find_failure(running.job, result) or result
+                self._remove(running)
+                self._release(running.slot, running.adapter)
+            results.append((running.job_id, result))
         return results
 
     def take_load(self) -> EngineLoad | None:
         """Return the load of generation; None if it is about the same as at the last call."""
-        started, is_running = self._generation.pop_started(), self._generation.is_running
-        if not (is_running or self._held_tokens):
-            return None
-        held = self._vllm.count_held() if is_running else 0
-        moved = abs(held - self._held_tokens) * LOAD_PARTS >= (self._info.room.cache_tokens or 0)
-        if not (started or moved):
+        started, self._started = self._started, []
+        held, size = self._vllm.count_held(), self._info.room.cache_tokens or 1
+        if not (started or abs(held - self._held_tokens) * LOAD_PARTS >= size):
             return None
         self._held_tokens = held
         return EngineLoad(started, held)

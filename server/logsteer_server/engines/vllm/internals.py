@@ -133,9 +133,6 @@ INTERNALS: dict[str, Internal] = {
     f"{SCHEDULER}._reserve_prefill_lookahead": Internal(
         "a90cacaf88eb", "replaced: asked last how many tokens of a request a step reads"
     ),
-    f"{SCHEDULER}._free_request_blocks": Internal(
-        "1ffac4cf8df1", "frees by the manager's attribute, which is replaced"
-    ),
     "vllm.v1.request.Request.__init__": Internal(
         "639c859ff99c", "made here for prompts that nothing is generated for"
     ),
@@ -162,8 +159,6 @@ INTERNALS: dict[str, Internal] = {
     f"{MANAGER}.get_computed_blocks": Internal(
         "a418ea4c8675", "replaced: hits end before the first wanted row"
     ),
-    f"{MANAGER}.free": Internal("f61008ec7c62", "replaced: notes which blocks a step frees"),
-    f"{MANAGER}.evict_blocks": Internal("8f7a4d343f1f", "takes blocks out of the prefix cache"),
     f"{COORDINATOR}.UnitaryKVCacheCoordinator.find_longest_cache_hit": Internal(
         "927033b15f1c", "replaced: hits are limited"
     ),

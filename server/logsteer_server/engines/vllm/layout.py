@@ -10,7 +10,7 @@ filled, n offsets, g probes, c conditions.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,81 +42,6 @@ class Mark(IntEnum):
     SOURCE = 5
     CAPTURED = 6
     UNUSED = 7  # 32 bytes are what a GPU loads at once
-
-
-L = TypeVar("L", bound="LatestStep")
-
-
-class StepEntries(Generic[L]):
-    """Per-request state, one row ("entry") per request.
-
-    Map each token of a step to its request's entry and its position, and detect when a step repeats
-    the previous one. Entry 0 stands for all requests without state.
-    """
-
-    def __init__(self, entry: "np.dtype[Any]") -> None:
-        self._entries = np.zeros(1, entry)
-        self._entry_of: dict[str, int] = {}
-        self._latest: L | None = None
-
-    def __len__(self) -> int:
-        return len(self._entry_of)
-
-    def _enter(self, req_id: str, entry: int, *fields: Any) -> None:
-        """Set the fields of a new request's entry."""
-        while entry >= len(self._entries):
-            self._entries = np.resize(self._entries, 2 * len(self._entries))
-        self._entries[entry] = fields
-        self._entry_of[req_id] = entry
-
-    def _repeat(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> L | None:
-        """Return the latest step, advanced by one token, if this step repeats it; else None."""
-        latest = self._latest
-        if latest is None or not latest.is_followed_by(req_ids, starts_R, computed_R):
-            return None
-        latest.next_R = latest.next_R + 1
-        return latest
-
-    def _place(
-        self, req_ids: list[str], starts_R: Indices, computed_R: Indices
-    ) -> tuple[Indices, Indices, Indices]:
-        """Return each token's entry, its position, and the position of its request's first token
-        in the step, each [T].
-
-        Args:
-            req_ids: the R requests of the step, in the order of their tokens.
-            starts_R: [R + 1], the index of each request's first token in the step; then T.
-            computed_R: the position of each request's first token in its sequence.
-
-        """
-        counts_R = np.diff(starts_R)
-        entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
-        computed_T = np.repeat(computed_R, counts_R)
-        positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1], counts_R) + computed_T
-        return np.repeat(entries_R, counts_R), positions_T, computed_T
-
-
-@dataclass(slots=True)
-class LatestStep:
-    """The R requests of the latest step: starts of their tokens [R + 1], and next positions [R].
-
-    `repeats`: the result stays the same as long as each step has the next token of each of these
-    requests, and no other token.
-    """
-
-    req_ids: list[str]
-    starts_R: Indices
-    next_R: Indices
-    repeats: bool
-
-    def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
-        """Return whether a step has just the next token of each request and the same result."""
-        return (
-            self.repeats
-            and self.req_ids == req_ids
-            and np.array_equal(self.starts_R, starts_R)
-            and np.array_equal(self.next_R, computed_R)
-        )
 
 
 def no_tokens() -> Indices:
@@ -173,15 +98,6 @@ class Step:
     steered: SteeredTokens = NONE_STEERED
     captured: Captured = field(default_factory=dict)
     read: ReadTokens = NONE_READ
-
-    def is_same(self, other: "Step") -> bool:
-        """Return whether both share the arrays of steered and read tokens, and capture nothing."""
-        return (
-            self.steered is other.steered
-            and self.read is other.read
-            and not self.captured
-            and not other.captured
-        )
 
     @property
     def is_idle(self) -> bool:

@@ -23,7 +23,7 @@ from logsteer_server.engines.vllm.stream import read_stream
 from logsteer_server.numerics.residual_ops import CONDITION_NUMBERS, READINGS, hold, read_components
 
 GATHERED = 2**22
-"""The most float32 numbers of activations, or of directions, gathered at once."""
+"""The most float32 products of activations and directions at once."""
 
 
 class ProbeTables:
@@ -80,8 +80,6 @@ class ProbeTables:
 
     def write(self, step: ReadTokens) -> None:
         """Set the tokens that probes read in the next forward pass."""
-        if step is self.step:
-            return
         self.step = step
         used = set(step.slots_r.tolist())
         self.layers = frozenset(layer for slot in used for layer in self._places[slot])
@@ -100,50 +98,29 @@ class ProbeTables:
         all_NR = self._readings_NR
         for part in self._parts[layer]:
             stream_rD = read_stream(hidden_TD, residual_TD, part.index_r)
-            directions_rGD = part.directions_rGD
-            if directions_rGD is None:
-                directions_rGD = self.directions_SGD[part.slots_r1, part.probes_rG]
-            read_n2 = read_components(stream_rD[:, None], directions_rGD).flatten(0, 1)
-            if part.real_n is not None:
-                read_n2 = read_n2[part.real_n]
+            read_n2 = read_components(stream_rD[:, None], part.directions_GD).flatten(0, 1)
             if after:
                 all_NR[:, 2:].index_copy_(0, part.rows_n, read_n2)
             else:
                 all_NR.index_copy_(0, part.rows_n, read_n2.repeat(1, 2))
 
     def _pair(self, num_tokens: int, layer: int) -> "list[_Part]":
-        """Pair tokens with their probes at a layer, padded to the most probes of any token."""
-        step, width = self.step, self.directions_SGD.shape[2]
-        probes = {
-            slot: found
-            for slot in np.unique(step.slots_r).tolist()
-            if (found := self._places[slot].get(layer))
-        }
-        most = max(map(len, probes.values()))
-        table_SG = np.full((len(self._places), most), -1)
-        for slot, found in probes.items():
-            table_SG[slot, : len(found)] = found
-        rows_r = np.flatnonzero(table_SG[step.slots_r, 0] >= 0)
-        index_r, slots_r = step.index_r[rows_r], step.slots_r[rows_r]
-        probes_rG = table_SG[slots_r]
-        at_once = max(1, GATHERED // (width * most))
-        parts = []
-        for start in range(0, len(index_r), at_once):
-            some = slice(start, start + at_once)
-            is_one = bool((slots_r[some] == slots_r[start]).all())
-            own = slice(start, start + 1) if is_one else some
-            real_n = (probes_rG[some] >= 0).ravel()
-            rows_n = (index_r[some, None] * self.readings_TGR.shape[1] + probes_rG[some]).ravel()
-            part = _Part(
-                None if len(index_r[some]) == num_tokens else torch.from_numpy(index_r[some]),
-                torch.from_numpy(slots_r[own, None]),
-                torch.from_numpy(probes_rG[own].clip(0)),
-                torch.from_numpy(rows_n[real_n]),
-                None if real_n.all() else torch.from_numpy(real_n),
-            )
-            if is_one or len(index_r) <= at_once:
-                part.directions_rGD = self.directions_SGD[part.slots_r1, part.probes_rG]
-            parts.append(part)
+        """Pair tokens with the probes of their slots at a layer."""
+        step, (_, most, width), parts = self.step, self.directions_SGD.shape, list[_Part]()
+        for slot in np.unique(step.slots_r).tolist():
+            probes = self._places[slot].get(layer)
+            if probes is None:
+                continue
+            index_r = step.index_r[step.slots_r == slot]
+            at_once = max(1, GATHERED // (width * len(probes)))
+            for start in range(0, len(index_r), at_once):
+                own_r = index_r[start : start + at_once]
+                part = _Part(
+                    None if len(own_r) == num_tokens else torch.from_numpy(own_r),
+                    self.directions_SGD[slot, probes],
+                    torch.from_numpy((own_r[:, None] * most + probes).ravel()),
+                )
+                parts.append(part)
         return parts
 
     def find_gate(
@@ -236,17 +213,12 @@ class Gate:
         return torch.where(self.fixed_tK, self.value_tK, holds_tK)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Some tokens that probes read at a layer, and the rows of their readings.
-
-    `index_r`: indices in the step; None for all tokens. Slots, probes and directions have one row
-    if all tokens share it. `real_n`: which pairs of token and probe are not padding; None for all.
+    """Tokens that the same probes read at a layer: their indices in the step, None for all tokens;
+    the probes' directions; and the rows of the readings, token by token.
     """
 
     index_r: Tensor | None
-    slots_r1: Tensor
-    probes_rG: Tensor
+    directions_GD: Tensor
     rows_n: Tensor
-    real_n: Tensor | None
-    directions_rGD: Tensor | None = None

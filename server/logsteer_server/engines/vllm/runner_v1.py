@@ -115,13 +115,13 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         parts = []
         for req_id, num_tokens in num_scheduled_tokens.items():
             request = self.requests[req_id]
-            score_args = read_extra_args(request.sampling_params).get(SCORE)
+            scored = read_extra_args(request.sampling_params).get(SCORE)
             begin, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
-            if score_args is None or begin >= prompt_len:
+            if scored is None or begin >= prompt_len:
                 continue
             end = min(begin + num_tokens, prompt_len)
             offset = int(self.query_start_loc.np[self.input_batch.req_id_to_index[req_id]])
-            parts.append(PromptPart(req_id, score_args, begin, end, prompt_len, offset))
+            parts.append(PromptPart(req_id, scored, begin, end, prompt_len, offset))
         return parts
 
     def sample_tokens(self, grammar_output: Any) -> Any:

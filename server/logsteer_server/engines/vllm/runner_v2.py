@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from logsteer_server.engines.vllm.extra_args import SCORE
+from logsteer_server.engines.vllm.extra_args import SCORE, RowRequest
 from logsteer_server.engines.vllm.runner import (
     LogsteerRunner,
     StepDraws,
@@ -89,7 +89,7 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
     model: Any
     sampler: Any
     params: dict[str, Any]
-    scored: dict[str, dict[str, Any]]
+    scored: dict[str, RowRequest]
 
     def prepare_sampling(self) -> None:
         """Replace vLLM's sampler and its prompt log-probabilities with ours."""
@@ -131,8 +131,8 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.params:
                 self.params[request.req_id] = request.sampling_params
-                if score_args := read_extra_args(request.sampling_params).get(SCORE):
-                    self.scored[request.req_id] = score_args
+                if rows := read_extra_args(request.sampling_params).get(SCORE):
+                    self.scored[request.req_id] = rows
                 self.begin_request(request)
         super().add_requests(scheduler_output)
 
@@ -187,12 +187,12 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         """
         batch, parts = input_batch, []
         for place, req_id in enumerate(batch.req_ids if self.scored else ()):
-            score_args = self.scored.get(req_id)
+            rows = self.scored.get(req_id)
             begin = int(batch.num_computed_tokens_np[place])
             prompt_len = int(prompt_lens[batch.idx_mapping_np[place]])
-            if score_args is not None and begin < prompt_len:
+            if rows is not None and begin < prompt_len:
                 end = min(begin + int(batch.num_scheduled_tokens[place]), prompt_len)
                 offset = int(batch.query_start_loc_np[place])
-                parts.append(PromptPart(req_id, score_args, begin, end, prompt_len, offset))
+                parts.append(PromptPart(req_id, rows, begin, end, prompt_len, offset))
         self.read_rows(parts, hidden_states, self.params.keys())
         return self.row_reader.pop_finished()

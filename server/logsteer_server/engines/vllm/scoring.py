@@ -14,6 +14,7 @@ from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.engines.vllm.extra_args import RowRequest
 from logsteer_server.numerics.adjustments import TokenHistory, place_targets
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.rows import POLICY_COLUMNS, RowFiles, RowSpec
@@ -38,60 +39,11 @@ class PartialRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowRequest:
-    """One request's scoring arguments: the targets of its rows, and the values to compute.
-
-    `alternatives`: further tokens to score in each row [R, K]. `prompt`: the tokens before the
-    targets, for a policy with adjustments.
-    """
-
-    targets: np.ndarray
-    alternatives: np.ndarray
-    shares_row: bool
-    spec: RowSpec
-    prompt: np.ndarray
-    export: str | None
-    reference: str | None
-    exchange: str = "rows"
-
-    @classmethod
-    def parse(cls, args: dict[str, Any]) -> "RowRequest":
-        """Parse the extra arguments that `describe_rows` wrote."""
-        return cls(
-            targets := np.frombuffer(args["targets"], dtype=np.int32),
-            np.frombuffer(args["alternatives"], dtype=np.int32).reshape(len(targets), -1),
-            args["shares_row"],
-            args["spec"],
-            np.frombuffer(args["prompt"], dtype=np.int32),
-            args["export"],
-            args["reference"],
-            args["exchange"],
-        )
-
-    def find_rows(self, begin: int, end: int, prompt_len: int) -> tuple[int, np.ndarray]:
-        """Return the rows in positions [begin, end): the index of the first, and all positions.
-
-        The 3 targets of a prompt of 8 tokens have rows 0, 1, 2 at positions 5, 6, 7. So [4, 7) has
-        the rows at 5 and 6, from index 0; [7, 8) has the row at 7, index 2. Targets that share a
-        row have their R rows all at position 7.
-        """
-        if self.shares_row:
-            count = len(self.targets) if end == prompt_len else 0
-            return 0, np.full(count, prompt_len - 1)
-        first_row = prompt_len - len(self.targets)
-        first = max(begin, first_row)
-        return first - first_row, np.arange(first, max(first, end))
-
-
-@dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A chunk [begin, end) of a request's prompt, at `offset` in the step's tokens.
-
-    `score_args`: the request's extra arguments, from `describe_rows`.
-    """
+    """A chunk [begin, end) of a request's prompt, at `offset` in the step's tokens."""
 
     req_id: str
-    score_args: dict[str, Any]
+    request: RowRequest
     begin: int
     end: int
     prompt_len: int
@@ -111,10 +63,9 @@ class StepRows:
     @classmethod
     def find(cls, part: PromptPart) -> "StepRows":
         """Locate the rows of a prompt's chunk."""
-        request = RowRequest.parse(part.score_args)
-        first, positions_R = request.find_rows(part.begin, part.end, part.prompt_len)
+        first, positions_R = part.request.find_rows(part.begin, part.end, part.prompt_len)
         index_R = positions_R + (part.offset - part.begin)
-        return cls(part.req_id, request, first, index_R, part.end == part.prompt_len)
+        return cls(part.req_id, part.request, first, index_R, part.end == part.prompt_len)
 
     @property
     def count(self) -> int:

@@ -18,7 +18,7 @@ from logsteer_server.engines.vllm.captures import CaptureWish, Indices, RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, describe_steering
 from logsteer_server.engines.vllm.points import SiteNumbers
-from logsteer_server.engines.vllm.steering import StageTrace
+from logsteer_server.engines.vllm.steering import MeasureWish, StageMeasurements
 from logsteer_server.numerics.sinks import average_changes, finish_capture
 
 PLANS_AT_ONCE = 16
@@ -83,6 +83,9 @@ def _comes_after(probe: Probe, site: Site) -> bool:
 
 CallWorkers = Callable[..., list[Any]]
 """Calls a method of every worker, by name and arguments; returns the results by rank."""
+Stages = Sequence[StageMeasurements | None]
+"""One request's measurements by rank; each pipeline stage measures its own layers, and all ranks of
+a stage except the first give None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,17 @@ class SteeringSlot:
     rows: range | None = None
 
 
-class CapturedRows(NamedTuple):
-    """A job, its rows of the capture buffer, and the tokens [start, end) to read from them."""
+class Asked(NamedTuple):
+    """A job and its slot, of whose tokens before `end` measurements are asked for.
+
+    `start`: tokens before it were reported. `is_last`: whether this is the job's last output.
+    """
 
     job: Any
-    rows: range | None
+    slot: SteeringSlot
     start: int
     end: int
+    is_last: bool
 
 
 class SteeringSlots:
@@ -248,78 +255,76 @@ class SteeringSlots:
             self._rows.release(slot.rows)
         self._release(slot.numbers)
 
-    def read_traces(
-        self, ended: Mapping[str, tuple[SteeringPlan, int]]
-    ) -> dict[str, SteeringTrace]:
-        """Return the steering traces of requests that have ended, given their plans and lengths.
+    def measure(self, asked: Mapping[str, Asked]) -> dict[str, dict[str, Any]]:
+        """Return, by request, the `trace`, `readings` and `activations` that its output has.
 
-        A length counts the tokens that the model computed, without one computed after the end.
+        One call of the workers reads all of them.
         """
-        if not ended:
-            return {}
-        ends = {request_id: length for request_id, (_, length) in ended.items()}
-        by_rank: list[dict[str, StageTrace]] = self._call_workers("take_traces", ends)
-        return {
-            request_id: self._join_traces(plan, [found.get(request_id) for found in by_rank])
-            for request_id, (plan, _) in ended.items()
-        }
+        found: dict[str, dict[str, Any]] = {request_id: {} for request_id in asked}
+        wishes, places = dict[str, MeasureWish](), dict[str, Indices]()
+        for request_id, (job, slot, start, end, is_last) in asked.items():
+            capture, rows = job.capture, None
+            if capture is not None and (is_last or capture.read == "each"):
+                places[request_id], rows = _find_rows(job, slot, start, end)
+            traces = is_last and bool(slot.plan and slot.plan.sites)
+            reads = slot.plan is not None and slot.plan.kept != "none"
+            if traces or reads or rows:
+                wishes[request_id] = MeasureWish(end, traces, reads, rows)
+        by_rank = self._call_workers("measure", wishes) if wishes else []
+        for request_id, fields in found.items():
+            own, wish = asked[request_id], wishes.get(request_id)
+            stages = [measured.get(request_id) for measured in by_rank]
+            if wish and wish.traces:
+                fields["trace"] = self._join_traces(own, stages)
+            if wish and wish.reads:
+                fields["readings"] = self._join_readings(own.job.plan, stages)
+            if request_id in places:
+                fields["activations"] = self._join_captures(own.job, places[request_id], stages)
+        return found
 
-    def _join_traces(
-        self, plan: SteeringPlan, by_rank: Sequence[StageTrace | None]
-    ) -> SteeringTrace:
-        """Merge the traces of all pipeline stages, each of which measured its own layers."""
+    def _find_stage(self, stages: Stages, layer: int) -> StageMeasurements:
+        """Return the measurements of the pipeline stage with a layer."""
+        stage = stages[self._find_rank(layer)]
+        assert stage is not None, "the first rank of each stage answers"
+        return stage
 
-        def trace_of(layer: int) -> StageTrace:
-            trace = by_rank[self._find_rank(layer)]
-            assert trace is not None, "the first rank of each stage answers"
-            return trace
-
+    def _join_traces(self, own: Asked, stages: Stages) -> SteeringTrace:
+        plan, prompt_len = own.job.plan, own.job.prompt_len
         sites = {}
         for site in plan.all_sites:
             number = self._numbers.number(site.hook, site.layer)
-            sums = trace_of(site.layer)[1].get(number, (0, 0.0, 0.0))
+            sums = self._find_stage(stages, site.layer).sums.get(number, (0, 0.0, 0.0))
             sites[site.name] = (sums[0], average_changes(*sums))
         passed = tuple(
-            trace_of(plan.probes[condition.probe].layer)[2][number]
+            self._find_stage(stages, plan.probes[condition.probe].layer).passed[number]
             for number, condition in enumerate(plan.conditions)
         )
-        return SteeringTrace(trace_of(plan.sites[0].layer)[0], sites, passed)
+        tokens = tuple(part.positions.count(own.end, prompt_len) for part in plan.parts)
+        return SteeringTrace(tokens, sites, passed)
 
-    def read_readings(self, plans: Mapping[str, SteeringPlan]) -> dict[str, Readings]:
-        """Return the probe readings of requests since the last call, given their plans."""
-        if not plans:
-            return {}
-        by_rank: list[dict[str, Readings]] = self._call_workers("take_readings", list(plans))
-        joined = {}
-        for request_id, plan in plans.items():
-            of_ranks = [readings.get(request_id) for readings in by_rank]
-            of_probes = [of_ranks[self._find_rank(probe.layer)] for probe in plan.probes]
-            parts = [(g, part) for g, part in enumerate(of_probes) if part is not None]
-            if parts:
-                values = [part.values_TGR[:, g] for g, part in parts]
-                joined[request_id] = Readings(parts[0][1].first, np.stack(values, axis=1))
-        return joined
+    def _join_readings(self, plan: SteeringPlan, stages: Stages) -> Readings | None:
+        parts = [self._find_stage(stages, probe.layer).readings for probe in plan.probes]
+        values = [part.values_TGR[:, g] for g, part in enumerate(parts) if part is not None]
+        return Readings(parts[0].first, np.stack(values, axis=1)) if parts[0] else None
 
-    def read_captures(self, asked: Mapping[str, CapturedRows]) -> dict[str, CapturedActivations]:
-        """Return the captured activations of each request's tokens [start, end)."""
-        places: dict[str, Indices] = {}
-        rows: dict[str, range] = {}
-        for request_id, (job, own, start, length) in asked.items():
-            first, end = np.searchsorted(job.places, (start, length)).tolist()
-            if job.capture.read == "last":
-                first = max(0, end - 1)
-            places[request_id] = job.places[first:end]
-            if own is not None and first < end:
-                count = len(job.capture.layers)
-                rows[request_id] = own[first * count : end * count]
-        by_rank: list[dict[str, Any]] = self._call_workers("take_captures", rows) if rows else []
-        found = {}
-        for request_id, (job, *_) in asked.items():
-            capture = job.capture
-            shape = len(places[request_id]), len(capture.layers), self._info.hidden_size
-            values_LTD = np.zeros((shape[1], shape[0], shape[2]), np.float32)
-            for number, layer in enumerate(capture.layers if request_id in rows else ()):
-                own_ND = by_rank[self._find_rank(layer)][request_id]
-                values_LTD[number] = own_ND.reshape(shape)[:, number]
-            found[request_id] = finish_capture(capture, places[request_id], values_LTD)
-        return found
+    def _join_captures(self, job: Job, places: Indices, stages: Stages) -> CapturedActivations:
+        capture = job.capture
+        assert capture is not None
+        shape = len(places), len(capture.layers), self._info.hidden_size
+        values_LTD = np.zeros((shape[1], shape[0], shape[2]), np.float32)
+        for number, layer in enumerate(capture.layers if len(places) else ()):
+            own_ND = self._find_stage(stages, layer).captured_ND
+            assert own_ND is not None
+            values_LTD[number] = own_ND.reshape(shape)[:, number]
+        return finish_capture(capture, places, values_LTD)
+
+
+def _find_rows(job: Job, slot: SteeringSlot, start: int, end: int) -> tuple[Indices, range | None]:
+    """Return the captured positions of an output's tokens, and their rows; None without tokens."""
+    assert job.capture is not None
+    places, read, count = job.places, job.capture.read, len(job.capture.layers)
+    first, last = np.searchsorted(places, (start if read == "each" else 0, end)).tolist()
+    if read == "last":
+        first = max(0, last - 1)
+    rows = slot.rows and slot.rows[first * count : last * count]
+    return places[first:last], rows or None

@@ -1,171 +1,136 @@
-"""Steering of one rank's steps: which tokens to steer, and their measurements by request.
+"""Steering of one rank's steps: which tokens are steered, read and captured, and what is measured.
 
 The module does not import vLLM: the model runner reports which requests begin and end, and where
 their tokens are. A step has tokens of many requests, request by request: chunks of prompts, and one
 token of each decoding request. So the code is arithmetic on arrays over the step's tokens T. Axis
-letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
+letters: R requests of a step, E entries, G probes; lower case: t the steered tokens of a step, r
+those that probes read, k those whose readings are kept.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from logsteer_server.contract.plan import Positions, Readings
-from logsteer_server.engines.vllm.captures import StepCaptures
+from logsteer_server.engines.readings import SequenceReadings
+from logsteer_server.engines.vllm import staging
+from logsteer_server.engines.vllm.captures import CaptureWish, Indices, find_captured
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
 from logsteer_server.engines.vllm.layout import (
+    CLOSED,
+    DECIDED,
+    NONE_READ,
     NONE_STEERED,
-    LatestStep,
+    ReadTokens,
     SteeredTokens,
     Step,
-    StepEntries,
 )
-from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
 
-Indices = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
 
 Parts = Sequence[tuple[int, Positions]]
 """Slots with the positions that each steers; no token is in two of them."""
 
-StageTrace = tuple[tuple[int, ...], dict[int, tuple[int, float, float]], tuple[int, ...]]
-"""One request's measurements at one pipeline stage: the number of steered tokens, by part of its
-plan; by layer, the number of changed tokens, the sum of their ratios |change| / |activation|, and
-the first token's ratio; by condition, the number of tokens at which it held."""
+MAX_PENDING = 2**22
+"""Probe values that may be pending on the device before they are copied to the host."""
 
 
-_ENTRY = np.dtype([("first", "i8"), ("end", "i8"), ("slot", "i8"), ("recorded", "i8")])
+class MeasureWish(NamedTuple):
+    """What to measure of a request's tokens before `end`: its trace, its new readings, and the rows
+    of the capture buffer to read.
+    """
+
+    end: int
+    traces: bool
+    reads: bool
+    rows: range | None
+
+
+class StageMeasurements(NamedTuple):
+    """One request's measurements at one pipeline stage, as far as they were asked for.
+
+    `sums`: by layer, the number of changed tokens, the sum of their ratios |change| / |activation|,
+    and the first token's ratio. `passed`: by condition, the number of tokens at which it held.
+    """
+
+    sums: dict[int, tuple[int, float, float]]
+    passed: tuple[int, ...]
+    readings: Readings | None
+    captured_ND: Values | None
+
+
+_ENTRY = np.dtype([
+    ("slot", "i8"), ("first", "i8"), ("end", "i8"), ("recorded", "i8"), ("read_slot", "i8"),
+    ("last", "i8"), ("kept", "i8"), ("asks", "?"), ("is_given", "?"),
+])  # fmt: skip
+"""A request's entry. Its slot in the steering tables, and the range of positions [first, end) that
+contains its steered tokens; tokens before `recorded` are in the tables' sums. Its slot in the probe
+tables; positions of the prompt's last token, and of the first token whose readings are kept;
+whether a condition depends on the prompt's last token; whether the answer returns readings, and not
+conditions alone use them."""
 _ENDLESS = 2**62
+_IDLE = Step()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that is steered, read or captured. Its entry is 0 if it is captured alone."""
+
+    entry: int = 0
+    parts: Parts = ()
+    prompt_len: int = 0
+    sequence: SequenceReadings | None = None
+    wish: CaptureWish | None = None
+
+
+class _Span(NamedTuple):
+    """One request's tokens among the kept tokens of a step; the first is at `position`."""
+
+    sequence: SequenceReadings
+    start: int
+    end: int
+    position: int
 
 
 @dataclass(slots=True)
-class _LatestMarked(LatestStep):
-    """The steered tokens of the latest step, and the number of `steps`: 1 and its repeats."""
+class _LatestStep:
+    """The marks of the latest step, which has R requests, and the number of `steps`: 1 and repeats.
 
-    tokens: SteeredTokens
-    positions_t: Indices
-    steps: int = 1
-
-
-class TraceRecorder(StepEntries[_LatestMarked]):
-    """Locate the steered tokens of each step, and count them by request, on one rank.
-
-    Each steered request has an entry: the range of positions [first, end) that contains its steered
-    tokens, and its slot in the steering tables. If the tokens are scattered, or the plan has
-    several parts, `_parts` has the exact positions and slots. Tokens before `recorded` are already
-    in the tables' sums: after a preemption the model computes them again, and they count once.
-    Example: request `b` is not steered; request `a` has the plan in slot 2 at all positions, and
-    entry 1. A step computes tokens 5 and 6 of `b` and the first three of `a`:
-
-        begin("a", 1, [(2, Positions("all"))], prompt_len=4, num_cached=0)
-
-        tokens T         b5   b6   a0   a1   a2      starts_R = [0, 2, 5], computed_R = [5, 0]
-        entry             0    0    1    1    1
-        find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2],
-                                                     is_new_t = [True, True, True]
-        count("a", end=3):                           (3,)
-
-    If `a` is preempted here, the next step computes a0 to a3: `find` returns all four, which are
-    steered again, and only a3 is new.
+    `starts_R`: starts of the requests' tokens [R + 1]. `next_R`: their next positions. `repeats`:
+    the marks stay the same as long as each step has the next token of each of these requests, and
+    no other token. `readings`: of the kept tokens, a tensor for each step.
     """
 
-    def __init__(self) -> None:
-        super().__init__(_ENTRY)
-        self._parts: dict[int, tuple[Parts, int]] = {}
-        self._scattered: set[int] = set()
+    req_ids: list[str]
+    starts_R: Indices
+    next_R: Indices
+    repeats: bool
+    step: Step
+    positions_t: Indices
+    spans: list[_Span]
+    steps: int = 1
+    readings: list[Tensor] = field(default_factory=list)
 
-    def begin(
-        self,
-        req_id: str,
-        entry: int,
-        parts: Parts,
-        prompt_len: int,
-        num_cached: int,
-    ) -> None:
-        """Add a request, whose first `num_cached` tokens come from the prefix cache.
-
-        They were steered and counted when they were computed.
-        """
-        self._add_up()
-        bounds = [positions.bounds(prompt_len) for _, positions in parts]
-        ends = [_ENDLESS if end is None else end for _, end in bounds]
-        first = min(start for start, _ in bounds)
-        self._enter(req_id, entry, first, max(ends), parts[0][0], num_cached)
-        self._parts[entry] = parts, prompt_len
-        if len(parts) > 1 or not parts[0][1].is_range:
-            self._scattered.add(entry)
-
-    def end(self, req_id: str) -> None:
-        """Remove a request that has ended, if it is steered."""
-        self._add_up()
-        entry = self._entry_of.pop(req_id, None)
-        if entry is not None:
-            del self._parts[entry]
-            self._scattered.discard(entry)
-
-    def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
-        """Return the steered tokens of a step, and count them; arguments as in `_place`."""
-        if (latest := self._repeat(req_ids, starts_R, computed_R)) is not None:
-            latest.steps += 1
-            return latest.tokens
-        self._add_up()
-        if not self._entry_of:
-            return NONE_STEERED
-        entries_T, positions_T, _ = self._place(req_ids, starts_R, computed_R)
-        fields_T = self._entries[entries_T]
-        steered_T = (positions_T >= fields_T["first"]) & (positions_T < fields_T["end"])
-        slots_T = fields_T["slot"]
-        is_even_T = np.ones(len(positions_T), dtype=bool)
-        for entry in self._scattered:
-            own_t = np.nonzero(entries_T == entry)[0]
-            parts, prompt_len = self._parts[entry]
-            slots_T[own_t], is_even_T[own_t] = 0, False
-            for slot, positions in parts:
-                slots_T[own_t[positions.contain(positions_T[own_t], prompt_len)]] = slot
-            steered_T[own_t] = slots_T[own_t] > 0
-        index_t = np.nonzero(steered_T)[0]
-        entries_t = entries_T[index_t]
-        positions_t = positions_T[index_t]
-        is_new_t = positions_t >= self._entries["recorded"][entries_t]
-        ends_T = fields_T["end"]
-        # A sequence's first token has its own sum, so its step cannot repeat.
-        stays_T = steered_T & is_even_T & (ends_T == _ENDLESS) & (positions_T > 0) | (
-            positions_T >= ends_T
+    def advance(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
+        """Count a step that repeats this one; return False if it does not."""
+        is_same = (
+            self.repeats
+            and self.req_ids == req_ids
+            and np.array_equal(self.starts_R, starts_R)
+            and np.array_equal(self.next_R, computed_R)
         )
-        repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
-        found = SteeredTokens(index_t, slots_T[index_t], entries_t, is_new_t, positions_t == 0)
-        self._latest = _LatestMarked(
-            list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
-        )
-        return found
-
-    def _add_up(self) -> None:
-        """Count the steered tokens of the latest step and its repeats, and close it."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            tokens, steps = latest.tokens, latest.steps
-            np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
-
-    def is_beyond(self, req_id: str, end: int) -> bool:
-        """Return whether a request's token at position `end`, or a later one, was counted."""
-        self._add_up()
-        return bool(self._entries["recorded"][self._entry_of[req_id]] > end)
-
-    def count(self, req_id: str, end: int) -> tuple[int, ...]:
-        """Return the number of a request's steered tokens before `end`, by part of its plan.
-
-        It includes tokens from the prefix cache.
-        """
-        self._add_up()
-        entry = self._entry_of[req_id]
-        parts, prompt_len = self._parts[entry]
-        num_read = min(int(self._entries["recorded"][entry]), end)
-        return tuple(positions.count(num_read, prompt_len) for _, positions in parts)
+        if is_same:
+            self.next_R, self.steps = self.next_R + 1, self.steps + 1
+        return is_same
 
 
 class StepSteering:
@@ -173,6 +138,17 @@ class StepSteering:
 
     `tokens`: the most tokens of a step; `like`: a tensor with the activations' dtype and device;
     `lags`: whether one more step of a request may have begun when its end becomes known.
+
+    A request has one entry from its beginning to its end. Tokens that are computed again after a
+    preemption are steered again, and count once. Readings stay on the device until somebody asks.
+    Example: request `b` is not steered; request `a` has the plan in slot 2 at all positions, with a
+    probe, and a prompt of 2 tokens. A step computes token 5 of `b` and the first two of `a`:
+
+        begin("a", ...)                         entry 1
+        mark(["b", "a"], [0, 1, 3], [5, 0])     steered: index_t = [1, 2], slots_t = [2, 2]
+                                                read: index_r = [1, 2], sources_r = [CLOSED, 2]
+        record()                                the second token decides for the tokens after it
+        mark(["a"], [0, 1], [2])                steered: index_t = [0]; read: sources_r = [DECIDED]
     """
 
     def __init__(
@@ -187,51 +163,181 @@ class StepSteering:
     ) -> None:
         self._lags = lags
         self.tables = SteeringTables(size, layers, tokens, width, like)
-        self._recorder = TraceRecorder()
-        self._readings = ReadingRecorder()
-        self._entry_of: dict[str, int] = {}
+        self._entries = np.zeros(len(self.tables.sums.decided_E), _ENTRY)
+        self._requests: dict[str, _Request] = {}
+        self._scattered: dict[int, _Request] = {}
+        """By entry: requests with several parts, or whose steered tokens are no range."""
+        self._latest: _LatestStep | None = None
         self._is_unrecorded = False
-        self._captures = StepCaptures()
+        self._pending: list[_LatestStep] = []
+        self._pending_size = 0
 
     def begin(self, req_id: str, extra_args: Mapping[str, Any], num_cached: int) -> None:
-        """Add a request, whose first `num_cached` tokens come from the prefix cache."""
+        """Add a request, whose first `num_cached` tokens come from the prefix cache.
+
+        They were steered and counted when they were computed.
+        """
+        if extra_args.keys().isdisjoint((STEER, READ, CAPTURE)):
+            return
+        self._close_step()
+        request = self._requests[req_id] = _Request(wish=extra_args.get(CAPTURE))
+        fields = dict.fromkeys(_ENTRY.names or (), 0)
         if STEER in extra_args or READ in extra_args:
-            entry = self._entry_of[req_id] = self.tables.sums.acquire()
+            request.entry = self.tables.sums.acquire()
         if STEER in extra_args:
-            parts, prompt_len = extra_args[STEER]
-            self._recorder.begin(req_id, entry, parts, prompt_len, num_cached)
+            request.parts, request.prompt_len = parts, prompt_len = extra_args[STEER]
+            bounds = [positions.bounds(prompt_len) for _, positions in parts]
+            fields["slot"], fields["recorded"] = parts[0][0], num_cached
+            fields["first"] = min(first for first, _ in bounds)
+            fields["end"] = max(_ENDLESS if end is None else end for _, end in bounds)
+            if len(parts) > 1 or not parts[0][1].is_range:
+                self._scattered[request.entry] = request
         if READ in extra_args:
-            read_slot, request = extra_args[READ]
-            self._readings.begin(req_id, entry, read_slot, request, num_cached)
-        if CAPTURE in extra_args:
-            self._captures.begin(req_id, extra_args[CAPTURE])
+            fields["read_slot"], read = extra_args[READ]
+            kept = _ENDLESS if read.first_kept is None else read.first_kept
+            fields["last"], fields["kept"] = read.prompt_len - 1, 0 if read.conditions else kept
+            fields["asks"] = any(condition.of == "prompt" for condition in read.conditions)
+            fields["is_given"] = read.first_kept is not None
+            request.sequence = SequenceReadings(read, num_cached)
+        if request.entry:
+            self._entries[request.entry] = tuple(fields.values())
 
     def end(self, req_id: str) -> None:
-        """Remove a request that has ended."""
-        self._recorder.end(req_id)
-        self._readings.end(req_id)
-        self._captures.end(req_id)
-        entry = self._entry_of.pop(req_id, None)
-        if entry is not None:
+        """Remove a request that has ended; its captured rows stay as they are."""
+        request = self._requests.pop(req_id, None)
+        if request is None:
+            return
+        self._close_step()
+        if request.entry:
+            self._scattered.pop(request.entry, None)
             self.tables.add_up()
-            self.tables.sums.release(entry)
+            self.tables.sums.release(request.entry)
+        if not self._requests:
+            self._pending, self._pending_size = [], 0
 
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
         """Write the marks of the next step's tokens into the tables.
 
-        Arguments as in `StepEntries._place`.
+        Args:
+            req_ids: the R requests of the step, in the order of their tokens.
+            starts_R: [R + 1], the index of each request's first token in the step; then T.
+            computed_R: the position of each request's first token in its sequence.
+
         """
         self.tables.serves = True
-        if self._entry_of or self._captures:
-            steered = self._recorder.find(req_ids, starts_R, computed_R)
-            read = self._readings.find(req_ids, starts_R, computed_R)
-            captured = self._captures.find(req_ids, starts_R, computed_R)
-            self.tables.write(Step(steered, captured, read))
-            if self._lags and len(steered.index_t):
-                self.tables.snapshot_sums()
-            self._is_unrecorded = True
-        elif not self.tables.is_idle:
-            self.tables.write(Step())
+        if not self._requests:
+            self.tables.write(_IDLE)
+            return
+        latest = self._latest
+        if latest is None or not latest.advance(req_ids, starts_R, computed_R):
+            self._close_step()
+            latest = self._latest = self._find(req_ids, starts_R, computed_R)
+        self.tables.write(latest.step)
+        if self._lags and len(latest.positions_t):
+            self.tables.snapshot_sums()
+        self._is_unrecorded = True
+
+    def _find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> _LatestStep:
+        """Locate the marked tokens of a step; arguments as in `mark`."""
+        requests = [self._requests.get(req_id) for req_id in req_ids]
+        counts_R = np.diff(starts_R)
+        entries_T = np.repeat([own.entry if own else 0 for own in requests], counts_R)
+        computed_T = np.repeat(computed_R, counts_R)
+        positions_T = np.arange(starts_R[-1]) - np.repeat(starts_R[:-1], counts_R) + computed_T
+        fields_T = self._entries[entries_T]
+        steered, stays = self._find_steered(entries_T, positions_T, fields_T)
+        read = self._find_read(entries_T, positions_T, fields_T, computed_T)
+        wishes = [own.wish if own else None for own in requests]
+        is_decode = len(positions_T) == len(req_ids) and bool((read.sources_r == DECIDED).all())
+        kept_k = read.index_r[read.is_kept_r]
+        return _LatestStep(
+            list(req_ids),
+            starts_R,
+            computed_R + 1,
+            stays and is_decode and not any(wishes),  # each step has other rows to store
+            Step(steered, find_captured(wishes, starts_R, computed_R), read),
+            positions_T[steered.index_t],
+            self._find_spans(requests, starts_R, kept_k, positions_T[kept_k]),
+        )
+
+    def _find_steered(
+        self, entries_T: Indices, positions_T: Indices, fields_T: npt.NDArray[Any]
+    ) -> tuple[SteeredTokens, bool]:
+        """Return the steered tokens, and whether they stay the same in decode steps."""
+        ends_T, slots_T = fields_T["end"], fields_T["slot"]
+        steered_T = (positions_T >= fields_T["first"]) & (positions_T < ends_T)
+        is_even_T = np.ones(len(positions_T), dtype=bool)
+        for entry, request in self._scattered.items():
+            own_t = np.nonzero(entries_T == entry)[0]
+            slots_T[own_t], is_even_T[own_t] = 0, False
+            for slot, positions in request.parts:
+                is_own_t = positions.contain(positions_T[own_t], request.prompt_len)
+                slots_T[own_t[is_own_t]] = slot
+            steered_T[own_t] = slots_T[own_t] > 0
+        index_t = np.nonzero(steered_T)[0]
+        positions_t = positions_T[index_t]
+        is_new_t = positions_t >= fields_T["recorded"][index_t]
+        # A sequence's first token has its own sum, so its step cannot repeat.
+        stays_T = steered_T & is_even_T & (ends_T == _ENDLESS) & (positions_T > 0) | (
+            positions_T >= ends_T
+        )
+        stays = bool(stays_T.all() and is_new_t.all())
+        if not len(index_t):
+            return NONE_STEERED, stays
+        entries_t = entries_T[index_t]
+        return SteeredTokens(
+            index_t, slots_T[index_t], entries_t, is_new_t, positions_t == 0
+        ), stays
+
+    def _find_read(
+        self,
+        entries_T: Indices,
+        positions_T: Indices,
+        fields_T: npt.NDArray[Any],
+        computed_T: Indices,
+    ) -> ReadTokens:
+        """Return the tokens that probes read."""
+        index_r = np.flatnonzero(fields_T["read_slot"])
+        if not len(index_r):
+            return NONE_READ
+        fields_r, positions_r = fields_T[index_r], positions_T[index_r]
+        last_r = fields_r["last"]
+        sources_r = np.where(last_r >= computed_T[index_r], index_r - positions_r + last_r, DECIDED)
+        sources_r[positions_r < last_r] = CLOSED
+        return ReadTokens(
+            index_r,
+            fields_r["read_slot"],
+            entries_T[index_r],
+            sources_r,
+            (positions_r == last_r) & fields_r["asks"],
+            positions_r >= fields_r["kept"],
+            bool(fields_r["is_given"].any()),
+        )
+
+    def _find_spans(
+        self,
+        requests: Sequence[_Request | None],
+        starts_R: Indices,
+        kept_k: Indices,
+        positions_k: Indices,
+    ) -> list[_Span]:
+        """Split the kept tokens of a step by request; each request's tokens are adjacent."""
+        edges = np.searchsorted(kept_k, starts_R).tolist()
+        return [
+            _Span(own.sequence, start, end, int(positions_k[start]))
+            for own, (start, end) in zip(requests, pairwise(edges), strict=True)
+            if own and own.sequence and start < end
+        ]
+
+    def _close_step(self) -> None:
+        """Count the tokens of the latest step and its repeats; the next step cannot repeat it."""
+        latest, self._latest = self._latest, None
+        if latest is None:
+            return
+        entries_t, ends_t = latest.step.steered.entries_t, latest.positions_t + latest.steps
+        np.maximum.at(self._entries["recorded"], entries_t, ends_t)
+        if latest.readings:
+            self._pending.append(latest)
 
     def record(self) -> None:
         """Record the last step's readings, before the next step overwrites their buffers.
@@ -243,32 +349,83 @@ class StepSteering:
         self._is_unrecorded = False
         self.tables.probes.decide_prompts()
         readings_kGR = self.tables.probes.gather()
-        if readings_kGR is not None:
-            self._readings.record(readings_kGR)
+        if readings_kGR is None:
+            return
+        assert self._latest is not None
+        self._latest.readings.append(readings_kGR)
+        self._pending_size += readings_kGR.numel()
+        if self._pending_size > MAX_PENDING:
+            self._flush()
 
-    def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
-        """Return each request's measurements of its first tokens; `ends`: their number, by request.
+    def _flush(self) -> None:
+        """Copy all pending readings to the host at once, and add them to their requests."""
+        self._close_step()
+        pending, self._pending, self._pending_size = self._pending, [], 0
+        if not pending:
+            return
+        all_NGR = staging.fetch(torch.cat([part for step in pending for part in step.readings]))
+        start, by_sequence = 0, dict[SequenceReadings, list[tuple[int, Values]]]()
+        for step in pending:
+            shape = len(step.readings), len(step.readings[0]), *all_NGR.shape[1:]
+            end = start + shape[0] * shape[1]
+            values_SkGR = all_NGR[start:end].reshape(shape)
+            start = end
+            for span in step.spans:
+                # Repeated steps have one token of a request each; other steps may have several.
+                own_TGR = values_SkGR[:, span.start : span.end].reshape(-1, *shape[2:])
+                by_sequence.setdefault(span.sequence, []).append((span.position, own_TGR))
+        for sequence, parts in by_sequence.items():
+            for position, values_TGR in _join(parts):
+                sequence.add(position, values_TGR)
 
-        The latest step may have one token beyond the end, which is left out. Layers of other
-        pipeline stages are absent.
-        """
+    def measure(self, wishes: Mapping[str, MeasureWish]) -> dict[str, StageMeasurements]:
+        """Return measurements of requests. Layers of other pipeline stages are absent."""
         self.record()
-        late = [req_id for req_id, end in ends.items() if self._recorder.is_beyond(req_id, end)]
-        entries, before = ([self._entry_of[req_id] for req_id in some] for some in (ends, late))
-        sums_ELn = self.tables.fetch_sums(entries, before)
-        return {
-            req_id: (
-                self._recorder.count(req_id, end),
-                {
-                    int(layer): (int(sums_Ln[layer, 0]), *sums_Ln[layer, 1:].tolist())
-                    for layer in sums_Ln[:, 0].nonzero()[0]
-                },
-                self._readings.count_passed(req_id, end),
+        requests = {req_id: self._requests[req_id] for req_id in wishes}
+        if any(request.sequence for request in requests.values()):
+            self._flush()
+        sums = self._fetch_sums({own: wish.end for own, wish in wishes.items() if wish.traces})
+        found = {}
+        for req_id, (end, _, reads, rows) in wishes.items():
+            sequence = requests[req_id].sequence
+            found[req_id] = StageMeasurements(
+                sums.get(req_id, {}),
+                sequence.passed_before(end) if sequence else (),
+                sequence.pop(end) if sequence and reads else None,
+                self.tables.captures.take(rows) if rows else None,
             )
-            for (req_id, end), sums_Ln in zip(ends.items(), sums_ELn, strict=True)
+        return found
+
+    def _fetch_sums(
+        self, ends: Mapping[str, int]
+    ) -> dict[str, dict[int, tuple[int, float, float]]]:
+        """Return the sums of requests' first tokens by layer; `ends`: their number, by request.
+
+        The latest step may have one token beyond the end, which is left out.
+        """
+        if not ends:
+            return {}
+        self._close_step()
+        by_entry = {self._requests[req_id].entry: end for req_id, end in ends.items()}
+        recorded_E = self._entries["recorded"]
+        late = [entry for entry, end in by_entry.items() if recorded_E[entry] > end]
+        sums_ELn = self.tables.fetch_sums(list(by_entry), late)
+        return {
+            req_id: {
+                int(layer): (int(sums_Ln[layer, 0]), *sums_Ln[layer, 1:].tolist())
+                for layer in sums_Ln[:, 0].nonzero()[0]
+            }
+            for req_id, sums_Ln in zip(ends, sums_ELn, strict=True)
         }
 
-    def take_readings(self, req_id: str) -> Readings | None:
-        """Return a request's readings since the last call; None if there are none."""
-        self.record()
-        return self._readings.pop(req_id)
+
+def _join(parts: Sequence[tuple[int, Values]]) -> Iterator[tuple[int, Values]]:
+    """Concatenate adjacent parts of a sequence's readings; a preemption starts a new part.
+
+    Tokens [0, 3), [3, 4), [4, 5) and then [0, 5) again give two parts: [0, 5), [0, 5).
+    """
+    first = 0
+    for number, (position, values_TGR) in enumerate(parts, start=1):
+        if number == len(parts) or parts[number][0] != position + len(values_TGR):
+            yield parts[first][0], np.concatenate([values for _, values in parts[first:number]])
+            first = number

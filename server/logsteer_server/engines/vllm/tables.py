@@ -57,30 +57,18 @@ class TraceSums:
             self.sums_EL3 = torch.from_numpy(np.zeros(shape))
         self.decided_E = like.new_zeros((entries + 1,), dtype=torch.int32)
         self._unused = list(range(entries, 0, -1))
-        self._used: list[int] = []
         self._before_step: _SumsSnapshot | None = None
 
     def acquire(self) -> int:
-        """Return an entry whose sums are 0. Errors: RuntimeError if none is left.
-
-        Released entries are set to 0 together, when no unused entry is left.
-        """
-        if not self._unused:
-            if not self._used:
-                room = len(self.decided_E) - 1
-                raise RuntimeError(
-                    f"more requests are steered or read at once than there is room for, {room}: "
-                    "raise max_num_batched_tokens, of which that is twice as many"
-                )
-            index_e = staging.send(np.array(self._used), self.sums_EL3)
-            self.sums_EL3.index_fill_(0, index_e, 0)
-            self.decided_E.index_fill_(0, index_e, 0)
-            self._unused, self._used = self._used[::-1], []
-        return self._unused.pop()
+        """Return an entry whose sums are 0."""
+        entry = self._unused.pop()
+        self.sums_EL3[entry].zero_()
+        self.decided_E[entry].zero_()
+        return entry
 
     def release(self, entry: int) -> None:
         """Return an entry to the pool."""
-        self._used.append(entry)
+        self._unused.append(entry)
 
     def add(
         self, layer: int, entries_n: Indices, ratios_Sn: Tensor, is_first_n: npt.NDArray[np.bool_]
@@ -224,7 +212,7 @@ class SteeringTables:
 
         Call it between two forward passes, because captured graphs read these buffers.
         """
-        if step.is_same(self.step):
+        if step is self.step or (step.is_idle and self.is_idle):
             return
         self.add_up()
         self.step = step

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -23,7 +22,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from logsteer_server.contract.engine import DeviceMemory, Int8Products
-from logsteer_server.contract.plan import Readings, SteeringPlan
+from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.lifetime import ScratchDirectory, follow_parent
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm.adapters import read_factors, write_peft_directory
@@ -34,7 +33,7 @@ from logsteer_server.engines.vllm.config import (
     widen_columns,
 )
 from logsteer_server.engines.vllm.points import PointProbe, find_faults
-from logsteer_server.engines.vllm.steering import StageTrace
+from logsteer_server.engines.vllm.steering import MeasureWish, StageMeasurements
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 from logsteer_server.numerics.hidden_rows import RowBounds, multiply_wide
 
@@ -181,36 +180,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         layers = enumerate(self.model_runner.find_layers())
         return frozenset(i for i, layer in layers if not isinstance(layer, PPMissingLayer))
 
-    def take_traces(self, ends: Mapping[str, int]) -> dict[str, StageTrace]:
-        """Return this stage's steering measurements of requests that have ended.
+    def measure(self, wishes: Mapping[str, MeasureWish]) -> dict[str, StageMeasurements]:
+        """Return this stage's measurements of requests.
 
-        `ends`: each request's number of tokens. Empty on all tensor-parallel ranks except the
-        first: all measure the same.
+        Empty on all tensor-parallel ranks except the first: all measure the same.
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
-        traces: dict[str, StageTrace] = self.model_runner.steering.take_traces(ends)
-        return traces
-
-    def take_readings(self, req_ids: Sequence[str]) -> dict[str, Readings]:
-        """Return this stage's probe readings of requests since the last call.
-
-        Empty on all tensor-parallel ranks except the first.
-        """
-        if get_tensor_model_parallel_rank() != 0:
-            return {}
-        found = {req_id: self.model_runner.steering.take_readings(req_id) for req_id in req_ids}
-        return {req_id: readings for req_id, readings in found.items() if readings is not None}
-
-    def take_captures(self, rows: Mapping[str, range]) -> dict[str, np.ndarray]:
-        """Return the activations captured in requests' rows, [N, D] each.
-
-        Empty on all tensor-parallel ranks except the first.
-        """
-        if get_tensor_model_parallel_rank() != 0:
-            return {}
-        captures = self.model_runner.steering.tables.captures
-        return {req_id: captures.take(own) for req_id, own in rows.items()}
+        measured: dict[str, StageMeasurements] = self.model_runner.steering.measure(wishes)
+        return measured
 
 
 Rotate = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
