@@ -1,8 +1,5 @@
-"""The version of this package, where it is installed."""
+"""The version of this package."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
-try:
-    __version__ = version("logsteer")
-except PackageNotFoundError:
-    __version__ = "0.1.0"
+__version__ = version("logsteer")

@@ -494,7 +494,7 @@ def test_a_full_disk_costs_nothing_that_was_there(
 
 
 def run_command(url: str, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "logsteer.cli", "score-file", *argv, "--url", url]
+    command = [str(Path(sys.executable).with_name("logsteer")), "score-file", *argv, "--url", url]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 

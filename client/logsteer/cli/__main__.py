@@ -1,7 +1,0 @@
-"""`python -m logsteer.cli`."""
-
-import sys
-
-from logsteer.cli import main
-
-sys.exit(main())
