@@ -34,6 +34,3 @@ def _serve(words: list[str]) -> NoReturn:
             "pip install 'logsteer-server[vllm]', or 'logsteer-server[tlens]' for any machine"
         )
     os.execv(sys.executable, [sys.executable, "-m", "logsteer_server", *words])  # noqa: S606
-
-
-__all__ = ["main"]
