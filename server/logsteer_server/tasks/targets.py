@@ -254,7 +254,7 @@ def plan_targets(
             planned.append(builder.place(text, cut, listed))
         except APIError as error:
             laid.add_problem(problems, place, error)
-        cover(builder.num_tokens)
+        cover(len(builder.tokens))
     items = laid.items
     if problems or None in numbers:
         items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
@@ -423,7 +423,7 @@ class _JobBuilder:
         self._read = read
         self._on_overflow = on_overflow
         self._limit = info.context_length
-        self._tokens = array("i")
+        self.tokens = array("i")
         self._token_starts = [0]
         self._targets: list[list[int]] = []
         self._alternatives: defaultdict[int, list[Ids]] = defaultdict(list)
@@ -433,11 +433,6 @@ class _JobBuilder:
         self._context_ids: list[int] = []
         self._shared = 0
         """The job of the single tokens after the latest context."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model reads for the jobs so far."""
-        return len(self._tokens)
 
     def place(self, text: str, cut: Cut, alternatives: Ids | None) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
@@ -449,9 +444,9 @@ class _JobBuilder:
             excess = fit_context(num_read, len(read_ids) + 1, self._limit, self._on_overflow)
         job = len(self._targets)
         if read_ids:
-            self._tokens.fromlist(context_ids[excess:] if excess else context_ids)
-            self._tokens.fromlist(read_ids)
-            self._token_starts.append(len(self._tokens))
+            self.tokens.fromlist(context_ids[excess:] if excess else context_ids)
+            self.tokens.fromlist(read_ids)
+            self._token_starts.append(len(self.tokens))
             self._targets.append([*target_ids, 0] if reads_end else target_ids)
         else:
             if self._context_ids is not context_ids:
@@ -460,8 +455,8 @@ class _JobBuilder:
                 key = hashlib.sha256(tokens.tobytes()).digest()
                 self._shared = self._sharing.setdefault(key, job)
                 if self._shared == job:
-                    self._tokens.extend(tokens)
-                    self._token_starts.append(len(self._tokens))
+                    self.tokens.extend(tokens)
+                    self._token_starts.append(len(self.tokens))
                     self._targets.append([])
             job = self._shared
             slot = len(self._targets[job])
@@ -481,7 +476,7 @@ class _JobBuilder:
         shares_row[list(self._sharing.values())] = True
         return ScoreJobs(
             self._read,
-            np.frombuffer(self._tokens, dtype=np.int32),
+            np.frombuffer(self.tokens, dtype=np.int32),
             np.array(self._token_starts, dtype=np.int64),
             np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),
             find_starts(counts),

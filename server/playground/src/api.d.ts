@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 00dc1389ff6beb7a0608ddf7004bc47f33073cfcd96eb2a487add171f141cb9b
+// Written by build/types.mjs from openapi.json, sha256 1408e579819305107a3ae1b13bfc8bc72e50a6139b20e4f608368f93d1bd8c38
 export interface paths {
     "/admin/reload": {
         parameters: {

@@ -76,7 +76,6 @@ interface ModelProps extends Pick<ViewProps<State>, "models" | "state" | "setSta
 const STATES: Record<ModelCard["state"], string> = {
   ready: "Ready",
   loading: "Loading",
-  testing: "Testing itself",
   restarting: "Restarting",
   failed: "Failed",
   draining: "Draining",
