@@ -99,12 +99,6 @@ def run(engine: VllmEngine, jobs: dict[int, Job], steps: int = 10**9) -> dict[in
     return {index: read(result) for index, result in drain(engine, steps).items()}
 
 
-def count_prefixes(scheduler: Any) -> int:
-    """Blocks that the prefix cache gives to whoever asks."""
-    pool = scheduler.kv_cache_manager.block_pool
-    return sum(block.block_hash is not None for block in pool.blocks)
-
-
 def main() -> None:
     """Run the neighbours alone; beside and behind poison that ends; behind poison cancelled."""
     args = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 512}
@@ -130,7 +124,6 @@ def main() -> None:
     found["poison"] = {index: found["beside"].pop(index) for index in poison}
     forget()
     run(engine, {index: job for index, job in poison.items() if isinstance(job, ScoreJob)})
-    found["cached"] = count_prefixes(scheduler)
     found["behind"] = run(engine, neighbours)
     forget()
     cancelled = {
