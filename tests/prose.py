@@ -1,7 +1,7 @@
 """Holds what users read to plain English: `.venv/bin/python -m tests.prose`
 
 It reads the pages, and of Python what users see: docstrings of the public API, help, messages,
-schemas; and, for contributors, all docstrings of some packages of the server. It skips blocks of
+schemas; and, for contributors, all docstrings of the server. It skips blocks of
 code, names in backquotes and addresses. PHRASES lists what a reader has to translate back,
 EXCEPTIONS where a phrase may stay, and why.
 
@@ -72,11 +72,6 @@ PUBLIC = [
 """Modules whose docstrings users read."""
 MESSAGES = ["server/logsteer_server/**/*.py"]
 """Modules of whose words users read the messages alone."""
-INTERNAL = (
-    "api", "contract", "interventions", "keys", "models", "numerics", "observation", "runtime",
-    "stores", "tasks", "text",
-)  # fmt: skip
-"""Packages of the server whose docstrings are read as well."""
 
 
 def read_page(path: Path) -> Iterator[tuple[int, str]]:
@@ -147,12 +142,11 @@ def main() -> int:
                     continue
                 count += 1
                 sys.stdout.write(f"{name}:{line}: {complaint}\n")
-    for folder in INTERNAL:
-        for path in sorted((ROOT / "server/logsteer_server" / folder).rglob("*.py")):
-            for line, text in read_docstrings(path):
-                for complaint in find(text, PHRASES | CONTRIBUTORS):
-                    count += 1
-                    sys.stdout.write(f"{path.relative_to(ROOT)}:{line}: {complaint}\n")
+    for path in sorted((ROOT / "server/logsteer_server").rglob("*.py")):
+        for line, text in read_docstrings(path):
+            for complaint in find(text, PHRASES | CONTRIBUTORS):
+                count += 1
+                sys.stdout.write(f"{path.relative_to(ROOT)}:{line}: {complaint}\n")
     return 1 if count else 0
 
 

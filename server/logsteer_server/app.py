@@ -147,7 +147,7 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def open_tracer() -> RequestTracer:
-    """Return what makes spans of requests. Errors: ConfigurationError where it is not installed."""
+    """Return the tracer of requests. Errors: ConfigurationError if its packages are missing."""
     try:
         return RequestTracer.open()
     except ImportError as error:

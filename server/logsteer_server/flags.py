@@ -132,7 +132,7 @@ def read_settings(arguments: argparse.Namespace, kind: type[BaseModel]) -> dict[
 
 
 class ServerParser(Parser):
-    """A parser that says of a flag of vLLM what takes its place."""
+    """A parser that names the replacement of a flag of vLLM."""
 
     def error(self, message: str) -> NoReturn:
         """Tell what is wrong, and what to do instead; exit with 2."""

@@ -35,9 +35,9 @@ def import_tokenizers() -> None:
 
 
 def load_tokenizer(path: Path | str) -> Any:
-    """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none.
+    """Load the tokenizer of a checkpoint. Errors: OSError or ValueError without one.
 
-    It is that of tokenizer.json where there is one. `AutoTokenizer` makes another of it where the
+    It is that of tokenizer.json if that exists. `AutoTokenizer` makes another of it where the
     configuration names a class of another kind: of bytes as signs, LlamaTokenizer loses the spaces.
     It also brings torch and 450 MB into the HTTP process.
     """

@@ -42,7 +42,7 @@ def _answers(path: Path) -> bool:
 def listen_unix(path: Path) -> socket.socket:
     """Return a listening socket that its owner alone may connect to, in place of a left-over one.
 
-    Errors: OSError, for one that a server answers on, and a file that is none.
+    Errors: OSError for a socket that a server answers on, and for another file.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

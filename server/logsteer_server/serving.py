@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 GIVEN_UP = 3
 """Exit status where a required model was given up."""
 END_S = 5
-"""For answers that say that the server ends, once the time of running requests is over. A request
-that still waits then, such as for the rest of its body, is cancelled, and answered so, too."""
+"""Time to answer that the server ends, once the time of running requests is over. A request that
+still waits then, for example for the rest of its body, is cancelled, and answered so, too."""
 OWN_DESCRIPTORS = 256
-"""Left for what is no connection: engines, stores, uploads."""
+"""Descriptors left for engines, stores and uploads."""
 PROGRESS_EVERY_S = 5.0
 YOUNG_OBJECTS = 20_000
 """Objects that Python's collector looks at together: those of a few large requests.

@@ -21,7 +21,7 @@ with respect to its parameters
     loss.backward()
     optimizer.step()
 
-and for one that is loaded by its path, as `LocalModel("demo/model")`, with respect to whatever is
+and for one that is loaded from a path, as `LocalModel("demo/model")`, with respect to whatever is
 put in its parameters' places: each call takes `parameters={name: tensor}`. The model's own are
 never written to.
 

@@ -1,4 +1,4 @@
-"""The model of `logsteer_server.embedded`: loaded by its path, or the program's own module.
+"""The model of `logsteer_server.embedded`: loaded from a path, or the program's own module.
 
 The columns of its rows carry the graph of their logits. Axis letters: B sequences, T tokens, R
 rows, V vocabulary, F features.
@@ -401,7 +401,7 @@ class _NoVectors(VectorStore):
 
 
 def _open_vectors(directory: Path) -> VectorStore:
-    """Return the vectors of a server's `store_directory`. Errors: ValueError where it is none."""
+    """Return the vectors of a server's `store_directory`. Errors: ValueError for others."""
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is not a server's store_directory; it has none")
     return open_vectors(directory)  # it only reads

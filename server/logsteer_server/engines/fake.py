@@ -138,7 +138,7 @@ def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.nda
 
 
 def fake_change(job: Job) -> float:
-    """Return the shift of a job's log-probabilities by its adapter and override, in (-0.2, 0].
+    """Return the shift of a job's log-probabilities by an adapter and an override, in (-0.2, 0].
 
     It is determined by the SHA-256 of the files. Errors: OSError; ValueError for a wrong SHA-256.
     """

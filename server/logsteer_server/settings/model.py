@@ -12,7 +12,7 @@ from logsteer_server.contract.engine import EngineSpec
 Hook = Literal["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
 
 NOT_OF_ENGINES = {"required", "default", "devices", "path", "max_replicas", "group", "hooks"}
-"""What an engine is not told, or not as it is set."""
+"""Settings that an engine does not get, or not as they are set."""
 
 MODEL_TOPICS = {
     "Which model": "id path engine default required",

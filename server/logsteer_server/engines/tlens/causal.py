@@ -266,7 +266,7 @@ def check_layers(config: Any, name: str) -> None:
 
 
 def find_blocks(model: Any) -> nn.ModuleList:
-    """Return the list of a language model's blocks. Errors: ValueError where there is none."""
+    """Return the list of a language model's blocks. Errors: ValueError if it has no such list."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -139,7 +139,7 @@ class PointMap:
         return {name: width for name, width in widths.items() if width != hidden_size}
 
     def find(self, layer: int, name: str) -> Point:
-        """Return the point of that name. Errors: RefusedJobError where there is none."""
+        """Return the point of that name. Errors: RefusedJobError for an unknown name."""
         if not 0 <= layer < len(self._layers):
             detail = f"there is no layer {layer}; the model's are 0 to {len(self._layers) - 1}"
             raise RefusedJobError("invalid_request", detail)

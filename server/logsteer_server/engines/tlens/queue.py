@@ -118,7 +118,7 @@ class JobQueue(ABC, Generic[E]):
 
     @property
     def num_running(self) -> int:
-        """The number of jobs that have begun and go on."""
+        """The number of jobs that have begun and not ended."""
         return 0
 
     @property

@@ -1,12 +1,12 @@
-"""Steering of a batch: each row by its own plan, in the hooks of the model's activations.
+"""Steering of a batch: each row with a plan of its own, in the hooks of the model's activations.
 
 Rows are steered together: their vectors are in tables with a slot for each part of each steered
 row's plan (one, unless vectors have positions of their own). In the example of `points.PassTokens`,
 with both prompts steered at `last_prompt`, tokens 1 and 5 are steered, at places 3 and 7. The next
 pass has one column, no steered token, and no hooks.
 
-Axis letters: B rows, Q parts of their plans, N tokens of a pass, n steered ones, S slots (parts
-that steer an activation), G slices of an activation that a vector acts on alike, M slices of all
+Axis letters: B rows, Q parts of their plans, N tokens of a pass, n steered ones; S slots (parts
+that steer an activation), G slices of an activation that a vector acts on alike; M slices of all
 steered tokens, W width of a vector, K operations, P parameters.
 """
 

@@ -45,7 +45,7 @@ class CaptureWish:
 
 
 class RowPool:
-    """Give out runs of neighbouring rows of a buffer, from 1 to `count`; row 0 is nobody's.
+    """Give out runs of neighbouring rows of a buffer, from 1 to `count`; row 0 is unused.
 
     pool = RowPool(10)
     pool.take(6)        range(1, 7)
@@ -57,7 +57,7 @@ class RowPool:
         self._taken: list[range] = []
 
     def take(self, count: int) -> range | None:
-        """Return the first run of so many free rows; None where there is none now."""
+        """Return the first run of so many free rows; None if all are taken."""
         first = 1
         for index, run in enumerate(self._taken):
             if run.start - first >= count:

@@ -53,7 +53,7 @@ def multiply_int8(codes_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def _shape_product(codes_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Stand in for `multiply_int8` while the compiler traces."""
+    """Return the shape of `multiply_int8`'s result, for the compiler."""
     return torch.empty(codes_TK.shape[0], weight_NK.shape[0], dtype=torch.float32)
 
 

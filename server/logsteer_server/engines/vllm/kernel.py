@@ -3,7 +3,7 @@
 
 They compute the same as `SteeringTables.apply`, use persistent buffers only, and need nothing from
 the host, so that full CUDA graphs capture them. The first evaluates the probes, so that the second
-has the readings of all tokens, including those that decide for others.
+has the readings of all tokens, also of the tokens that decide for others.
 
 A launch has a fixed number of programs, which share the marked tokens of the step. The buffer of
 marks has their number, because a captured graph is replayed with padding after the tokens. A token

@@ -161,11 +161,11 @@ def pack_plans(
 ) -> tuple[npt.NDArray[Any], ...]:
     """Return the table rows of plans by slot. Errors: ValueError for more operations than fit.
 
-    slots_s, work_LsW                             each plan's work at each layer
-    offsets_at_n, offsets_nD                      rows of a table [L * S, D]
-    ops_at_m, directions_mD, numbers_mP           rows of tables [L * S * K, ...]
-    probes_at_g, probes_gD, order_g               rows of tables [S * G, ...]
-    conditions_at_c, conditions_cP                rows of a table [S * C, P]
+        slots_s, work_LsW                             each plan's work at each layer
+        offsets_at_n, offsets_nD                      rows of a table [L * S, D]
+        ops_at_m, directions_mD, numbers_mP           rows of tables [L * S * K, ...]
+        probes_at_g, probes_gD, order_g               rows of tables [S * G, ...]
+        conditions_at_c, conditions_cP                rows of a table [S * C, P]
 
     For a plan that adds v at layer 5, in slot 2 of 65: `offsets_at_n` is [5 * 65 + 2], `offsets_nD`
     is [v], and `work_LsW[5, 0]` is [0, 1, 0, 0].

@@ -72,7 +72,7 @@ def _parse_group(name: str) -> tuple[tuple[int, bool], ...]:
 
 
 def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
-    """Stand in for `steer`, which has no output, while the compiler traces."""
+    """Do nothing, as the compiler traces `steer`, which has no output."""
 
 
 LIBRARY = torch.library.Library("logsteer", "FRAGMENT")  # type: ignore[no-untyped-call]

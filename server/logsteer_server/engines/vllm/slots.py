@@ -103,7 +103,7 @@ class SteeringSlot:
 
 
 class Asked(NamedTuple):
-    """A job and its slot, of whose tokens before `end` measurements are asked for.
+    """A job and its slot; what to measure are its tokens before `end`.
 
     `start`: tokens before it were reported. `is_last`: whether this is the job's last output.
     """

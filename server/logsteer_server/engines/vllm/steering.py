@@ -4,7 +4,7 @@ The module does not import vLLM: the model runner reports which requests begin a
 their tokens are. A step has tokens of many requests, request by request: chunks of prompts, and one
 token of each decoding request. So the code is arithmetic on arrays over the step's tokens T. Axis
 letters: R requests of a step, E entries, G probes; lower case: t the steered tokens of a step, r
-those that probes read, k those whose readings are kept.
+the tokens that probes read, k the tokens whose readings are kept.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ class _Request:
 
 
 class _Span(NamedTuple):
-    """One request's tokens among the kept tokens of a step; the first is at `position`."""
+    """One request's tokens among the kept tokens of a step; the first has `position`."""
 
     sequence: SequenceReadings
     start: int

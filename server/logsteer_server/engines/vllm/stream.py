@@ -34,7 +34,7 @@ Change = Literal["hidden", "shift", "residual"]
 residual; d to residual."""
 
 EXACT, ROUNDED = 0.01, 0.2
-"""Largest effect on the logits that counts as none, relative to the effect of changing hidden: in
+"""Largest effect on the logits to ignore, relative to the effect of changing hidden: in
 float32, and in half precision, where d and -d are rounded differently."""
 
 

@@ -1,8 +1,8 @@
 """Steering tables: the plan of each slot at each layer, and how a step is steered with them.
 
 The operation `logsteer::steer` follows every activation that the model's `hooks` name, and always
-runs, so that compiled graphs and CUDA graphs contain it. "Layer" here means one such activation, by
-its number (`points.SiteNumbers`): with resid_post alone, the number of the decoder layer. The
+runs, so that compiled graphs and CUDA graphs contain it. "Layer" here means one such activation,
+numbered by `points.SiteNumbers`: with resid_post alone, the number of the decoder layer. The
 operation is driven by data: each token of a step has a slot, and slot 0 changes nothing. It also
 measures its changes, evaluates probes (`probe_tables`), and captures activations (`captures`).
 
