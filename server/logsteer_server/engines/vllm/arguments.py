@@ -74,6 +74,7 @@ REFUSED = {
     "watermark_config": _DRAWN,
     "enable_trace_replay": _DRAWN,
     "logprobs_mode": "log-probabilities are the model's own, before any processing",
+    "structured_outputs_config": "llguidance forces the forms of replies",
 }
 """Reasons for refusing arguments, by name."""
 
