@@ -122,7 +122,7 @@ def test_too_many_positions_are_refused_by_name(client: Client) -> None:
         client.logprob(
             [{"context": "Once upon", "targets": [" a time"]}], steering={"vectors": [vector]}
         )
-    with pytest.raises(APIError, match="positions after selects none"):
+    with pytest.raises(APIError, match="reaches no token: its positions select none"):
         client.logprob(
             [{"context": "Once upon", "targets": [" a time"]}],
             steering={"vectors": [write_vector(LOUD, {"after": "park"})]},
