@@ -151,8 +151,6 @@ def main() -> None:
     """Measure every batch and print what was found."""
     path, named, runs, *batches = sys.argv[1:]
     config = json.loads(Path(path, "config.json").read_text())
-    if named == "auto":
-        named = str(config.get("dtype", config.get("torch_dtype", "float32")))
     rng = np.random.default_rng(3)
     drawn_D = rng.normal(size=config["hidden_size"], scale=0.3).astype(np.float32)
     vector = torch.tensor(drawn_D, device=DEVICE, dtype=getattr(torch, named))

@@ -104,14 +104,14 @@ MEMORY = 8 * 2**30 if DEVICE == "cuda" else 2**30
 class Workplace:
     """A directory for files, and the model: the user's, or one that is made.
 
-    `dtype` is that of the user's model; the one made is measured in float32. `stack` ends what rows
-    share.
+    `dtype` is never `auto`, which vLLM takes as half precision for a checkpoint of float32. `stack`
+    ends what rows share.
     """
 
     directory: Path
     stack: contextlib.ExitStack
     given: Path | None = None
-    dtype: str = "auto"
+    dtype: str = "float32"
     _shared: list[str] = field(default_factory=list)
 
     def find_model(self, **shape: Any) -> Path:
@@ -124,8 +124,7 @@ class Workplace:
 
         All others are its defaults, as a user has them.
         """
-        dtype = "float32" if self.given is None else self.dtype
-        return {"dtype": dtype, "memory": f"{MEMORY >> 30}GiB"}
+        return {"dtype": self.dtype, "memory": f"{MEMORY >> 30}GiB"}
 
     def serve(
         self, path: Path, engine: str = "vllm", **settings: Any

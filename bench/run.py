@@ -45,6 +45,7 @@ from bench.bars import write_page, write_result, write_table
 from bench.models import Workplace
 from bench.servers import run_module
 from bench.timing import spread
+from logsteer_server.engines.needs import choose_dtype
 
 BENCH = Path(__file__).resolve().parent
 
@@ -108,8 +109,10 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
         tempfile.TemporaryDirectory(prefix="logsteer-bench-") as directory,
         contextlib.ExitStack() as stack,
     ):
-        given = options.model and find_checkpoint(options.model)
-        place = Workplace(Path(directory), stack, given, options.dtype)
+        place = Workplace(Path(directory), stack)
+        if options.model is not None:
+            place.given = find_checkpoint(options.model)
+            place.dtype = choose_dtype(options.dtype, place.given)
         for name in names:
             if name not in SHARING:
                 place.stop_shared()
@@ -141,7 +144,9 @@ def write_command(name: str, options: argparse.Namespace) -> str:
     """Return what runs this row again."""
     words = [".venv/bin/python -m bench.run --only", name]
     if options.model is not None:
-        words += ["--model", Path(options.model).name, "--dtype", options.dtype]
+        words += ["--model", Path(options.model).name]
+    if options.dtype != "auto":
+        words += ["--dtype", options.dtype]
     return " ".join(words)
 
 
@@ -152,7 +157,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, help="counted runs of each way; else the row's own")
     parser.add_argument("--output", type=Path, default=BENCH / "results.json")
     parser.add_argument("--model", help="a checkpoint to measure with, or smollm2")
-    parser.add_argument("--dtype", default="auto", help="of that checkpoint")
+    parser.add_argument("--dtype", default="auto", help="of that checkpoint; auto: the one it has")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     options = parser.parse_args()
     if options.table:

@@ -10,6 +10,7 @@ from bench.servers import print_result
 def read_choices(config: Any) -> dict[str, Any]:
     """Return what a configuration of vLLM's has that decides how fast it is."""
     return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
