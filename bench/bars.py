@@ -162,7 +162,7 @@ BARS = (
         for batch in (1, 8, 32)
     ),
     Bar(
-        "patching", "5 layers x 20 tokens patched, against a loop over `run_with_hooks`",
+        "patching", "layers x tokens patched, a patch, against a loop over `run_with_hooks`",
         "/patch on vLLM over HTTP / loop over run_with_hooks, TransformerLens, one thread",
         least=10,
     ),
@@ -175,10 +175,7 @@ BARS = (
             "exactness", f"mean error of a token, by transformers' with a float64 softmax: {way}",
             f"{way} / transformers", most=1.05,
         )
-        for way in (
-            "demo model, vllm", "demo model, transformer_lens",
-            "SmolLM2-135M, vllm", "SmolLM2-135M, transformer_lens",
-        )
+        for way in ("vllm", "transformer_lens")
     ),
     Bar(
         "start", "a start that finds its caches filled, seconds to the first answer",

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.trained import convert_smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import DEMO, ROOT, Workplace
@@ -49,28 +48,28 @@ def score_over_http(
 
 def measure_exactness(place: Workplace, runs: int) -> dict[str, Any]:
     """Errors of each way in nats: of a token, on average and at most, and of a sentence's sum."""
-    ways: dict[str, dict[str, Any]] = {}
-    ratios = {}
-    for name, path in {"demo model": DEMO, "SmolLM2-135M": convert_smollm2()}.items():
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        texts = [tokenizer(sentence).input_ids for sentence in read_sentences()]
-        exact = score_in_transformers(path, texts, torch.float64)
-        scores = {
-            "transformers": score_in_transformers(path, texts, torch.float32),
-            "vllm": score_over_http(place, "vllm", path, texts),
-            "transformer_lens": score_over_http(place, "transformer_lens", path, texts),
+    path = place.given or DEMO
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [tokenizer(sentence).input_ids for sentence in read_sentences()]
+    exact = score_in_transformers(path, texts, torch.float64)
+    scores = {
+        "transformers": score_in_transformers(path, texts, torch.float32),
+        "vllm": score_over_http(place, "vllm", path, texts),
+        "transformer_lens": score_over_http(place, "transformer_lens", path, texts),
+    }
+    ways, means = {}, {}
+    for way, own in scores.items():
+        errors = [a - b for a, b in zip(own, exact, strict=True)]
+        tokens = np.abs(np.concatenate(errors))
+        sums = np.array([abs(error.sum()) for error in errors])
+        means[way] = float(tokens.mean())
+        ways[way] = {
+            "nats a token, mean": float(f"{means[way]:.2g}"),
+            "nats a token, largest": float(f"{tokens.max():.2g}"),
+            "nats a sentence, largest": float(f"{sums.max():.2g}"),
         }
-        means = {}
-        for way, own in scores.items():
-            errors = [a - b for a, b in zip(own, exact, strict=True)]
-            tokens = np.abs(np.concatenate(errors))
-            sums = np.array([abs(error.sum()) for error in errors])
-            means[way] = float(tokens.mean())
-            ways[f"{name}, {way}"] = {
-                "nats a token, mean": float(f"{means[way]:.2g}"),
-                "nats a token, largest": float(f"{tokens.max():.2g}"),
-                "nats a sentence, largest": float(f"{sums.max():.2g}"),
-            }
-        for way in ("vllm", "transformer_lens"):
-            ratios[f"{name}, {way} / transformers"] = spread([means[way] / means["transformers"]])
+    ratios = {
+        f"{way} / transformers": spread([means[way] / means["transformers"]])
+        for way in ("vllm", "transformer_lens")
+    }
     return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [f"{len(texts)} sentences"]}

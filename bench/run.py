@@ -77,7 +77,7 @@ def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
 BENCHMARKS = {
     "choices": Benchmark(scoring.compare_choices, any_model=True),
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
-    "replicas": Benchmark(replicas.compare_replicas, runs=5),
+    "replicas": Benchmark(replicas.compare_replicas, runs=5, any_model=True),
     "lm_eval": Benchmark(scoring.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
@@ -86,15 +86,15 @@ BENCHMARKS = {
     "teacher": Benchmark(teacher.compare_teachers, any_model=True),
     "hooks": Benchmark(steering.compare_hooks, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
-    "patching": Benchmark(steering.compare_patching, runs=5),
+    "patching": Benchmark(steering.compare_patching, runs=5, any_model=True),
     "diagnostics": Benchmark(scoring.compare_diagnostics, any_model=True),
-    "exactness": Benchmark(exactness.measure_exactness, runs=1),
+    "exactness": Benchmark(exactness.measure_exactness, runs=1, any_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
     "score_file": in_directory(score_file.compare_with_loop),
-    "start": in_directory(start.measure_start),
+    "start": Benchmark(start.measure_start, any_model=True),
 }
 SHARING = ("choices", "overhead")
 """Rows whose server is the same one."""

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: from the command to the first answer of the demo, by process.
+"""Where the time of a start goes: from the command to the first answer, by process.
 
 Wall-clock time is what a user waits; CPU time says the same on a machine with other work. The CPU
 time of a process counts that of its children that have ended, such as vLLM's look at a model class.
@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import psutil
+import yaml
 
-from bench.models import ROOT
+from bench.models import ID, ROOT, Workplace
 from bench.servers import read_cpu
 from bench.timing import spread
 
@@ -25,9 +26,16 @@ ITEM = {"context": "The capital of France is", "targets": [" Paris"]}
 TIMEOUT_S = 600
 
 
-def measure_start(directory: Path, runs: int) -> dict[str, Any]:
-    """Measure starts of the demo to the first answer, after one that fills the caches."""
-    first, *others = [start_server(DEMO_CONFIG, directory) for _ in range(runs + 1)]
+def measure_start(place: Workplace, runs: int) -> dict[str, Any]:
+    """Measure starts to the first answer, of the demo or the user's model, after one that fills the
+    caches.
+    """
+    config = DEMO_CONFIG
+    if place.given is not None:
+        config = place.directory / "start.yaml"
+        own = {"id": ID, "path": str(place.given), **place.settings}
+        config.write_text(yaml.safe_dump({"models": [own]}))
+    first, *others = [start_server(config, place.directory) for _ in range(runs + 1)]
     ways = {phase: {"s": spread([one[phase] for one in others])} for phase in first}
     figures = {"s to the first answer": ways["wall: first answer"]["s"]}
     return {"runs": runs, "ways": ways, "figures": figures}

@@ -143,7 +143,7 @@ TEXT = "{} went to the big park with her mother and her big {}. The capital of {
 CLEAN = TEXT.format("Lily", "dog", "France")
 CORRUPTED, APART = (TEXT.format(name, "cat", "Spain") for name in ("Lily", "Anna"))
 TARGET = " Paris"
-TOKENS, LAYERS = 20, 5
+LAYERS = 5
 OURS = "/patch on vLLM over HTTP"
 OURS_APART = "/patch of texts whose first words differ"
 LOOP, ALONE = (f"loop over run_with_hooks, TransformerLens{how}" for how in ("", ", one thread"))
@@ -152,12 +152,14 @@ LOOP, ALONE = (f"loop over run_with_hooks, TransformerLens{how}" for how in ("",
 class Loop:
     """The patches as they are written with TransformerLens: a forward pass for each place."""
 
-    def __init__(self, clean: list[int], target: int) -> None:
+    def __init__(self, path: Path, dtype: str, clean: list[int], target: int) -> None:
         from transformer_lens.model_bridge import TransformerBridge
 
         self._bridge = TransformerBridge.boot_transformers(
-            str(DEMO), device=DEVICE, dtype=torch.float32
+            str(path), device=DEVICE, dtype=getattr(torch, dtype)
         )
+        count = self._bridge.cfg.n_layers
+        self.layers = range(0, count, count // LAYERS)[:LAYERS]
         self._clean_1T = torch.tensor([clean], device=DEVICE)
         self._target = target
 
@@ -168,8 +170,11 @@ class Loop:
         _, cache = self._bridge.run_with_cache(self._clean_1T)
         tokens_1T = torch.tensor([corrupted], device=DEVICE)
         return [
-            [self._patch(tokens_1T, f"blocks.{layer}.hook_out", n, cache) for n in range(TOKENS)]
-            for layer in range(LAYERS)
+            [
+                self._patch(tokens_1T, f"blocks.{n}.hook_out", at, cache)
+                for at, _ in enumerate(corrupted)
+            ]
+            for n in self.layers
         ]
 
     def _patch(self, tokens_1T: Tensor, name: str, position: int, cache: Any) -> float:
@@ -182,29 +187,32 @@ class Loop:
 
 
 def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
-    """Patch each layer of the demo model at each of 20 tokens; log p of one token is the metric.
+    """Patch five layers at each of some 20 tokens; log p of one token is the metric.
 
-    A forward pass of the loop is so small that its threads may cost more than they bring. The texts
-    begin with the same 13 tokens, for which the loop runs the model and `/patch` does not; so texts
-    whose first words differ are measured, too.
+    They are all layers of the demo model, and every sixth of one with 30. A forward pass of the
+    loop may be so small that its threads cost more than they bring. The texts begin with the same
+    13 tokens, for which the loop runs the model and `/patch` does not; so texts whose first words
+    differ are measured, too.
     """
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    path = place.given or DEMO
+    tokenizer = AutoTokenizer.from_pretrained(path)
     clean, *others = (tokenizer(text)["input_ids"] for text in (CLEAN, CORRUPTED, APART))
     corrupted, apart = others
     target = tokenizer(CLEAN + TARGET)["input_ids"][-1]
-    assert {len(ids) for ids in (clean, corrupted, apart)} == {TOKENS}
-    loop, threads = Loop(clean, target), torch.get_num_threads()
+    assert len({len(ids) for ids in (clean, corrupted, apart)}) == 1
+    loop, threads = Loop(path, place.dtype, clean, target), torch.get_num_threads()
+    layers = [[n] for n in loop.layers]
     found: dict[str, Any] = {}
     # As the demo's own configuration has it: a model of this size gains nothing from compilation.
     with (
-        place.serve(DEMO, compile=False) as url,
+        place.serve(path, compile=False) as url,
         Client(url, model=ID, timeout=300) as client,
     ):
 
         def ask(name: str, ids: list[int]) -> None:
             items = ({"context_ids": own, "target_ids": [[target]]} for own in (clean, ids))
             pair = dict(zip(("clean", "corrupted"), items, strict=True))
-            found[name] = client.patch([pair], cache=False).results[0].matrix
+            found[name] = client.patch([pair], layers=layers, cache=False).results[0].matrix
 
         def repeat(threads: int) -> None:
             found[LOOP] = loop.run(corrupted, threads)
@@ -220,4 +228,4 @@ def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
     difference = max(np.abs(np.subtract(found[name], other)).max() for name, other in same)
     figures = {"largest difference, nats": spread([float(difference)])}
     pairs = [(own, other) for own in (OURS, OURS_APART) for other in (LOOP, ALONE)]
-    return summarize(seconds, LAYERS * TOKENS, "patches", pairs) | {"figures": figures}
+    return summarize(seconds, LAYERS * len(clean), "patches", pairs) | {"figures": figures}
