@@ -62,7 +62,7 @@ BARS = (
         "HTTP process, MiB above idle", most=400, part="figures",
     ),
     Bar(
-        "lm_eval", "6,000 short sequences through lm-evaluation-harness, against `hf` in-process",
+        "lm_eval", "short sequences through lm-evaluation-harness, against `hf` in-process",
         "logsteer / hf in-process", least=1.3, all_above=1.0,
     ),
     Bar(
