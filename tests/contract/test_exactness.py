@@ -20,10 +20,12 @@ from tests.conftest import (
     HOOKS,
     SHARED,
     STORIES_MODEL,
+    ServerFactory,
     needs_shared,
+    vllm_model,
 )
 from tests.contract.engine_probe import make_jobs
-from tests.contract.steering import HookedReference
+from tests.contract.steering import DATA, HookedReference
 from tests.contract.tlens_cases import BATCH
 from tests.probes import run_probe
 
@@ -392,3 +394,23 @@ def test_pieces_that_are_compiled_say_what_layers_say_and_are_reused(tmp_path: P
     }
     assert found["pieces"]["logprobs"] == pytest.approx(found["eager"]["logprobs"], abs=1e-4)
     assert found["pieces"]["counts"]["num_compiled_artifacts_saved"] == 3
+
+
+def test_a_second_start_loads_what_the_first_compiled(
+    start_server: ServerFactory, tmp_path: Path
+) -> None:
+    """Steering is part of it."""
+    config = {"models": [vllm_model("again", compile=True)]}
+    item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10], [11, 12]]}
+    steering = {"vectors": [DATA | {"scale": 1.5}]}
+    answers, files = [], []
+    for _ in range(2):
+        server = start_server(config, VLLM_CACHE_ROOT=str(tmp_path))
+        with Client(server.url, timeout=300) as client:
+            answers += [client.logprob([item], steering=own).results[0] for own in (None, steering)]
+        files += [(path, path.stat().st_mtime_ns) for path in tmp_path.rglob("rank_*/model")]
+        server.stop()
+    assert files[0] == files[1]
+    plain, steered, *again = (answer.targets for answer in answers)
+    assert compare(plain, steered) > 0.01
+    assert max(map(compare, (plain, steered), again)) < BATCH

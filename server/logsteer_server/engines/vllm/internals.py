@@ -53,6 +53,10 @@ INTERNALS: dict[str, Internal] = {
     "vllm.config.VllmConfig.compute_hash": Internal(
         "6098e7d90854", "`additional_config` keeps compiled models with other steering tables apart"
     ),
+    "vllm.compilation.decorators._try_load_aot_compiled_fn": Internal(
+        "717e080d07d7",
+        "calls `finalize_loading`, which a model compiled by Inductor alone does not have",
+    ),
     "vllm.config.vllm.VllmConfig._maybe_enable_breakable_cudagraph": Internal(
         "7a80823b25e6",
         "`config.set_breakable_graphs` sets the same before layers are imported",

@@ -46,6 +46,8 @@ else:
 
 OPTIONS = "logsteer"
 """The key of vLLM's `additional_config` under which the engine's settings reach its workers."""
+LOAD = torch.compiler.load_compiled_function
+"""PyTorch's own, which `load_compiled` calls."""
 
 
 class LogsteerWorker(BaseWorker):  # type: ignore[misc]
@@ -71,6 +73,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         """
         if current_platform.is_cpu():
             install_kernels()
+            torch.compiler.load_compiled_function = load_compiled
         super().load_model(**options)
         runner = self.model_runner
         options = self.vllm_config.additional_config[OPTIONS]
@@ -232,6 +235,19 @@ def _apply_wide(head: Any, hidden_RD: Tensor, bias_V: Tensor | None) -> Tensor:
         logits_RV: Tensor = head.quant_method.apply(head, hidden_RD, bias=bias_V)
         return logits_RV
     return multiply_wide(hidden_RD, head.weight, bias_V)
+
+
+def load_compiled(file: Any, **options: Any) -> Any:
+    """Load a compiled model from vLLM's cache as PyTorch does, with the method that vLLM calls.
+
+    On CPUs Inductor compiles a model as a whole, and such a function does not have the method:
+    vLLM would compile the model again at each start.
+    """
+    loaded = LOAD(file, **options)
+    function = loaded._artifacts.compiled_fn
+    if not hasattr(function, "finalize_loading"):
+        function.finalize_loading = lambda _config: None
+    return loaded
 
 
 def find_logits_dtype(model: nn.Module, dtype: torch.dtype) -> str:
