@@ -7,6 +7,7 @@ so that their runs alternate.
 
 import hashlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.models import GREEDY, generate
-from bench.servers import answer_questions
+from bench.servers import ALL_CORES, answer_questions
 from bench.stock import read_choices
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
@@ -80,11 +81,12 @@ class Ours:
 
 
 class Stock:
-    """vLLM's own `LLM` with its own defaults, but for dtype and memory, which have to be ours."""
+    """vLLM's own `LLM` with its own defaults, but for dtype, cores and memory, which are ours."""
 
     def __init__(self, path: str, _slots: int, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
+        os.environ |= ALL_CORES
         self._llm: Any = LLM(path, dtype=settings["dtype"], kv_cache_memory_bytes=MEMORY)
         config = self._llm.llm_engine.vllm_config
         self.vocab = int(config.model_config.get_vocab_size())

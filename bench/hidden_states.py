@@ -4,6 +4,7 @@ Each line of stdin has the tokens of each text; its result is the number of rows
 back from the files that vLLM wrote.
 """
 
+import os
 import sys
 import tempfile
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as files
 
 from bench.models import MEMORY
-from bench.servers import answer_questions
+from bench.servers import ALL_CORES, answer_questions
 
 
 class Connector(files.ExampleHiddenStatesConnector):  # type: ignore[misc]
@@ -40,6 +41,7 @@ def main() -> None:
     """Load the model, and answer until stdin ends."""
     from vllm import LLM, SamplingParams
 
+    os.environ |= ALL_CORES
     path, dtype, layer = sys.argv[1:]
     with tempfile.TemporaryDirectory() as directory:
         size = "kv_cache_memory_bytes" if isinstance(MEMORY, int) else "gpu_memory_utilization"

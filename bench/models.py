@@ -135,7 +135,7 @@ class Workplace:
 
     def serve_stock(self, path: Path) -> contextlib.AbstractContextManager[str]:
         """Return the URL of vLLM's own server, which ends with the block: with its own defaults,
-        but for dtype and memory, which are those of ours.
+        but for dtype, cores and memory, which are those of ours.
         """
         return run_stock(path, self.directory, self.settings["dtype"], MEMORY)
 

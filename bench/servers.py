@@ -18,17 +18,24 @@ import yaml
 from tests.ports import find_port
 
 START_TIMEOUT_S = 400
+ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
+"""What has stock vLLM compute on all cores, as ours does: of itself it leaves one to its scheduler,
+which is half of a machine with two.
+"""
 
 
 @contextlib.contextmanager
-def run_server(command: list[str], url: str, health: str, log: Path) -> Iterator[str]:
+def run_server(
+    command: list[str], url: str, health: str, log: Path, environment: Mapping[str, str]
+) -> Iterator[str]:
     """The URL of a server that answers; it is stopped at the end."""
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+            env=os.environ | own | environment,
         )
         try:
             _wait(process, url + health, log)
@@ -184,15 +191,15 @@ def run_logsteer(
         sys.executable, "-m", "logsteer_server", "--config", str(config), "--port", str(port),
     ]  # fmt: skip
     return run_server(
-        command, f"http://127.0.0.1:{port}", "/readyz", directory / f"logsteer-{port}.log"
+        command, f"http://127.0.0.1:{port}", "/readyz", directory / f"logsteer-{port}.log", {}
     )
 
 
 def run_stock(
     path: Path, directory: Path, dtype: str, memory: int | float, *more: str
 ) -> contextlib.AbstractContextManager[str]:
-    """vLLM's own server with one model and its own defaults, but for dtype and memory: bytes of
-    cache, or a share of the GPU. `more` are further arguments.
+    """vLLM's own server with one model and its own defaults, but for dtype, cores, and memory:
+    bytes of cache, or a share of the GPU. `more` are further arguments.
     """
     size = "--kv-cache-memory-bytes" if isinstance(memory, int) else "--gpu-memory-utilization"
     port = find_port()
@@ -202,5 +209,5 @@ def run_stock(
         "--host", "127.0.0.1", size, str(memory), *more,
     ]  # fmt: skip
     return run_server(
-        command, f"http://127.0.0.1:{port}", "/health", directory / f"stock-{port}.log"
+        command, f"http://127.0.0.1:{port}", "/health", directory / f"stock-{port}.log", ALL_CORES
     )

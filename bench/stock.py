@@ -23,7 +23,7 @@ def read_choices(config: Any) -> dict[str, Any]:
 def describe_stock(chosen: Mapping[str, Any]) -> str:
     """Return the note that says with which settings stock vLLM ran."""
     words = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    return f"stock vLLM has its own defaults, but for our dtype and memory: {words}"
+    return f"stock vLLM has its own defaults, but for our dtype, cores and memory: {words}"
 
 
 def main() -> None:
