@@ -26,7 +26,7 @@ which is half of a machine with two.
 
 @contextlib.contextmanager
 def run_server(
-    command: list[str], url: str, health: str, log: Path, environment: Mapping[str, str]
+    command: list[str], url: str, health: str, log: Path, environment: dict[str, str]
 ) -> Iterator[str]:
     """The URL of a server that answers; it is stopped at the end."""
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -46,7 +46,7 @@ else:
 
 OPTIONS = "logsteer"
 """The key of vLLM's `additional_config` under which the engine's settings reach its workers."""
-LOAD = torch.compiler.load_compiled_function
+LOAD: Any = torch.compiler.load_compiled_function
 """PyTorch's own, which `load_compiled` calls."""
 
 
