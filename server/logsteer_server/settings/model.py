@@ -94,7 +94,8 @@ class ModelSettings(BaseModel):
         None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
     )
     compile: bool = Field(
-        True, description="Compile the model: slower to start, faster to answer; false: eager."
+        True,
+        description="Compile the model: a slower first start, faster answers; false: eager.",
     )
     required: bool = Field(True, description="Whether /readyz waits for this model.")
     chunk_bytes: int = Field(
