@@ -400,17 +400,22 @@ def test_a_second_start_loads_what_the_first_compiled(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:
     """Steering is part of it."""
-    config = {"models": [vllm_model("again", compile=True)]}
-    item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10], [11, 12]]}
-    steering = {"vectors": [DATA | {"scale": 1.5}]}
     answers, files = [], []
     for _ in range(2):
-        server = start_server(config, VLLM_CACHE_ROOT=str(tmp_path))
+        models = [vllm_model("again", compile=True)]
+        server = start_server({"models": models}, VLLM_CACHE_ROOT=str(tmp_path))
         with Client(server.url, timeout=300) as client:
-            answers += [client.logprob([item], steering=own).results[0] for own in (None, steering)]
+            answers += [
+                client.logprob(
+                    [{"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10], [11, 12]]}],
+                    steering=steering,
+                )
+                .results[0]
+                .targets
+                for steering in (None, {"vectors": [DATA | {"scale": 1.5}]})
+            ]
         files += [(path, path.stat().st_mtime_ns) for path in tmp_path.rglob("rank_*/model")]
         server.stop()
     assert files[0] == files[1]
-    plain, steered, *again = (answer.targets for answer in answers)
-    assert compare(plain, steered) > 0.01
-    assert max(map(compare, (plain, steered), again)) < BATCH
+    assert compare(answers[0], answers[1]) > 0.01
+    assert max(map(compare, answers[:2], answers[2:])) < BATCH

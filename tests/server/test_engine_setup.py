@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,19 +255,22 @@ class TestDevices:
     ) -> None:
         """A cache that two of them share gave wrong scores."""
 
-        def find_directories(capability: str) -> list[str]:
+        def find_directories(aten: str, onednn: str) -> list[str]:
             for name in COMPILED:
                 environment.delenv(name, raising=False)
             environment.setenv("XDG_CACHE_HOME", str(tmp_path))
-            environment.setenv("ATEN_CPU_CAPABILITY", capability)
+            environment.setenv("ATEN_CPU_CAPABILITY", aten)
+            environment.setenv("ONEDNN_MAX_CPU_ISA", onednn)
             set_environment(EngineSpec("m", "vllm", "p"))
             separate_compiled_code()  # in a process that inherits them: the same
             return [os.environ[name] for name in COMPILED]
 
-        ours, others = find_directories("avx512"), find_directories("avx2")
-        assert len({*ours, *others}) == 2 * len(COMPILED)
+        ours, *others = (
+            find_directories(*own) for own in (("avx512", ""), ("avx2", ""), ("avx512", "AVX2"))
+        )
+        assert len({*ours, *chain(*others)}) == 3 * len(COMPILED)
         assert all(str(tmp_path) in directory for directory in ours)
-        assert find_directories("avx512") == ours
+        assert find_directories("avx512", "") == ours
 
 
 class TestArguments:

@@ -20,9 +20,11 @@ def separate_compiled_code() -> None:
     """Keep compiled code in a directory per CPU. Call it before vLLM is imported.
 
     PyTorch also loads code compiled for AVX-512 on a CPU with AVX2, and then writes half of the
-    values: a home directory or volume shared by two machines gave wrong scores.
+    values: a home directory or volume shared by two machines gave wrong scores. A compiled INT8
+    layer has the kernel that was right for the instructions that oneDNN may use.
     """
-    facts = [os.environ.get("ATEN_CPU_CAPABILITY", ""), *_read_cpu()]
+    limits = [os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")]
+    facts = [*limits, *_read_cpu()]
     cpu = "cpu-" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
     caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     for name, directory in COMPILED.items():
