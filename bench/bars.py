@@ -162,7 +162,7 @@ BARS = (
         for batch in (1, 8, 32)
     ),
     Bar(
-        "patching", "layers x tokens patched, a patch, against a loop over `run_with_hooks`",
+        "patching", "patches of five layers at each token, against a loop over `run_with_hooks`",
         "/patch on vLLM over HTTP / loop over run_with_hooks, TransformerLens, one thread",
         least=10,
     ),

@@ -42,7 +42,7 @@ from bench import (
     teacher,
 )
 from bench.bars import write_page, write_result, write_table
-from bench.models import Workplace
+from bench.models import DEVICE, Workplace
 from bench.servers import run_module
 from bench.timing import spread
 from logsteer_server.engines.needs import choose_dtype
@@ -53,12 +53,13 @@ BENCH = Path(__file__).resolve().parent
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """A row: what measures it, how many counted runs of each way, whether it takes a model of the
-    user's.
+    user's, and on a GPU, too.
     """
 
     measure: Callable[[Workplace, int], dict[str, Any]]
     runs: int = 3
     any_model: bool = False
+    on_gpu: bool = True
 
 
 def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
@@ -77,7 +78,7 @@ def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
 BENCHMARKS = {
     "choices": Benchmark(scoring.compare_choices, any_model=True),
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
-    "replicas": Benchmark(replicas.compare_replicas, runs=5, any_model=True),
+    "replicas": Benchmark(replicas.compare_replicas, runs=5, any_model=True, on_gpu=False),
     "lm_eval": Benchmark(scoring.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
@@ -88,7 +89,7 @@ BENCHMARKS = {
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "patching": Benchmark(steering.compare_patching, runs=5, any_model=True),
     "diagnostics": Benchmark(scoring.compare_diagnostics, any_model=True),
-    "exactness": Benchmark(exactness.measure_exactness, runs=1, any_model=True),
+    "exactness": Benchmark(exactness.measure_exactness, runs=1, any_model=True, on_gpu=False),
     "memory": Benchmark(measure_memory, runs=1),
     "host_time": in_directory(host_time.measure_host_time),
     "http_cpu": in_directory(http_process.measure_cpu),
@@ -164,7 +165,9 @@ def main() -> int:
         print(write_table(json.loads(options.output.read_text())))
         return 0
     wanted = options.only or [
-        name for name, row in BENCHMARKS.items() if row.any_model or options.model is None
+        name
+        for name, row in BENCHMARKS.items()
+        if options.model is None or (row.any_model and (row.on_gpu or DEVICE == "cpu"))
     ]
     failed = run_all(list(filter(wanted.__contains__, BENCHMARKS)), options)
     if failed:

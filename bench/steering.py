@@ -159,7 +159,7 @@ class Loop:
             str(path), device=DEVICE, dtype=getattr(torch, dtype)
         )
         count = self._bridge.cfg.n_layers
-        self.layers = range(0, count, count // LAYERS)[:LAYERS]
+        self.layers = range(0, count, max(1, count // LAYERS))[:LAYERS]
         self._clean_1T = torch.tensor([clean], device=DEVICE)
         self._target = target
 
@@ -187,7 +187,7 @@ class Loop:
 
 
 def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
-    """Patch five layers at each of some 20 tokens; log p of one token is the metric.
+    """Patch at most five layers at each of some 20 tokens; log p of one token is the metric.
 
     They are all layers of the demo model, and every sixth of one with 30. A forward pass of the
     loop may be so small that its threads cost more than they bring. The texts begin with the same
@@ -203,7 +203,7 @@ def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
     loop, threads = Loop(path, place.dtype, clean, target), torch.get_num_threads()
     layers = [[n] for n in loop.layers]
     found: dict[str, Any] = {}
-    # As the demo's own configuration has it: a model of this size gains nothing from compilation.
+    # Eager, as the loop is, and as the demo's own configuration has it.
     with (
         place.serve(path, compile=False) as url,
         Client(url, model=ID, timeout=300) as client,
@@ -228,4 +228,4 @@ def compare_patching(place: Workplace, runs: int) -> dict[str, Any]:
     difference = max(np.abs(np.subtract(found[name], other)).max() for name, other in same)
     figures = {"largest difference, nats": spread([float(difference)])}
     pairs = [(own, other) for own in (OURS, OURS_APART) for other in (LOOP, ALONE)]
-    return summarize(seconds, LAYERS * len(clean), "patches", pairs) | {"figures": figures}
+    return summarize(seconds, len(layers) * len(clean), "patches", pairs) | {"figures": figures}
