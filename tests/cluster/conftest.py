@@ -64,11 +64,10 @@ class Cluster:
         port = find_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = directory / "log"
-        several = ["tests.cluster.nodes", str(self.config_path), str(nodes)]
-        alone = ["logsteer_server.cluster", "--config", str(self.config_path)]
+        module = ["tests.cluster.nodes", str(nodes)] if nodes else ["logsteer_server.cluster"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *(several if nodes else alone)],
+                [sys.executable, "-m", *module, "--config", str(self.config_path)],
                 env=os.environ | {"LOGSTEER_PORT": str(port)},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """A Ray of several nodes of this machine by `ray start`, as deploy/ray/compose.yml has it on hosts.
 
-`python -m tests.cluster.nodes CONFIG NODES`: a head without CPUs, and nodes with models.
+`python -m tests.cluster.nodes NODES --config CONFIG`: a head without CPUs, and nodes with models.
 """
 
 import ctypes
@@ -58,4 +58,4 @@ def main(config: str, nodes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[3], int(sys.argv[1]))

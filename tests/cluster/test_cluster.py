@@ -256,8 +256,10 @@ def test_requests_do_without_the_head_and_a_kill_leaves_nothing(tmp_path: Path) 
     cluster.wait_until_ready()
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     (head,) = [own for own in family if own.name() == "gcs_server"]
+    proxies = cluster.find("ray::ProxyActor")
     head.kill()
-    wait_for(lambda: len(cluster.find("ray::ProxyActor")) == 1, 60)  # the head's goes with it
+    # The head's goes with it: later than what started it, and no longer below this process.
+    wait_for(lambda: len([own for own in proxies if read_title(own)]) == 1, 60)
     cluster.client.close()  # its connection may have been to the head's proxy
     with load(cluster) as found:
         pass

@@ -137,16 +137,19 @@ def test_every_endpoint_takes_an_override(client: Client) -> None:
 def test_cached_results_know_the_override(tlens_limited_server: Server, tensors: Any) -> None:
     with Client(tlens_limited_server.url, timeout=300) as client:
         client.overrides.put("v", save(tensors))
-        etas = [None, 0.0, ETA, -ETA]
-        used = [eta if eta is None else {"name": "v", "eta": eta} for eta in etas]
+        used = [None, *({"name": "v", "eta": eta} for eta in (0.0, ETA, -ETA))]
         first = [score(client, override=one) for one in used]
-        again = [client.logprob([ITEM], override=one) for one in used]
-        assert [answer.usage.cached_results for answer in again] == [3 - 1] * len(etas)
-        for values, answer in zip(first, again, strict=True):
+        for values, one in zip(first, used, strict=True):
+            answer = client.logprob([ITEM], override=one)
+            assert answer.usage.cached_results == 3 - 1
             assert (values == np.array(answer.results[0].targets[0].logprobs)).all()
         assert len({values.tobytes() for values in first}) == 3  # eta 0 is the base
         client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}), overwrite=True)
         assert (score(client, override=used[2]) != first[2]).any()
+        refused(
+            httpx.put(client.base_url + "/overrides/v", content=save(tensors)),
+            409, "exists", "overwrite=true",
+        )  # fmt: skip
 
 
 def test_gradients_through_http(client: Client) -> None:

@@ -173,7 +173,7 @@ def test_combining(client: Client) -> None:
     summed = parse_safetensors(client.vectors.download("sum"))
     assert summed.layers[3].tolist() == [-2.0 * n - 1 for n in range(1, 17)]
     assert [part.weight for part in card.about.parts or []] == [2.0, -1.0]
-    client.vectors.combine("apart", {"a": 1.0}, orthogonal_to=["b"])
+    assert client.vectors.combine("apart", {"a": 1.0}, orthogonal_to=["b"]).about.orthogonal_to
     apart = parse_safetensors(client.vectors.download("apart"))
     assert abs(apart.layers[3].sum()) < 1e-4
     assert np.array_equal(apart.layers[1], VECTORS.layers[1])
