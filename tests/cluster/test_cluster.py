@@ -256,7 +256,7 @@ def test_requests_do_without_the_head_and_a_kill_leaves_nothing(tmp_path: Path) 
     cluster.wait_until_ready()
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     (head,) = [own for own in family if own.name() == "gcs_server"]
-    proxies = cluster.find("ray::ProxyActor")
+    proxies = wait_for(lambda: len(own := cluster.find("ray::ProxyActor")) == 2 and own)
     head.kill()
     # The head's goes with it: later than what started it, and no longer below this process.
     wait_for(lambda: len([own for own in proxies if read_title(own)]) == 1, 60)
