@@ -70,12 +70,13 @@ def test_stops(client: Client) -> None:
 
 
 def test_ids_are_those_of_the_prompt_and_of_the_completion(client: Client) -> None:
-    prompt_ids = client.tokenize(PROMPT).results[0].token_ids
-    choices = complete(
-        client, prompt=[prompt_ids[:3], prompt_ids], n=2, max_tokens=8, return_token_ids=True
-    )["choices"]
-    shown = [choice.get("prompt_token_ids") for choice in choices if choice["token_ids"]]
-    assert shown == [prompt_ids[:3]] * 2 + [prompt_ids] * 2
+    prompts = [result.token_ids for result in client.tokenize(["The cat", PROMPT]).results]
+    answer = complete(
+        client, prompt=["The cat", PROMPT], n=2, max_tokens=8, ignore_eos=True,
+        return_token_ids=True,
+    )  # fmt: skip
+    shown = [(one["prompt_token_ids"], len(one["token_ids"])) for one in answer["choices"]]
+    assert shown == [(ids, 8) for ids in prompts for _ in range(2)]
     talk = chat(client, messages=MESSAGES, return_token_ids=True, **GREEDY)
     assert talk["usage"]["prompt_tokens"] == len(talk["prompt_token_ids"])
     assert talk["choices"][0]["token_ids"]
