@@ -399,11 +399,13 @@ def test_pieces_that_are_compiled_say_what_layers_say_and_are_reused(tmp_path: P
 def test_a_second_start_loads_what_the_first_compiled(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:
-    """Steering is part of it."""
+    """Steering of every hook is part of it, whatever is in memory that nothing was written to."""
     answers, files = [], []
-    for _ in range(2):
-        models = [vllm_model("again", compile=True)]
-        server = start_server({"models": models}, VLLM_CACHE_ROOT=str(tmp_path))
+    for filled in "10":
+        models = [vllm_model("again", compile=True, hooks=HOOKS)]
+        server = start_server(
+            {"models": models}, VLLM_CACHE_ROOT=str(tmp_path), MALLOC_PERTURB_=filled
+        )
         with Client(server.url, timeout=300) as client:
             answers += [
                 client.logprob(

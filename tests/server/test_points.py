@@ -127,7 +127,8 @@ def test_activations_that_share_tensors_are_found() -> None:
         return [" ".join(f"{hook}{n}" for hook, n in found) for found in probe.list_groups()]
 
     x_TD, y_TD = torch.randn(2, TOKENS, WIDTH)
-    assert group([AddingBlock() for _ in range(2)], x_TD, y_TD) == [
+    # NaN stands for memory that nothing was written to.
+    assert group([AddingBlock() for _ in range(2)], torch.full_like(x_TD, torch.nan), y_TD) == [
         "resid_pre0", "attn_out0 resid_mid0", "mlp_out0 resid_post0 resid_pre1",
         "attn_out1 resid_mid1", "mlp_out1 resid_post1",
     ]  # fmt: skip

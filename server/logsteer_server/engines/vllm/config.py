@@ -168,6 +168,8 @@ def _bind_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
 
 
+OPTIONS = "logsteer"
+"""The key of vLLM's `additional_config` under which the engine's settings reach its workers."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that must be free at the start if the cache's size is set in bytes."""
 
@@ -201,7 +203,7 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "language_model_only": True,  # vision and audio towers are neither loaded nor profiled
         # vLLM's hash of the configuration includes it, and with it the cache of compiled models.
         "additional_config": {
-            "logsteer": {
+            OPTIONS: {
                 "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
                 "steering": asdict(steering_size(spec)),
             }

@@ -169,12 +169,12 @@ Place = tuple[str, int]
 
 
 class _SeenPlace(NamedTuple):
-    """The tensors of an activation, and a copy of its hidden part at that time."""
+    """The tensors of an activation, and whether the hidden part was what the last one left."""
 
     place: Place
     hidden_TD: Tensor
     residual_TD: Tensor | None
-    copy_TD: Tensor
+    is_marked: bool
 
 
 class SharingProbe:
@@ -182,6 +182,10 @@ class SharingProbe:
 
     In most families these are attn_out and resid_mid, and mlp_out, resid_post and the next layer's
     resid_pre: nothing is computed between them, so that one call can steer them all.
+
+    Each activation is overwritten with a mark, and has it at the next place if nothing is computed
+    between. Its own values would not do: in a dummy run they come from uninitialised memory, and
+    NaN differs from itself.
     """
 
     def __init__(self, points: Mapping[Place, ModulePoint]) -> None:
@@ -197,7 +201,11 @@ class SharingProbe:
 
     def _record(self, place: Place, output: Any) -> None:
         if (parts := split_output(output)) is not None:
-            self._seen.append(_SeenPlace(place, *parts, parts[0].clone()))
+            hidden_TD, residual_TD = parts
+            mark_TD = torch.linspace(1, 2, hidden_TD.shape[-1]).to(hidden_TD).expand_as(hidden_TD)
+            is_marked = torch.equal(hidden_TD, mark_TD)
+            self._seen.append(_SeenPlace(place, hidden_TD, residual_TD, is_marked))
+            hidden_TD.copy_(mark_TD)
 
     def list_groups(self) -> list[list[Place]]:
         """Return the recorded activations in order, grouped by shared tensors."""
@@ -219,7 +227,7 @@ def _is_shared(before: _SeenPlace, after: _SeenPlace) -> bool:
     residual_TD = before.residual_TD
     return (
         before.hidden_TD.data_ptr() == after.hidden_TD.data_ptr()
-        and torch.equal(before.copy_TD, after.copy_TD)
+        and after.is_marked
         and (
             residual_TD is None
             or (

@@ -28,7 +28,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from logsteer_server.contract.jobs import Policy
-from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.config import OPTIONS, SteeringSize
 from logsteer_server.engines.vllm.extra_args import DRAW
 from logsteer_server.engines.vllm.operation import (
     TABLES,
@@ -219,6 +219,8 @@ class LogsteerRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
             handle.remove()
         assert self.steering is not None
         self._operations = append_operation(layers, self.steering.tables, self._hooks, probe)
+        # Part of the key of the cache of compiled models, which contain the calls.
+        self.vllm_config.additional_config[OPTIONS]["shared"] = probe.list_groups()
 
     def find_layers(self) -> list[nn.Module]:
         """Return the model's decoder layers, including placeholders for other pipeline stages."""

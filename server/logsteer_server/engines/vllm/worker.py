@@ -27,6 +27,7 @@ from logsteer_server.engines.lifetime import ScratchDirectory, follow_parent
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm.adapters import read_factors, write_peft_directory
 from logsteer_server.engines.vllm.config import (
+    OPTIONS,
     SteeringSize,
     clear_new_blocks,
     is_batch_invariant,
@@ -44,8 +45,6 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
 
-OPTIONS = "logsteer"
-"""The key of vLLM's `additional_config` under which the engine's settings reach its workers."""
 LOAD: Any = torch.compiler.load_compiled_function
 """PyTorch's own, which `load_compiled` calls."""
 
