@@ -57,7 +57,7 @@ def test_every_layer_is_read_as_transformers_norm_and_head_read_it(
     for target in first.targets:
         check_target(target, hooked, context)
     (text,) = second.targets
-    assert text.target == ITEMS[1]
+    assert (text.target, text.flags) == (ITEMS[1], [])
     check_target(text, hooked, [tokenizer.bos_token_id])
     spread = [rows.logprob for rows in first.targets[0].layers.values()]
     assert max(spread) - min(spread) > 1, "all layers say the same"

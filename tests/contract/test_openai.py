@@ -199,7 +199,8 @@ class TestOnVllm:
         assert count_cached() == 0 < count_cached()
 
     def test_metrics_have_vllms_names_too(self, vllm_client: Client) -> None:
-        list(vllm_client.generate_events([PROMPT], max_tokens=4, model="demo"))
+        for _ in range(2):  # the second finds the first one's prompt in the prefix cache
+            list(vllm_client.generate_events([100 * "so "], max_tokens=4, model="demo"))
         text = httpx.get(f"{vllm_client.base_url}/metrics").text
         found = {
             line.partition("{")[0]: float(line.rpartition(" ")[2])
@@ -208,13 +209,13 @@ class TestOnVllm:
         }
         for own, other in (
             ("prompt_tokens_total", "prompt_tokens_total"),
+            ("prefix_cached_tokens_total", "prompt_tokens_cached_total"),
             ("generated_tokens_total", "generation_tokens_total"),
             ("answer_seconds_count", "e2e_request_latency_seconds_count"),
             ("time_to_first_token_seconds_sum", "time_to_first_token_seconds_sum"),
             ("time_between_tokens_seconds_count", "inter_token_latency_seconds_count"),
         ):
-            assert found[f"logsteer_{own}"] == found[f"vllm:{other}"]
-        assert found["vllm:e2e_request_latency_seconds_count"] > 0
+            assert found[f"logsteer_{own}"] == found[f"vllm:{other}"] > 0, own
 
     def test_the_token_read_from_the_last_row_is_the_one_generated(
         self, vllm_client: Client

@@ -199,7 +199,7 @@ def test_an_uploaded_text_scores_as_a_given_one(client: Client, protocol: Protoc
     assert final.total.num_scored == plain.total.num_scored
     assert final.total.num_words == plain.total.num_words
     assert final.total.sum_logprob == pytest.approx(plain.total.sum_logprob, rel=1e-5)
-    assert final.total.flags == []
+    assert final.total.flags == [] and isinstance(events[-2], WindowEvent)
 
 
 def test_what_cannot_be_scored_says_so(client: Client) -> None:

@@ -94,7 +94,7 @@ class TestMemory:
         self.die(1, 2)
         self.memory.forget([job(1)])
         assert self.die(1, 2)
-        assert self.refused(1, 2) == [2]
+        assert self.refused(1, 2) == [2] and not self.memory.remembers(job(3))
 
     def test_memory_ends(self) -> None:
         self.die(1)
