@@ -50,8 +50,7 @@ def check_target(found: LensTarget, hooked: HookedReference, context: list[int])
 def test_every_layer_is_read_as_transformers_norm_and_head_read_it(
     client: Client, hooked: HookedReference, tokenizer: Any
 ) -> None:
-    answer = client.lens(ITEMS, top=3, columns=["rank", "entropy"])
-    first, second = answer.results
+    first, second = client.lens(ITEMS, top=3, columns=["rank", "entropy"]).results
     context = tokenizer(CONTEXT)["input_ids"]
     assert [target.target for target in first.targets] == ITEMS[0]["targets"]
     for target in first.targets:

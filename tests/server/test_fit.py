@@ -27,8 +27,8 @@ from logsteer_server.models.fit import (
     check_files,
     check_fit,
     describe_fit,
+    list_gpus,
     measure_memory,
-    parse_gpus,
 )
 from logsteer_server.serving import examine_machine
 from logsteer_server.settings import ModelSettings, Settings
@@ -118,9 +118,13 @@ class TestNeeds:
             estimate(EngineSpec("m", "vllm", "org/name@def"))
 
 
-def test_lines_of_nvidia_smi_are_read() -> None:
-    text = "0, 143771\n1, [N/A]\nno GPU\n"
-    assert parse_gpus(text) == {0: 143771 * 2**20}
+def test_lines_of_nvidia_smi_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program := tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\nprintf '0, 143771\\n1, [N/A]\\nno GPU\\n'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list_gpus() == {0: 143771 * 2**20}
 
 
 def test_memory_is_that_of_the_machine() -> None:
