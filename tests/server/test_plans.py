@@ -240,9 +240,9 @@ class TestSweeps:
 
 
 def test_ids_and_positions_count_among_the_numbers_of_an_answer() -> None:
-    """Of 30 tokens the last one's activation, its place, and all ids."""
-    body = ActivationsRequest(items=[{"token_ids": [5] * 30}], layers=[1], read="last")  # type: ignore[list-item]
-    numbers = INFO.hidden_size + 30 + 1
+    """Of 30 tokens the last one's activation in two layers, its place, and all ids."""
+    body = ActivationsRequest(items=[{"token_ids": [5] * 30}], layers=[0, 1], read="last")  # type: ignore[list-item]
+    numbers = 2 * INFO.hidden_size + 30 + 1
 
     def ask(limit: int) -> dict[str, Any]:
         task = ActivationsTask(body, register(make_model()), STORES)
