@@ -230,9 +230,10 @@ COPY --from=build-ray /opt/added/ /opt/logsteer/
 # What the head of a cluster keeps, see deploy/ray/compose.yml: a volume takes this one's owner.
 COPY --from=build-ray --chown=10001:10001 /opt/state /var/lib/ray
 COPY --from=build-ray /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
+COPY deploy/ray/local.sh /srv/logsteer/
 ENV RAY_USAGE_STATS_ENABLED=0 LOGSTEER_HOST=0.0.0.0
 ENTRYPOINT []
-CMD ["python", "-m", "logsteer_server.cluster", "--config", "/etc/logsteer/models.yaml"]
+CMD ["/srv/logsteer/local.sh", "/etc/logsteer/models.yaml"]
 LABEL org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; a node of a Ray cluster"
 
 # What a build without --target gives.

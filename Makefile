@@ -15,7 +15,7 @@ serve: ## install what is missing, then serve CONFIG on PORT
 	@exec .venv/bin/logsteer-server --config $(CONFIG) --port $(PORT)
 
 cluster: setup ## serve CONFIG on PORT with Ray Serve, on this machine
-	@LOGSTEER_PORT=$(PORT) exec $(PYTHON) -m logsteer_server.cluster --config $(CONFIG)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" LOGSTEER_PORT=$(PORT) exec deploy/ray/local.sh $(CONFIG)
 
 demo: ## serve the demo model, make three calls, print the answers, stop
 	@requirements/install.sh server

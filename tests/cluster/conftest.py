@@ -38,7 +38,7 @@ needs_all = pytest.mark.skipif(
 
 
 class Cluster:
-    """A process with two models on a Ray of several nodes, or `make cluster`'s, and those below it.
+    """`make cluster` with two models, and nodes beside the head; and the processes below it.
 
     `fake` has two replicas whose steps a file holds; `other` has one, and other scores.
     """
@@ -64,11 +64,11 @@ class Cluster:
         port = find_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = directory / "log"
-        module = ["tests.cluster.nodes", str(nodes)] if nodes else ["logsteer_server.cluster"]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *module, "--config", str(self.config_path)],
-                env=os.environ | {"LOGSTEER_PORT": str(port)},
+                ["deploy/ray/local.sh", str(self.config_path)],
+                env=os.environ | {"PATH": path, "LOGSTEER_PORT": str(port), "NODES": str(nodes)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

@@ -40,7 +40,7 @@ def read_environment(service: str) -> dict[str, Any]:
 def test_a_configuration_is_one_that_serve_deploy_takes(name: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from logsteer_server.cluster.application import ClusterArguments
+    from logsteer_server.cluster import ClusterArguments
 
     (application,) = ServeDeploySchema.model_validate(CONFIGURATIONS[name]).applications
     assert isinstance(application.args, dict)

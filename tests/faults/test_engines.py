@@ -117,7 +117,9 @@ def test_a_stopped_engine_is_killed_with_its_ranks(server: Server, scratch: Path
     wait_for(lambda: read_card(server, "two")["restarts"] == 1)
 
 
-def test_no_process_outlives_a_server_that_is_killed(server: Server, scratch: Path) -> None:
+def test_no_process_outlives_a_server_that_is_killed(
+    server: Server, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TransformerLens is stopped, vLLM is loading again."""
     wait_for(lambda: list(scratch.glob(f"{PREFIX}*")), RESTART_S)
     family = find_family(server)
@@ -127,5 +129,6 @@ def test_no_process_outlives_a_server_that_is_killed(server: Server, scratch: Pa
     server.process.wait()
     wait_for(lambda: not any(map(is_alive, family)), 20)
     left = list(scratch.glob(f"{PREFIX}*"))
-    assert sorted(sweep(scratch)) == sorted(left) != []
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert sorted(sweep()) == sorted(left) != []
     assert not [path for path in scratch.rglob("*") if path.is_socket()]

@@ -10,6 +10,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -239,10 +240,9 @@ def test_tenants_take_turns_and_who_leaves_gives_its_turn_on() -> None:
 
 
 OWNER = """
-import sys, time
-from pathlib import Path
+import time
 from logsteer_server.engines.lifetime import ScratchDirectory
-scratch = ScratchDirectory(Path(sys.argv[1]))
+scratch = ScratchDirectory()
 (scratch.path / "file").write_text("x")
 (scratch.path / "below").mkdir()
 print(scratch.path, flush=True)
@@ -252,34 +252,40 @@ time.sleep(600)
 
 def leave(parent: Path) -> tuple[Path, subprocess.Popen[str]]:
     """A directory of a process that runs."""
-    command = [sys.executable, "-c", OWNER, str(parent)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command, environment = [sys.executable, "-c", OWNER], os.environ | {"TMPDIR": str(parent)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     return Path(process.stdout.readline().strip()), process
 
 
-def test_what_nobody_owns_is_swept_and_what_somebody_does_is_not(tmp_path: Path) -> None:
+def test_what_nobody_owns_is_swept_and_what_somebody_does_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, process = leave(tmp_path)
     with process:
         try:
-            with ScratchDirectory(tmp_path) as own:
-                assert sweep(tmp_path) == []
+            with ScratchDirectory() as own:
+                assert sweep() == []
                 process.kill()
                 process.wait()
-                assert sweep(tmp_path) == [left]
+                assert sweep() == [left]
                 assert (own.exists(), left.exists()) == (True, False)
             assert not own.exists()
         finally:
             process.kill()
 
 
-def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:
+def test_only_directories_of_ours_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = tmp_path / "target"
     target.mkdir()
     (target / "precious").touch()
     (tmp_path / f"{PREFIX}link").symlink_to(target)
     (tmp_path / f"{PREFIX}file").touch()
     (tmp_path / "other").mkdir()
-    assert sweep(tmp_path) == []
+    assert sweep() == []
     assert (target / "precious").exists()
 
 

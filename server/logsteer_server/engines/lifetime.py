@@ -158,13 +158,13 @@ PREFIX = "logsteer-run-"
 
 
 class ScratchDirectory(AbstractContextManager[Path]):
-    """Create a temporary directory below `parent` (None: the system's); `close` removes it.
+    """Create a temporary directory; `close` removes it.
 
     Errors: OSError if it cannot be created.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -180,10 +180,10 @@ class ScratchDirectory(AbstractContextManager[Path]):
         self.close()
 
 
-def sweep(parent: Path | None = None) -> list[Path]:
-    """Remove this user's scratch directories below `parent` that no process owns; return them."""
+def sweep() -> list[Path]:
+    """Remove this user's scratch directories that no process owns; return them."""
     removed = []
-    for path in Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # it is owned or no directory, or another server was faster
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -143,6 +143,10 @@ class ModelChanges:
             await asyncio.wait([self._begin(model.id, work())])
         await wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
 
+    async def reset_prefix_cache(self, model: ResidentModel) -> None:
+        """Have a model use nothing of earlier requests."""
+        model.num_resets += 1
+
     async def _answer_last(self, model: ResidentModel) -> None:
         """Wait until a model's requests are answered, or the timeout."""
         if not await wait_until(lambda: not model.num_running, self._settings.model_drain_s):

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.schemas.vectors import ServerInfoQuery, WorldSizeQuery
 from logsteer_server import __version__
-from logsteer_server.api.dependencies import DrainDep, ModelsDep, find_base
+from logsteer_server.api.dependencies import ChangesDep, DrainDep, ModelsDep, find_base
 from logsteer_server.api.routes.operations import name_waiting
 from logsteer_server.api.routing import KeyedRoute
 
@@ -76,8 +76,8 @@ async def get_world_size(
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(models: ModelsDep) -> dict[str, bool]:
+async def reset_prefix_cache(models: ModelsDep, changes: ChangesDep) -> dict[str, bool]:
     """Requests from now on use no prefix and no result of earlier ones, of any model."""
-    for model in models.by_id.values():
-        model.num_resets += 1
+    for model in list(models.by_id.values()):
+        await changes.reset_prefix_cache(model)
     return {"success": True}
