@@ -25,8 +25,9 @@ PAUSE_S = 0.02
 
 
 def change(
-    server: Reachable, what: str, wait_s: float = 30.0, headers: Mapping[str, str] | None = None
+    server: Reachable, what: str, wait_s: float = 600.0, headers: Mapping[str, str] | None = None
 ) -> httpx.Response:
+    """Change models; one that is done is answered then, long before `wait_s` are over."""
     params = {"wait_s": wait_s}
     return httpx.post(f"{server.url}{what}", params=params, headers=headers, timeout=60)
 

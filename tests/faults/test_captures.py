@@ -120,7 +120,9 @@ def test_what_cannot_be_read_is_a_problem_of_its_row_alone(client: Client) -> No
     assert found["resid_post.0"].dtype == np.float16
 
 
-def test_a_job_is_paused_resumed_asked_for_again_and_deleted(client: Client) -> None:
+def test_a_job_is_paused_resumed_asked_for_again_and_deleted(
+    server: Server, client: Client
+) -> None:
     asked = {"layers": [1], "items": ROWS, "model": "slow"}
     card = client.captures.start("long", **asked)
     assert (card.state, card.documents_total) == ("running", 40)
@@ -131,6 +133,12 @@ def test_a_job_is_paused_resumed_asked_for_again_and_deleted(client: Client) -> 
         client.captures.put("long", b'"another text"')
     paused = client.captures.pause("long")
     assert (paused.state, client.captures.get("long").documents) == ("paused", 0)
+    (index,) = server.directory.rglob("keys/ann/captures/long/index.json")
+    index.write_text(index.read_text().replace('"model":"slow"', '"model":"gone"'))
+    with refused("unknown_model", "gone"):
+        client.captures.resume("long")
+    assert client.captures.pause("long").state == "paused", "that needs no model"
+    index.write_text(index.read_text().replace('"model":"gone"', '"model":"slow"'))
     assert client.captures.resume("long").state == "running"
     done = wait_until_done(client, "long")
     assert (done.documents, done.created) == (40, card.created)

@@ -250,7 +250,9 @@ async def test_poison_is_tried_on_a_second_replica_and_refused_then(poison: int)
         await until(lambda: engine.restarts == 2)
         assert engine.state == "ready", "the third one was not given it"
         jobs = make_jobs(20)
+        assert not engine._poison.record_death(jobs)
         check_answers(jobs, await collect(engine, jobs))
+        assert not engine._poison.record_death(jobs), "they were answered since the first death"
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from logsteer.schemas import (
     ActivationsRequest,
     LogprobItem,
     LogprobRequest,
+    PerplexityRequest,
     Steering,
 )
 from logsteer.schemas.perplexity import WindowOptions
@@ -32,11 +33,12 @@ from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Policy, ScoreJob
 from logsteer_server.contract.plan import Direction, Positions
-from logsteer_server.engines.fake import fake_scores
+from logsteer_server.engines.fake import FAKE_COLUMNS, fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.gradient import plan_gradients
 from logsteer_server.tasks.logprob import assemble_targets
+from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
 from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
@@ -252,6 +254,13 @@ def test_ids_and_positions_count_among_the_numbers_of_an_answer() -> None:
     assert len(ask(numbers * BYTES_PER_NUMBER)["results"]) == 1
     with pytest.raises(APIError, match="max_activation_bytes"):
         ask(numbers * BYTES_PER_NUMBER - 1)
+
+
+def test_an_answer_of_every_column_takes_no_more_than_was_expected() -> None:
+    body = PerplexityRequest(texts=SAMPLES, tokens=True, columns=list(FAKE_COLUMNS))
+    run = Run(PerplexityTask(body, register(make_model()), STORES), Capacity(SETTINGS))
+    answer = json.dumps(asyncio.run(run.finish()), default=lambda array: array.tolist())
+    assert len(answer) <= run.expected_bytes
 
 
 SAMPLES = [

@@ -349,6 +349,8 @@ def test_features_of_tokens_are_those_of_their_activations(
         ({"sae": "wide"}, "invalid_sae", "encodes activations of 5 numbers"),
         ({"sae": "inner"}, "unsupported_by_engine", "There are no activations of mlp_out"),
         ({"sae": "far"}, "invalid_request", "this model's layers are 0 to"),
+        # Of 76,800 tokens 40 ids and 40 activations each: more than 128 MiB as text.
+        ({"items": [{"token_ids": [5] * 64}] * 1200, "top": SIZE}, "payload_too_large", "arrays"),
     ],
 )
 def test_features_that_cannot_be_had_are_refused(

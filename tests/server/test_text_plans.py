@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from logsteer.errors import APIError
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy, Protocol
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer.schemas.perplexity import WindowOptions
+from logsteer_server.api.routes.tokens import _encode
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -24,6 +26,8 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.fake import fake_generation, fake_scores
 from logsteer_server.interventions.interventions import UNCHANGED
+from logsteer_server.models.admission import Admission, Reservation
+from logsteer_server.tasks.activations import CaptureSite, plan_captures, read_items
 from logsteer_server.tasks.comparison import (
     REFERENCE_COLUMNS,
     Comparison,
@@ -356,6 +360,31 @@ class TestColumns:
         (found,) = aggregate_columns({"log_q": np.array(values, np.float32)}, window).values()
         assert all(value is None or math.isfinite(value) for value in found.values())
         assert (found["sum"] is None) == (not all(map(math.isfinite, values)))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda texts, room: _encode(CODEC, texts, "never", room),
+        lambda texts, room: cut_texts(
+            texts, fit_windows(WindowOptions(context_length=16), 16), READ, CODEC, INFO, room.cover
+        ),
+        lambda texts, room: plan_captures(
+            read_items(texts, "never", CODEC, INFO.vocab_size),
+            texts,
+            CaptureSite.resolve("resid_post", None, "each", INFO),
+            INFO,
+            room.cover,
+        ),
+    ],
+    ids=["tokenize", "perplexity", "activations"],
+)
+def test_what_has_no_room_is_refused_before_all_texts_are_encoded(
+    plan: Callable[[list[str], Reservation], object],
+) -> None:
+    """The last one cannot be encoded at all."""
+    with refused("payload_too_large", "at most 1000"):
+        plan([TEXT] * 1000 + ["\ud800"], Admission(1000).enter())
 
 
 def job_of(rows: int) -> ScoreJob:

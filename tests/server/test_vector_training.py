@@ -354,6 +354,8 @@ def test_quality_is_what_it_says() -> None:
     quality = judge(positive_ND, negative_ND, "mean_difference")
     assert (quality.accuracy, quality.auc, quality.pair_accuracy) == (0, 0, 0)
     assert quality.activation_norm == pytest.approx(1.5)
+    tied = judge(*np.array([[[3.0], [1.0], [5.0]], [[0.0], [1.0], [2.0]]]), "mean_difference")
+    assert tied.pair_accuracy == pytest.approx(2 / 3), "of the second pair neither is higher"
 
 
 @pytest.mark.parametrize("method", METHODS)
