@@ -367,7 +367,8 @@ class TestColumns:
     [
         lambda texts, room: _encode(CODEC, texts, "never", room),
         lambda texts, room: cut_texts(
-            texts, fit_windows(WindowOptions(context_length=16), 16), READ, CODEC, INFO, room.cover
+            *(texts, fit_windows(WindowOptions(), INFO.context_length), READ, CODEC, INFO),
+            *(room.cover, ItemProblems("texts", "report")),
         ),
         lambda texts, room: plan_captures(
             read_items(texts, "never", CODEC, INFO.vocab_size),
@@ -382,7 +383,7 @@ class TestColumns:
 def test_what_has_no_room_is_refused_before_all_texts_are_encoded(
     plan: Callable[[list[str], Reservation], object],
 ) -> None:
-    """The last one cannot be encoded at all."""
+    """The last one cannot be encoded at all; the refusal is not a problem of one text."""
     with refused("payload_too_large", "at most 1000"):
         plan([TEXT] * 1000 + ["\ud800"], Admission(1000).enter())
 

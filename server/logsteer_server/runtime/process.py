@@ -121,7 +121,7 @@ class Failed:
     """The engine failed to start or broke; its process exits after this message."""
 
     detail: str
-    out_of_memory: bool = False
+    out_of_memory: bool
     can_restart: bool = True
 
 

@@ -103,11 +103,12 @@ class TextWindows:
             special_id = next(iter(self._codec.bos_ids(options.bos)), None)
         return WindowCutter(options, special_id)
 
-    @property
-    def tokens_at_once(self) -> int:
-        """Tokens of a text that are fed together so that their windows have few tokens, too."""
+    def cut(self, whole: EncodedPiece) -> Iterator[list[TextWindow]]:
+        """Yield the windows of a whole text, of a few tokens at a time."""
         length = self._cutter.context_length
-        return max(1, READ_AT_ONCE * min(self._cutter.stride, length) // length)
+        at_once = max(1, READ_AT_ONCE * min(self._cutter.stride, length) // length)
+        yield from map(self.feed, whole.split(at_once))
+        yield self.finish()
 
     def feed(self, piece: EncodedPiece) -> list[TextWindow]:
         """Return the windows that these tokens complete."""
@@ -170,19 +171,16 @@ def cut_texts(
         encoded = iter(codec.encode([text for text in own if isinstance(text, str)]))
         for index, text in zip(part, own, strict=True):
             is_ids = not isinstance(text, str)
-            cut = TextWindows(index, options, read, codec, info, is_ids=is_ids)
+            own_windows = TextWindows(index, options, read, codec, info, is_ids=is_ids)
             first = len(windows)
             with problems.catch(index):
-                whole = _count(text, encoded, codec, info)
-                for piece in whole.split(cut.tokens_at_once):
-                    found = cut.feed(piece)
+                for found in own_windows.cut(_count(text, encoded, codec, info)):
                     windows += found
                     num_planned += sum(window.job.num_expected for window in found)
                     cover(num_planned)
-                windows += cut.finish()
             if index in problems:
                 del windows[first:]
-            lengths.append(cut.num_tokens)
+            lengths.append(own_windows.num_tokens)
     return windows, lengths
 
 

@@ -60,10 +60,12 @@ class ItemProblems:
         `targets[2]`, or None for the one that the error names.
 
         Errors: APIError that names the item, if it fails the request; the error itself if it names
-        a field of the request, such as `bos`.
+        a field of the request, such as `bos`, or refuses the request for its size.
         """
         part = part or error.param
         if part is not None and part.partition("[")[0] not in LogprobItem.model_fields:
+            raise error
+        if error.code in ("payload_too_large", "overloaded"):
             raise error
         place = self.name_item(index)
         param = f"{place}.{part}" if part else place
