@@ -333,13 +333,21 @@ class TestArguments:
 class TestThreads:
     SCRIPT = f"import {let_threads_sleep.__module__} as m; m.let_threads_sleep(); import torch"
 
-    @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-    def test_openmp_takes_the_policy_with_torch(self, given: str | None, used: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-        environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": given} if given else {})
+    @pytest.mark.parametrize(
+        ("given", "used", "spins"),
+        [(None, "PASSIVE", "20000"), ("ACTIVE", "ACTIVE", "30000000000")],
+    )
+    def test_openmp_takes_the_policy_with_torch(
+        self, given: str | None, used: str, spins: str
+    ) -> None:
+        names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        environment = {k: v for k, v in os.environ.items() if k not in names}
+        environment |= {"OMP_DISPLAY_ENV": "verbose"}
+        environment |= {"OMP_WAIT_POLICY": given} if given else {}
         command = [sys.executable, "-c", self.SCRIPT]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert f"OMP_WAIT_POLICY = '{used}'" in done.stderr
+        assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
     def test_an_engine_process_sets_the_policy_before_it_builds_its_engine(
         self, monkeypatch: pytest.MonkeyPatch
