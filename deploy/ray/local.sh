@@ -3,8 +3,8 @@
 #
 #   deploy/ray/local.sh CONFIG
 #
-# With NODES=2, say, Ray has a head without models and two nodes with some. An end takes 90 s at
-# most, of which running requests have 30 s.
+# With NODES=2, say, Ray has a head without models and two nodes with some. An end takes 40 s at
+# most for the service, of which running requests have 30 s, and as much for each node.
 set -eu
 config=$(realpath "$1")
 nodes=${NODES:-0}
@@ -79,7 +79,6 @@ for number in $(seq "$nodes"); do
     start_node "127.0.0.$((number + 2))" 64 --address="$RAY_ADDRESS" > "$directory/$number.log"
 done
 
-start serve run --name logsteer logsteer_server.cluster:build_listening \
-    config="$config"
+start serve run --name logsteer logsteer_server.cluster:build_listening config="$config"
 wait "${started%% *}" || true
 exit 1 # no interrupt ended it
