@@ -26,19 +26,15 @@ export RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S=1
 directory=$(mktemp -d /tmp/logsteer-ray-XXXXXX)
 started=
 
-end() { # SIGNAL SECONDS PID
-    kill "-$1" "$3" 2>/dev/null || return 0
-    for _ in $(seq "$2"); do
-        sleep 1
-        kill -0 "$3" 2>/dev/null || return 0
-    done
-    kill -KILL "$3" 2>/dev/null || true
-}
-
 finish() {
     trap '' INT TERM
     for process in $started; do
-        end INT 40 "$process"
+        kill -INT "$process" 2>/dev/null || continue
+        for _ in $(seq 40); do
+            sleep 1
+            kill -0 "$process" 2>/dev/null || continue 2
+        done
+        kill -KILL "$process" 2>/dev/null || true
     done
     rm -rf "$directory"
 }
@@ -70,7 +66,7 @@ echo "Ray's logs are in $directory/$head/session_latest/logs."
 start_node "$head" "$cpus" --head --port=0 --include-dashboard=false \
     --ray-client-server-port="$(shuf -i 20000-32000 -n 1)" > "$directory/head.log"
 until [ -s "$directory/$head/ray_current_cluster" ]; do
-    kill -0 "${started% }" || { cat "$directory/head.log"; exit 1; }
+    kill -0 "${started% }" 2>/dev/null || { cat "$directory/head.log"; exit 1; }
     sleep 0.2
 done
 RAY_ADDRESS=$(cat "$directory/$head/ray_current_cluster")
