@@ -56,7 +56,8 @@ def api(playground_server: Server) -> Iterator[Client]:
 
     In its store is `mood`, which pages take where they name no vector: the first in the alphabet;
     and `stories`, a capture with examples of it.
-    What a test stores there has a name behind it, as another file's pages may be open meanwhile.
+    What a test stores there has a name behind it, as another file's pages may be open meanwhile;
+    and captures stay, as those pages ask for what runs.
     """
     with Client(playground_server.url, model="demo", timeout=300) as client:
         if "mood" not in [card.name for card in client.vectors.list().vectors]:

@@ -77,7 +77,6 @@ def test_examples_are_the_tokens_of_the_largest_readings(
     sent = seen.sent_to("/perplexity")
     assert sent["texts"] == [text]
     assert sent["probes"][0].items() >= {"name": "mood", "layers": [4], "read": "cosine"}.items()
-    api.captures.delete("zz-rows")
 
 
 def test_captures_are_watched_paused_resumed_and_deleted(

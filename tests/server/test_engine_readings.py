@@ -1,18 +1,21 @@
 """What engines read of themselves for /metrics: preemptions, and the memory of GPUs."""
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
+from logsteer import APIError, Client
 from logsteer_server.contract.engine import DeviceMemory
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm import engine as engine_module
 from logsteer_server.engines.vllm.engine import VllmEngine
-from tests.conftest import ServerFactory, vllm_model
+from tests.conftest import Server, ServerFactory, tlens_model, vllm_model
 from tests.faults.processes import read_metric, wait_for
 
 PROMPTS = [[5 + n, 6, 7, 8 + n] for n in range(24)]
@@ -20,25 +23,53 @@ TOKENS = 250
 HELD, FREE, SIZE = 6 * 2**30, 2 * 2**30, 8 * 2**30
 
 
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory) -> Server:
+    """vLLM with a small cache, and TransformerLens; nobody else asks them for anything."""
+    small = vllm_model("small", memory="4MiB", max_model_len=320)
+    return start_server({"models": [small, tlens_model("tlens")], "cache_bytes": 0})
+
+
 @pytest.mark.engine
-def test_preemptions_of_a_small_cache_are_counted(start_server: ServerFactory) -> None:
+def test_a_text_is_read_in_as_many_steps_as_it_takes(server: Server) -> None:
+    ids = [5 + n % 50 for n in range(100)]
+    items = [{"context_ids": ids[:1], "target_ids": [ids[1:]]}]
+
+    def count_steps() -> float:
+        return read_metric(server, "engine_step_seconds_count", model="small")
+
+    with Client(server.url, model="small", timeout=300) as client:
+        whole = client.logprob(items)
+        wait_for(count_steps)
+        before = count_steps()
+        split = client.logprob(items, step_tokens=8)
+        wait_for(lambda: count_steps() - before >= 99 / 8)  # heartbeats bring them
+        client.logprob(items)
+        time.sleep(3)
+        assert count_steps() - before < 2 * 99 / 8
+        with pytest.raises(APIError, match="reads every text in one step"):
+            client.logprob(items, model="tlens", step_tokens=8)
+    apart = np.subtract(whole.results[0].targets[0].logprobs, split.results[0].targets[0].logprobs)
+    assert abs(apart).max() < 1e-4
+
+
+@pytest.mark.engine
+def test_preemptions_of_a_small_cache_are_counted(server: Server) -> None:
     """Two dozen sequences are let in by what they hold, and grow beyond what the cache has."""
-    model = vllm_model("small", memory="4MiB", max_model_len=320)
-    server = start_server({"models": [model], "cache_bytes": 0})
-    server.wait_until_ready()
 
     def draw(prompts: Sequence[list[int]]) -> list[list[int]]:
         body = {
-            "prompt_ids": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "prompt_ids": prompts, "model": "small",
+            "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
         }  # fmt: skip
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status()
         return [each["completions"][0]["token_ids"] for each in answer.json()["results"]]
 
     (alone,) = draw(PROMPTS[:1])
-    assert read_metric(server, "engine_preemptions_total") == 0
+    assert read_metric(server, "engine_preemptions_total", model="small") == 0
     together = draw(PROMPTS)
     # Readings come with heartbeats.
-    count = wait_for(lambda: read_metric(server, "engine_preemptions_total"))
+    count = wait_for(lambda: read_metric(server, "engine_preemptions_total", model="small"))
     print(f"\n{count:.0f} preemptions of {len(PROMPTS)} sequences of {TOKENS} tokens")
     assert [len(ids) for ids in together] == [TOKENS] * len(PROMPTS)
     assert together[0] == alone
