@@ -230,7 +230,7 @@ COPY --from=build-ray /opt/added/ /opt/logsteer/
 # What the head of a cluster keeps, see deploy/ray/compose.yml: a volume takes this one's owner.
 COPY --from=build-ray --chown=10001:10001 /opt/state /var/lib/ray
 COPY --from=build-ray /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
-COPY deploy/ray/local.sh /srv/logsteer/
+COPY --chmod=755 deploy/ray/local.sh /srv/logsteer/
 ENV RAY_USAGE_STATS_ENABLED=0 LOGSTEER_HOST=0.0.0.0
 ENTRYPOINT []
 CMD ["/srv/logsteer/local.sh", "/etc/logsteer/models.yaml"]

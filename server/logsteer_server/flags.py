@@ -139,6 +139,8 @@ class ServerParser(Parser):
         found = re.match(r"unknown: --(?:no-)?([\w-]+)", message)
         if found and (instead := explain_flag(found[1].replace("-", "_"))):
             self.exit(2, f"error: {message}\n{instead}. See {self.prog} --help\n")
+        if re.match(r"unknown: (true|false)\b", message, re.I):
+            message += "; a switch such as --compile takes no value, its opposite is --no-compile"
         super().error(message)
 
 

@@ -165,6 +165,7 @@ def test_every_setting_is_a_flag_and_models_share_them(capsys: pytest.CaptureFix
         ("m --chat-template x", "chat_template.jinja"),
         ("--model m", "give MODEL without a flag"),
         ("m --dtyp float32", "did you mean --dtype?"),
+        ("m --compile false", "--no-compile"),
         ("m --port 99999", "65535"),
         ("m --api-key a --key-file b", "api_key and key_file"),
         ("--config demo/models.yaml --dtype float32", "set them under `models:`"),
