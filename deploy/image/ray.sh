@@ -16,7 +16,7 @@ python -m venv "$installer"
 marker=$(mktemp)
 "$installer/bin/uv" pip --quiet install --python "$VENV/bin/python" --compile-bytecode \
   --constraint "requirements/$LOGSTEER_VARIANT.lock" --constraint requirements/dev.lock \
-  --editable '.[ray]'
+  --editable 'server[ray]'
 
 mkdir -p "$ADDED"
 cd "$VENV"

@@ -20,6 +20,7 @@ from logsteer_server import __version__
 from tests.conftest import ROOT
 from tests.containers.conftest import MARK, PORT, PROJECT, Service, build, choose_base
 from tests.containers.docker import docker, inspect, search_layers
+from tests.faults.processes import wait_for
 
 SERVER = "logsteer-server"
 MOST_BYTES = 2.75e9
@@ -36,6 +37,19 @@ def run(image: str, program: str, *arguments: str) -> str:
 
 
 # ------------------------------------------------------------------ the image
+
+
+def test_the_image_with_ray_serves_and_ends(image: str, secrets: dict[str, Path]) -> None:
+    name = tag = f"{PROJECT}-ray"
+    build("ray", "--tag", tag, secrets=secrets)
+    own = ("--name", name, "--env", "LOGSTEER_INSECURE=true", "--read-only", "--tmpfs=/tmp:exec")
+    docker("run", "--detach", *own, "--cap-drop=ALL", "--shm-size=512m", tag)
+    try:
+        wait_for(lambda: inspect(name)["State"]["Health"]["Status"] == "healthy", timeout_s=180)
+        docker("stop", "--time=90", name)
+        assert inspect(name)["State"]["ExitCode"] == 0
+    finally:
+        docker("rm", "--force", "--volumes", name)
 
 
 def test_it_says_what_it_is(image: str) -> None:

@@ -62,6 +62,8 @@ def test_versions_are_those_of_the_project() -> None:
     assert pinned.endswith(f"=={CLUSTER['rayVersion']}")
     images = {pod["template"]["spec"]["containers"][0]["image"] for pod in PODS}
     assert images == {f"logsteer-ray:{project['version']}"}
+    # uv installs an extra that does not exist without a word.
+    assert "--editable 'server[ray]'" in (ROOT / "deploy/image/ray.sh").read_text()
 
 
 def test_rays_ports_ask_for_a_token() -> None:

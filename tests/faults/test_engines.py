@@ -91,7 +91,7 @@ def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
                 httpx.post,
                 f"{server.url}/generate",
                 json=body | {"model": model, "max_tokens": length, "stream": stream},
-                timeout=120,
+                timeout=600,
             )
             for model, length in lengths.items()
             for stream in (False, True)

@@ -132,11 +132,11 @@ def test_a_stopped_engine_is_killed_and_restarted(server: Server) -> None:
     engine = find_engine_of(server, "slow")
     before = read_card(server, "slow")["restarts"]
     stream = {"model": "slow", "prompt_ids": [[5, 6]], "max_tokens": 3, "stream": True}
+    started = time.monotonic()
     with ThreadPoolExecutor(2) as pool, held(server.directory / "slow"):
         plain = pool.submit(score, server, "slow")
         events = pool.submit(httpx.post, f"{server.url}/generate", json=stream, timeout=60)
         wait_for_jobs(server, "slow", 2)
-        started = time.monotonic()
         os.kill(engine, signal.SIGSTOP)
         check_retryable(plain.result())
         found = time.monotonic() - started
@@ -145,7 +145,8 @@ def test_a_stopped_engine_is_killed_and_restarted(server: Server) -> None:
         assert '"code":"engine_restarting"' in events.result().text
         card = read_card(server, "slow")
         assert card["state"] == "restarting"
-        assert "silent for 2 s" in card["detail"]
+        # A slow machine stops it when the held step has lasted for a while.
+        assert card["detail"].endswith(("silent for 2 s", "still for 2 s"))
         assert httpx.get(f"{server.url}/readyz", timeout=60).status_code == 503
         assert score(server, "quick").status_code == 200, "the other model does not notice"
     wait_for_state(server, "slow", "ready")
