@@ -1,4 +1,4 @@
-"""What engines read of themselves for /metrics: preemptions, and the memory of GPUs."""
+"""What engines read of themselves for /metrics: steps, preemptions, and the memory of GPUs."""
 
 import time
 from collections.abc import Sequence
